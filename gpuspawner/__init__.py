@@ -1,0 +1,3 @@
+"""Share GPUs fairly from JupyterHub."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,142 @@
+"""Domain errors. Each one's text is a sentence that a member or an admin can act on.
+
+The docstring of a class is its default message; fields in braces are filled from
+keyword arguments. ``reason`` is a short, stable label (used as the ``reason`` of
+JupyterHub's ``SpawnException`` and in JSON); ``status_code`` is the HTTP status that
+a page or the REST API answers with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+
+class GPUSpawnerError(Exception):
+    """Something went wrong. Try again in a moment, and tell your admin if it stays."""
+
+    reason = "error"
+    status_code = 500
+
+    def __init__(self, message: str = "", **fields: Any) -> None:
+        self.fields = fields
+        text = message or inspect.cleandoc(type(self).__doc__ or "").format(**fields)
+        super().__init__(text)
+
+    @property
+    def message(self) -> str:
+        """The sentence, as shown to people."""
+        return str(self.args[0])
+
+
+# What a member asked for cannot be had: nothing is broken.
+
+
+class Refused(GPUSpawnerError):
+    """This server cannot be started as asked."""
+
+    reason = "refused"
+    status_code = 400
+
+
+class NoDeviceFree(Refused):
+    """All GPUs are in use. Start without a GPU, or try again."""
+
+    reason = "no_device_free"
+    status_code = 503
+
+
+class TooMuchAsked(Refused):
+    """You asked for more than this hub has or allows."""
+
+    reason = "limit"
+
+
+class NoCredits(Refused):
+    """Your balance does not cover a GPU. You can still start without one."""
+
+    reason = "no_credits"
+    status_code = 402
+
+
+class InvalidRequest(Refused):
+    """The field {field!r} is not valid."""
+
+    reason = "invalid_request"
+
+
+class NotAllowed(Refused):
+    """You may not use {what}."""
+
+    reason = "not_allowed"
+    status_code = 403
+
+
+class ServerHasLease(Refused):
+    """This server already holds devices: stop it first, then start it again."""
+
+    reason = "already_leased"
+    status_code = 409
+
+
+# Something that the hub leans on does not answer.
+
+
+class Unavailable(GPUSpawnerError):
+    """A part of the hub does not answer. Try again in a moment."""
+
+    reason = "unavailable"
+    status_code = 503
+
+
+class StoreUnavailable(Unavailable):
+    """The database does not answer. Try again in a moment; nothing was changed."""
+
+    reason = "store_unavailable"
+
+
+class EngineUnavailable(Unavailable):
+    """The container engine does not answer. Try again in a moment; nothing was charged."""
+
+    reason = "engine_unavailable"
+
+
+class NotReconciled(Unavailable):
+    """The hub is still finding out which GPUs are in use. Try again in a moment."""
+
+    reason = "not_reconciled"
+
+
+class StartFailed(GPUSpawnerError):
+    """Your server did not start: {cause}. Nothing was charged."""
+
+    reason = "start_failed"
+
+
+# Admins' mistakes and the ledger's guards.
+
+
+class ConfigError(GPUSpawnerError):
+    """The configuration is not valid: {what}."""
+
+    reason = "config"
+
+
+class UnknownAccount(Refused):
+    """There is no account named {account!r}."""
+
+    reason = "unknown_account"
+    status_code = 404
+
+
+class UnknownLease(Refused):
+    """There is no lease {lease!r}."""
+
+    reason = "unknown_lease"
+    status_code = 404
+
+
+class LedgerError(GPUSpawnerError):
+    """The ledger refused an entry: {what}."""
+
+    reason = "ledger"

@@ -1,0 +1,209 @@
+"""The nouns of gpuspawner as frozen values. Nothing here does I/O or reads a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import Enum
+
+MICRO = 1_000_000
+"""Microcredits in one credit. All amounts are whole microcredits."""
+
+
+class DeviceStatus(str, Enum):
+    """What the device source last saw, before any lease is considered."""
+
+    OK = "ok"
+    UNKNOWN = "unknown"
+    """Not answering, or gone since the last look. Never free."""
+    PARENT = "parent"
+    """A GPU in MIG mode: its instances are leased, never the GPU itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProcess:
+    """A process on a device, as the host sees it."""
+
+    pid: int
+    used_memory_bytes: int | None = None
+    kind: str = "compute"
+    """``compute`` or ``graphics``; only a compute process occupies a device."""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One GPU or MIG instance. The UUID names it; the index is for people to read."""
+
+    uuid: str
+    index: int
+    model: str
+    memory_bytes: int
+    pci_bus_id: str = ""
+    parent_uuid: str | None = None
+    compute_mode: str = "default"
+    """``default``, ``exclusive_process`` or ``prohibited``."""
+    slots: int = 1
+    status: DeviceStatus = DeviceStatus.OK
+    reason: str = ""
+    """Why the status is not ``ok``, in words."""
+    processes: tuple[DeviceProcess, ...] = ()
+
+    @property
+    def compute_processes(self) -> tuple[DeviceProcess, ...]:
+        """The processes that count as use of the device."""
+        return tuple(p for p in self.processes if p.kind == "compute")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """What a device source saw in one look at the machine."""
+
+    devices: tuple[Device, ...]
+    observed_at: datetime
+    source: str = "nvml"
+    """``nvml`` or ``simulated``."""
+    driver_version: str = ""
+    cuda_version: str = ""
+    links: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Closeness of two devices, keyed by their UUIDs in sorted order. Greater is closer;
+    a pair that is absent counts as 0. See :mod:`gpuspawner.devices.base` for the scale."""
+    error: str = ""
+    """Why nothing could be seen (NVML lost). Empty when the look succeeded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRef:
+    """One server of one member, as JupyterHub names it (``""`` is the default server)."""
+
+    user: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.user}/{self.name}" if self.name else self.user
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a member asks for, after validation."""
+
+    devices: int = 0
+    environment: str = ""
+    model: str | None = None
+    """Part of a model's name, compared without case, such as ``A100``. None is any."""
+    memory_bytes: int = 0
+    """Least memory of each device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A slot on a device."""
+
+    uuid: str
+    slot: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedDevice:
+    """A place and what its device was when it was granted (kept for receipts)."""
+
+    uuid: str
+    slot: int
+    index: int
+    model: str
+    memory_bytes: int
+
+
+class LeaseState(str, Enum):
+    """From grant to the proven end of the server."""
+
+    GRANTED = "granted"
+    """On disk; the server is not known to be up. Costs nothing."""
+    RUNNING = "running"
+    """The server answered; charges run from ``started_at``."""
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Devices granted to one server. A CPU-only server has a lease with no devices."""
+
+    id: str
+    server: ServerRef
+    account: str
+    environment: str
+    devices: tuple[LeasedDevice, ...]
+    rate: int
+    """Microcredits per hour for the whole lease, fixed at the grant."""
+    hold: int
+    """Microcredits set aside at the grant."""
+    charged: int = 0
+    """Microcredits charged so far."""
+    state: LeaseState = LeaseState.GRANTED
+    engine: str = ""
+    """``docker`` or ``local``: who can prove that the server is gone."""
+    engine_ref: str = ""
+    """The engine's own name for the server: container id, or ``pid:start time``."""
+    granted_at: datetime
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    end_reason: str = ""
+    warned_at: datetime | None = None
+    """When the member was first warned that the credits ran out."""
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        return tuple(d.uuid for d in self.devices)
+
+    @property
+    def held(self) -> int:
+        """Microcredits still set aside: the hold less what was charged, none once ended."""
+        return 0 if self.state is LeaseState.ENDED else max(0, self.hold - self.charged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Whose credits. ``balance`` is the sum of the account's postings."""
+
+    name: str
+    """``member:NAME``, ``group:NAME`` or ``system:NAME``."""
+    balance: int = 0
+    held: int = 0
+    """Set aside by open leases."""
+
+    @property
+    def available(self) -> int:
+        return self.balance - self.held
+
+
+def member_account(user: str) -> str:
+    """The account name of a member."""
+    return f"member:{user}"
+
+
+def parse_credits(text: str | int | float) -> int:
+    """``"12.5"`` to whole microcredits.
+
+    Raises ValueError when the text is no decimal number or has more than six decimals.
+    """
+    from decimal import Decimal, InvalidOperation
+
+    try:
+        micro = Decimal(str(text).strip()) * MICRO
+        whole = int(micro)
+    except (InvalidOperation, OverflowError, ValueError):
+        raise ValueError(f"{text!r} is not an amount of credits: write it like 12.5") from None
+    if whole != micro:
+        raise ValueError(f"{text!r} has more than six decimals")
+    return whole
+
+
+def format_credits(micro: int, places: int = 2) -> str:
+    """Whole microcredits to a decimal string, rounded down to ``places`` decimals (0 to 6)."""
+    step = 10 ** (6 - places)
+    units = micro // step
+    sign, units = ("-", -units) if units < 0 else ("", units)
+    if not places:
+        return f"{sign}{units}"
+    return f"{sign}{units // 10**places}.{units % 10**places:0{places}d}"
