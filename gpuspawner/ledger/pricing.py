@@ -1,0 +1,119 @@
+"""The rate card: credits per GPU-hour by device model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+
+from ..errors import ConfigError
+from ..model import MICRO, parse_credits
+
+DEFAULT_PATTERN = "*"
+"""The key of the rate for every model that no other pattern names."""
+
+MAX_RATE = 1_000_000 * MICRO
+"""Greatest rate in microcredits per GPU-hour; anything above is a slip of the pen."""
+
+_TOKEN = re.compile(r"[a-z0-9]+")
+_DECIMAL = re.compile(r"\d+(\.\d+)?")
+
+
+def model_matches(pattern: str, model: str) -> bool:
+    """Whether ``pattern`` names the device model, compared without case.
+
+    Every word of the pattern must be a word of the model's name, or neighbouring words
+    of it written as one: ``A100 80GB`` and ``a100-sxm4`` name ``NVIDIA A100-SXM4-80GB``,
+    ``RTX4090`` names ``GeForce RTX 4090``; ``A10`` does not name an ``A100``.
+    """
+    words = _words(model)
+    spans = {
+        "".join(words[start:end])
+        for start in range(len(words))
+        for end in range(start + 1, len(words) + 1)
+    }
+    return all(word in spans for word in _words(pattern))
+
+
+@dataclass(frozen=True, slots=True)
+class RateCard:
+    """Rates in microcredits per GPU-hour; the most specific pattern that matches wins."""
+
+    default: int = MICRO
+    rates: tuple[tuple[str, int], ...] = ()
+    """Pattern and rate, most specific (longest) pattern first."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, int | float | str | Decimal]) -> RateCard:
+        """A card from ``{"*": 1, "A100": 4, "T4": "0.5"}``, in credits per GPU-hour.
+
+        Without ``*``, a model that no pattern names costs 1 credit an hour. Raises
+        ConfigError naming the key.
+        """
+        if not isinstance(config, Mapping):
+            raise ConfigError(
+                f"The rates are not valid: {config!r} is no mapping of model to credits per "
+                'GPU-hour. Write them like {"*": 1, "A100": 4}.'
+            )
+        default = MICRO
+        rates: dict[str, tuple[str, int]] = {}
+        for key, value in config.items():
+            rate = _parse_rate(key, value)
+            if key == DEFAULT_PATTERN:
+                default = rate
+                continue
+            normal = _normalised(key)
+            if normal in rates:
+                raise ConfigError(
+                    f"The rates are not valid: {rates[normal][0]!r} and {key!r} name the same "
+                    "model. Keep one of them."
+                )
+            rates[normal] = (key, rate)
+        ordered = sorted(rates.items(), key=lambda item: (-len(item[0]), item[0]))
+        return cls(default=default, rates=tuple(pair for _, pair in ordered))
+
+    def rate_of(self, model: str) -> int:
+        """Microcredits per hour for one device of this model."""
+        for pattern, rate in self.rates:
+            if model_matches(pattern, model):
+                return rate
+        return self.default
+
+    def lease_rate(self, models: Iterable[str]) -> int:
+        """Microcredits per hour for all these devices together; 0 for none."""
+        return sum(self.rate_of(model) for model in models)
+
+
+def _words(text: str) -> list[str]:
+    return _TOKEN.findall(text.lower())
+
+
+def _normalised(key: object) -> str:
+    """The pattern's words as one text; ConfigError when it has none."""
+    normal = " ".join(_words(key)) if isinstance(key, str) else ""
+    if not normal:
+        raise ConfigError(
+            f"The rates are not valid: {key!r} names no device model. Write part of a model's "
+            "name such as 'A100', or '*' for every other model."
+        )
+    return normal
+
+
+def _parse_rate(key: object, value: object) -> int:
+    """``value`` credits as microcredits; ConfigError naming ``key`` otherwise."""
+    remedy = "Write credits per GPU-hour as a decimal number of at least 0, such as 4 or '0.5'."
+    fits = isinstance(value, (int, float, str, Decimal)) and not isinstance(value, bool)
+    text = str(value).strip()
+    if not fits or not _DECIMAL.fullmatch(text):
+        raise ConfigError(f"The rate of {key!r} is not valid: {value!r}. {remedy}")
+    try:
+        rate = parse_credits(text)
+    except ValueError as error:
+        raise ConfigError(f"The rate of {key!r} is not valid: {error}. {remedy}") from None
+    if rate > MAX_RATE:
+        raise ConfigError(
+            f"The rate of {key!r} is not valid: {value} credits an hour is more than 1000000. "
+            f"{remedy}"
+        )
+    return rate

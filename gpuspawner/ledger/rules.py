@@ -1,0 +1,256 @@
+"""What GPU time costs, and the transfers that say so. Pure: the time is always passed in.
+
+The one law is that a charge does not depend on when the tick runs. What a lease owes is
+a function of its rate and its time alone; a tick charges what is owed less what was
+charged so far. Ticks can be late, doubled or lost: after the settlement the sum is the
+same. Amounts are whole microcredits, rates are microcredits per hour.
+
+A builder's idempotency key follows from what it settles, so that of two ticks (or two
+releases) that saw the same lease, the store takes one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime, timedelta
+
+from ..errors import LedgerError
+from ..model import Lease, LeaseState
+from .entries import SYSTEM_GRANTS, SYSTEM_USAGE, Posting, Transfer, TransferKind, check_account
+
+HOUR = 3_600_000_000
+"""Microseconds in an hour."""
+
+ACTOR_ACCOUNTING = "accounting"
+"""The actor of charges."""
+
+ACTOR_BROKER = "broker"
+"""The actor of settlements."""
+
+_MICROSECOND = timedelta(microseconds=1)
+_IDS = uuid.UUID("6d1f9c0e-5b0a-4c58-9f5e-1a7d3f0c2b44")
+
+
+# What is owed.
+
+
+def owed(rate: int, started_at: datetime | None, until: datetime) -> int:
+    """Microcredits owed for the time from ``started_at`` to ``until``, rounded down.
+
+    Nothing when the server never started or ``until`` is not after the start.
+    """
+    if started_at is None or until <= started_at:
+        return 0
+    return rate * ((until - started_at) // _MICROSECOND) // HOUR
+
+
+def charge_due(lease: Lease, until: datetime) -> int:
+    """What a tick at ``until`` has to charge: owed less charged so far, never negative.
+
+    An ended lease is settled, and nothing is due on it.
+    """
+    if lease.state is LeaseState.ENDED:
+        return 0
+    return max(0, owed(lease.rate, lease.started_at, until) - lease.charged)
+
+
+def settlement(lease: Lease, ended_at: datetime, failed: bool) -> int:
+    """What is left to charge at the proven end; negative is a refund.
+
+    A failed start costs nothing: all that was charged comes back.
+    """
+    total = 0 if failed else owed(lease.rate, lease.started_at, ended_at)
+    return total - lease.charged
+
+
+# Before the start.
+
+
+def hold_for(rate: int, lead: timedelta) -> int:
+    """Microcredits to set aside so that ``lead`` of time at ``rate`` is covered, rounded up.
+
+    Whatever the lead, a rate above zero holds at least one microcredit: an empty account
+    never gets a GPU that costs something.
+    """
+    if rate <= 0:
+        return 0
+    micros = max(0, lead // _MICROSECOND)
+    return max(1, -(-rate * micros // HOUR))
+
+
+def can_afford(available: int, hold: int) -> bool:
+    """Whether the hold can be set aside. What holds nothing is open to everybody."""
+    return hold <= 0 or available >= hold
+
+
+# How long it lasts.
+
+
+def time_left(available: int, rate: int) -> timedelta | None:
+    """How long ``available`` microcredits last at ``rate``; None when they never run out."""
+    if rate <= 0:
+        return None
+    micros = max(0, available) * HOUR // rate
+    try:
+        return timedelta(microseconds=micros)
+    except OverflowError:  # millions of years
+        return None
+
+
+def runs_dry_at(available: int, rate: int, now: datetime) -> datetime | None:
+    """When ``available`` microcredits are used up at ``rate``; None when they never are."""
+    left = time_left(available, rate)
+    if left is None:
+        return None
+    try:
+        return now + left
+    except OverflowError:  # past the year 9999
+        return None
+
+
+def format_time_left(left: timedelta) -> str:
+    """``3 h 20 min``, ``5 min``, ``2 d 4 h`` or ``less than a minute``; rounded down."""
+    minutes = left // timedelta(minutes=1)
+    if minutes < 1:
+        return "less than a minute"
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min")]
+    if days:
+        parts = parts[:2]  # nobody plans days ahead by the minute
+    return " ".join(f"{count} {unit}" for count, unit in parts if count)
+
+
+# Builders of transfers.
+
+
+def grant(
+    account: str, amount: int, *, key: str, at: datetime, actor: str, reason: str
+) -> Transfer:
+    """Credits from the system to an account. ``amount`` is above zero."""
+    _check_receiver(account)
+    if amount <= 0:
+        raise LedgerError(
+            f"The ledger refused a grant of {amount} microcredits to {account}: a grant is more "
+            "than zero. Take credits back with an adjustment."
+        )
+    return _move(SYSTEM_GRANTS, account, amount, TransferKind.GRANT, key, at, actor, reason)
+
+
+def opening_key(account: str) -> str:
+    """The key of an account's opening grant: an account opens once."""
+    return f"opening:{account}"
+
+
+def opening_grant(account: str, amount: int, *, at: datetime, actor: str) -> Transfer | None:
+    """The grant that opens an account; None when new accounts get nothing."""
+    if amount == 0:
+        return None
+    return grant(
+        account, amount, key=opening_key(account), at=at, actor=actor, reason="Opening grant"
+    )
+
+
+def adjustment(
+    account: str, amount: int, *, key: str, at: datetime, actor: str, reason: str
+) -> Transfer:
+    """An admin's correction of a balance: up when ``amount`` is above zero, else down."""
+    _check_receiver(account)
+    return _move(SYSTEM_GRANTS, account, amount, TransferKind.ADJUSTMENT, key, at, actor, reason)
+
+
+def charge(lease: Lease, amount: int, until: datetime) -> Transfer | None:
+    """The charge of a tick at ``until``; None when ``amount`` is zero.
+
+    The key holds what was charged before, so two ticks that saw the same lease are one.
+    """
+    if amount == 0:
+        return None
+    if amount < 0:
+        raise LedgerError(
+            f"The ledger refused a charge of {amount} microcredits for lease {lease.id}: a tick "
+            "never gives back. A refund comes with the settlement."
+        )
+    return _move(
+        lease.account,
+        SYSTEM_USAGE,
+        amount,
+        TransferKind.CHARGE,
+        f"charge:{lease.id}:{lease.charged}",
+        until,
+        ACTOR_ACCOUNTING,
+        f"{_what(lease)} of {lease.server}",
+        lease.id,
+    )
+
+
+def settle(lease: Lease, amount: int, ended_at: datetime) -> Transfer | None:
+    """The last charge of a lease, or a refund when ``amount`` is negative; None when zero."""
+    if amount == 0:
+        return None
+    key = f"settle:{lease.id}"
+    if amount > 0:
+        reason = f"{_what(lease)} of {lease.server}, up to its end"
+        source, target, kind = lease.account, SYSTEM_USAGE, TransferKind.CHARGE
+    else:
+        reason = f"Charged too much for {lease.server}"
+        source, target, kind = SYSTEM_USAGE, lease.account, TransferKind.REFUND
+    return _move(source, target, abs(amount), kind, key, ended_at, ACTOR_BROKER, reason, lease.id)
+
+
+def reversal(transfer: Transfer, *, key: str, at: datetime, actor: str, reason: str) -> Transfer:
+    """The opposite of ``transfer``: together they move nothing."""
+    return Transfer(
+        id=transfer_id(key),
+        key=key,
+        kind=TransferKind.REVERSAL,
+        at=at,
+        actor=actor,
+        reason=reason,
+        postings=tuple(Posting(p.account, -p.amount) for p in transfer.postings),
+        lease_id=transfer.lease_id,
+    )
+
+
+def transfer_id(key: str) -> str:
+    """The id of the transfer with this key: the same key always gives the same id."""
+    return uuid.uuid5(_IDS, key).hex
+
+
+def _check_receiver(account: str) -> None:
+    if check_account(account).startswith("system:"):
+        raise LedgerError(
+            f"The ledger refused an entry: {account} is the ledger's own account. Name a member's "
+            "or a group's."
+        )
+
+
+def _what(lease: Lease) -> str:
+    if not lease.devices:
+        return "Time"
+    models = sorted({d.model for d in lease.devices})
+    return f"{len(lease.devices)} x {', '.join(models)}"
+
+
+def _move(
+    source: str,
+    target: str,
+    amount: int,
+    kind: TransferKind,
+    key: str,
+    at: datetime,
+    actor: str,
+    reason: str,
+    lease_id: str | None = None,
+) -> Transfer:
+    """A transfer of ``amount`` microcredits from ``source`` to ``target``."""
+    return Transfer(
+        id=transfer_id(key),
+        key=key,
+        kind=kind,
+        at=at,
+        actor=actor,
+        reason=reason,
+        postings=(Posting(target, amount), Posting(source, -amount)),
+        lease_id=lease_id,
+    )
