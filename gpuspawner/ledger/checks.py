@@ -1,0 +1,158 @@
+"""What must always hold in the books, as a list of functions over plain data.
+
+Each check yields one sentence a problem, and nothing when all is well. The accounting
+service runs them over the store; the tests run them after every step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ..model import Account, Lease, LeaseState
+from .entries import Transfer, TransferKind
+from .rules import owed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PostingRow:
+    """A posting with what its transfer says, as the store holds it.
+
+    Unlike :class:`~gpuspawner.ledger.entries.Posting` it can be wrong: that is what the
+    checks are to find.
+    """
+
+    transfer_id: str
+    key: str
+    kind: TransferKind
+    lease_id: str | None
+    account: str
+    amount: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Books:
+    """All that the checks look at."""
+
+    postings: tuple[PostingRow, ...] = ()
+    accounts: tuple[Account, ...] = ()
+    leases: tuple[Lease, ...] = ()
+    failed: frozenset[str] = frozenset()
+    """Ids of ended leases whose start failed: they cost nothing."""
+
+
+Check = Callable[[Books], Iterator[str]]
+
+
+def rows_of(transfers: Iterable[Transfer]) -> tuple[PostingRow, ...]:
+    """The posting rows of these transfers."""
+    return tuple(
+        PostingRow(
+            transfer_id=transfer.id,
+            key=transfer.key,
+            kind=transfer.kind,
+            lease_id=transfer.lease_id,
+            account=posting.account,
+            amount=posting.amount,
+        )
+        for transfer in transfers
+        for posting in transfer.postings
+    )
+
+
+def check_zero_sum(books: Books) -> Iterator[str]:
+    """The postings of each transfer sum to zero."""
+    totals: dict[str, int] = defaultdict(int)
+    for row in books.postings:
+        totals[row.transfer_id] += row.amount
+    for transfer_id, total in totals.items():
+        if total:
+            yield f"The postings of transfer {transfer_id} sum to {total} microcredits, not zero."
+
+
+def check_keys(books: Books) -> Iterator[str]:
+    """No idempotency key belongs to two transfers."""
+    owners: dict[str, set[str]] = defaultdict(set)
+    for row in books.postings:
+        owners[row.key].add(row.transfer_id)
+    for key, ids in owners.items():
+        if len(ids) > 1:
+            yield f"The key {key} was posted {len(ids)} times: {', '.join(sorted(ids))}."
+
+
+def check_balances(books: Books) -> Iterator[str]:
+    """The balance of each account is the sum of its postings, and each posting has one."""
+    sums: dict[str, int] = defaultdict(int)
+    for row in books.postings:
+        sums[row.account] += row.amount
+    for account in books.accounts:
+        total = sums.pop(account.name, 0)
+        if account.balance != total:
+            yield (
+                f"The balance of {account.name} is {account.balance} microcredits, but its "
+                f"postings sum to {total}."
+            )
+    for name in sums:
+        yield f"There are postings for {name}, but no such account."
+
+
+def check_holds(books: Books) -> Iterator[str]:
+    """An account holds what its open leases hold: an ended lease holds nothing."""
+    held: dict[str, int] = defaultdict(int)
+    for lease in books.leases:
+        held[lease.account] += lease.held
+    for account in books.accounts:
+        expected = held[account.name]
+        if account.held != expected:
+            yield (
+                f"{account.name} has {account.held} microcredits on hold, but its open leases "
+                f"hold {expected}."
+            )
+
+
+def check_lease_postings(books: Books) -> Iterator[str]:
+    """What a lease says it was charged is what its charges and refunds moved."""
+    moved: dict[tuple[str, str], int] = defaultdict(int)
+    for row in books.postings:
+        if row.lease_id and row.kind in (TransferKind.CHARGE, TransferKind.REFUND):
+            moved[row.lease_id, row.account] -= row.amount
+    for lease in books.leases:
+        total = moved[lease.id, lease.account]
+        if lease.charged != total:
+            yield (
+                f"Lease {lease.id} says {lease.charged} microcredits were charged, but its "
+                f"postings took {total} from {lease.account}."
+            )
+
+
+def check_settled(books: Books) -> Iterator[str]:
+    """An ended lease was charged what it owed at its end; a failed start nothing."""
+    for lease in books.leases:
+        if lease.state is not LeaseState.ENDED:
+            continue
+        if lease.ended_at is None:
+            yield f"Lease {lease.id} has ended, but nobody wrote down when."
+            continue
+        failed = lease.id in books.failed
+        due = 0 if failed else owed(lease.rate, lease.started_at, lease.ended_at)
+        if lease.charged != due:
+            yield (
+                f"Lease {lease.id} has ended and owed {due} microcredits, but {lease.charged} "
+                "were charged."
+            )
+
+
+BASIC_CHECKS: tuple[Check, ...] = (
+    check_zero_sum,
+    check_keys,
+    check_balances,
+    check_holds,
+    check_lease_postings,
+    check_settled,
+)
+
+
+def check_all(books: Books, checks: Iterable[Check] = BASIC_CHECKS) -> list[str]:
+    """Every problem that the checks find, in their order; empty when all is well."""
+    return [problem for check in checks for problem in check(books)]
