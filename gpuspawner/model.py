@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from decimal import Decimal, InvalidOperation
 from enum import Enum
 
 MICRO = 1_000_000
@@ -147,6 +148,8 @@ class Lease:
     """The engine's own name for the server: container id, or ``pid:start time``."""
     granted_at: datetime
     started_at: datetime | None = None
+    seen_at: datetime | None = None
+    """When the engine last proved the server alive."""
     ended_at: datetime | None = None
     end_reason: str = ""
     warned_at: datetime | None = None
@@ -187,8 +190,6 @@ def parse_credits(text: str | int | float) -> int:
 
     Raises ValueError when the text is no decimal number or has more than six decimals.
     """
-    from decimal import Decimal, InvalidOperation
-
     try:
         micro = Decimal(str(text).strip()) * MICRO
         whole = int(micro)

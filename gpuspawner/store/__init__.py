@@ -1,0 +1,8 @@
+"""What is remembered: the schema, transactions, and rows to and from the model."""
+
+from __future__ import annotations
+
+from . import book, devices, leases
+from .store import Store, default_url
+
+__all__ = ["Store", "book", "default_url", "devices", "leases"]

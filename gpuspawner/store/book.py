@@ -1,0 +1,156 @@
+"""Rows of accounts, transfers and postings. Append-only; a balance moves with its postings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+import sqlalchemy as sa
+
+from ..errors import LedgerError, UnknownAccount
+from ..ledger.entries import Posting, Transfer, TransferKind
+from ..model import Account
+from . import leases as lease_rows
+from .schema import accounts, postings, transfers
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of an account's statement."""
+
+    at: datetime
+    kind: str
+    reason: str
+    actor: str
+    amount: int
+    """Microcredits into (minus: out of) the account."""
+    balance: int
+    """The balance after it."""
+    lease_id: str | None
+
+
+def open_account(connection: sa.Connection, name: str, at: datetime) -> bool:
+    """Open the account unless it is there. True when it is new."""
+    query = sa.select(accounts.c.name).where(accounts.c.name == name)
+    if connection.execute(query).first():
+        return False
+    connection.execute(sa.insert(accounts).values(name=name, balance=0, opened_at=at))
+    return True
+
+
+def account(connection: sa.Connection, name: str) -> Account:
+    """Balance and holds of one account. Raises UnknownAccount."""
+    query = sa.select(accounts.c.balance).where(accounts.c.name == name)
+    balance = connection.execute(query).scalar_one_or_none()
+    if balance is None:
+        raise UnknownAccount(account=name)
+    return Account(name=name, balance=balance, held=lease_rows.held(connection, name))
+
+
+def all_accounts(connection: sa.Connection) -> list[Account]:
+    """Every account but the ledger's own, by name."""
+    held: dict[str, int] = {}
+    for lease in lease_rows.open_leases(connection):
+        held[lease.account] = held.get(lease.account, 0) + lease.held
+    rows = connection.execute(sa.select(accounts).order_by(accounts.c.name)).mappings()
+    return [
+        Account(name=row["name"], balance=row["balance"], held=held.get(row["name"], 0))
+        for row in rows
+        if not row["name"].startswith("system:")
+    ]
+
+
+def post(connection: sa.Connection, transfer: Transfer) -> bool:
+    """Write a transfer and move the balances. False when its key was posted before.
+
+    The same key with other postings raises LedgerError: it names another event.
+    """
+    if known := _postings_of_key(connection, transfer.key):
+        if sorted(known) != sorted((p.account, p.amount) for p in transfer.postings):
+            what = f"the key {transfer.key!r} was used for another amount or account"
+            raise LedgerError(what=what)
+        return False
+    for posting in transfer.postings:
+        _move(connection, posting, transfer.at)
+    connection.execute(
+        sa.insert(transfers).values(
+            id=transfer.id,
+            key=transfer.key,
+            kind=transfer.kind.value,
+            at=transfer.at,
+            actor=transfer.actor,
+            reason=transfer.reason,
+            lease_id=transfer.lease_id,
+        )
+    )
+    rows = [
+        {"transfer_id": transfer.id, "account": p.account, "amount": p.amount}
+        for p in transfer.postings
+    ]
+    connection.execute(sa.insert(postings), rows)
+    return True
+
+
+def statement(connection: sa.Connection, name: str, limit: int = 100) -> list[Line]:
+    """The newest lines of an account, newest first. Raises UnknownAccount."""
+    balance = account(connection, name).balance
+    query = (
+        sa.select(transfers, postings.c.amount)
+        .join(postings, postings.c.transfer_id == transfers.c.id)
+        .where(postings.c.account == name)
+        .order_by(postings.c.id.desc())
+        .limit(limit)
+    )
+    lines = []
+    for row in connection.execute(query).mappings():
+        lines.append(
+            Line(
+                at=row["at"],
+                kind=row["kind"],
+                reason=row["reason"],
+                actor=row["actor"],
+                amount=row["amount"],
+                balance=balance,
+                lease_id=row["lease_id"],
+            )
+        )
+        balance -= row["amount"]
+    return lines
+
+
+def all_transfers(connection: sa.Connection) -> list[Transfer]:
+    """The whole ledger, oldest first: for checks and exports."""
+    lines: dict[str, list[Posting]] = {}
+    for row in connection.execute(sa.select(postings).order_by(postings.c.id)).mappings():
+        posting = Posting(row["account"], row["amount"])
+        lines.setdefault(row["transfer_id"], []).append(posting)
+    rows = connection.execute(sa.select(transfers).order_by(transfers.c.at)).mappings()
+    return [
+        Transfer(
+            **{name: row[name] for name in row if name != "kind"},
+            kind=TransferKind(row["kind"]),
+            postings=tuple(lines[row["id"]]),
+        )
+        for row in rows
+    ]
+
+
+def _postings_of_key(connection: sa.Connection, key: str) -> list[tuple[str, int]]:
+    query = (
+        sa.select(postings.c.account, postings.c.amount)
+        .join(transfers, transfers.c.id == postings.c.transfer_id)
+        .where(transfers.c.key == key)
+    )
+    return [(name, amount) for name, amount in connection.execute(query)]
+
+
+def _move(connection: sa.Connection, posting: Posting, at: datetime) -> None:
+    """Add a posting to its account's balance; the ledger's own accounts open by themselves."""
+    change = sa.update(accounts).where(accounts.c.name == posting.account)
+    change = change.values(balance=accounts.c.balance + posting.amount)
+    if connection.execute(change).rowcount:
+        return
+    if not posting.account.startswith("system:"):
+        raise UnknownAccount(account=posting.account)
+    values = {"name": posting.account, "balance": posting.amount, "opened_at": at}
+    connection.execute(sa.insert(accounts).values(values))

@@ -1,0 +1,11 @@
+"""Alembic's entry: migrate over the connection that the store hands in."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from gpuspawner.store.schema import metadata
+
+connection = context.config.attributes["connection"]
+context.configure(connection=connection, target_metadata=metadata, transactional_ddl=True)
+context.run_migrations()

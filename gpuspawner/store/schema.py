@@ -1,0 +1,188 @@
+"""The tables. What must never be is forbidden here, and not only avoided in Python.
+
+* one open lease for each (device, slot) and one for each server: partial unique indexes;
+* one waiting ticket for each server: the same;
+* transfers and postings never change: triggers, in the first migration;
+* a transfer's idempotency key is unique.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Dialect,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    TypeDecorator,
+)
+
+
+class UTCDateTime(TypeDecorator[datetime]):
+    """An aware time in UTC, to the microsecond, on databases with and without zones."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError("times in the store carry a time zone")
+        value = value.astimezone(timezone.utc)
+        return value.replace(tzinfo=None) if dialect.name == "sqlite" else value
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            return value.replace(tzinfo=timezone.utc)
+        return value.astimezone(timezone.utc)
+
+
+metadata = MetaData()
+
+# SQLite gives ids by itself only to INTEGER primary keys.
+_Id = BigInteger().with_variant(Integer, "sqlite")
+
+devices = Table(
+    "devices",
+    metadata,
+    Column("uuid", Text, primary_key=True),
+    Column("index", Integer, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("memory_bytes", BigInteger, nullable=False),
+    Column("pci_bus_id", Text, nullable=False, default=""),
+    Column("parent_uuid", Text),
+    Column("compute_mode", Text, nullable=False, default="default"),
+    Column("slots", Integer, nullable=False, default=1),
+    Column("status", Text, nullable=False),
+    Column("reason", Text, nullable=False, default=""),
+    Column("processes", Text, nullable=False, default="[]"),
+    Column("source", Text, nullable=False, default=""),
+    Column("observed_at", UTCDateTime, nullable=False),
+    CheckConstraint("slots >= 1", name="devices_have_slots"),
+)
+
+accounts = Table(
+    "accounts",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("balance", BigInteger, nullable=False, default=0),
+    Column("opened_at", UTCDateTime, nullable=False),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("user", Text, nullable=False),
+    Column("server_name", Text, nullable=False, default=""),
+    Column("account", Text, ForeignKey("accounts.name"), nullable=False),
+    Column("environment", Text, nullable=False, default=""),
+    Column("rate", BigInteger, nullable=False),
+    Column("hold", BigInteger, nullable=False),
+    Column("charged", BigInteger, nullable=False, default=0),
+    Column("state", Text, nullable=False),
+    Column("engine", Text, nullable=False, default=""),
+    Column("engine_ref", Text, nullable=False, default=""),
+    Column("granted_at", UTCDateTime, nullable=False),
+    Column("started_at", UTCDateTime),
+    Column("seen_at", UTCDateTime),
+    Column("ended_at", UTCDateTime),
+    Column("end_reason", Text, nullable=False, default=""),
+    Column("warned_at", UTCDateTime),
+    CheckConstraint("state IN ('granted', 'running', 'ended')", name="leases_state"),
+    CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="leases_end"),
+    CheckConstraint("rate >= 0 AND hold >= 0 AND charged >= 0", name="leases_amounts"),
+)
+OPEN_LEASE = leases.c.state != "ended"
+Index(
+    "one_open_lease_a_server",
+    leases.c.user,
+    leases.c.server_name,
+    unique=True,
+    sqlite_where=OPEN_LEASE,
+    postgresql_where=OPEN_LEASE,
+)
+Index("leases_by_account", leases.c.account, leases.c.granted_at)
+Index("open_leases", leases.c.state, sqlite_where=OPEN_LEASE, postgresql_where=OPEN_LEASE)
+
+lease_places = Table(
+    "lease_places",
+    metadata,
+    Column("lease_id", Text, ForeignKey("leases.id"), primary_key=True),
+    Column("uuid", Text, primary_key=True),
+    Column("slot", Integer, primary_key=True),
+    Column("index", Integer, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("memory_bytes", BigInteger, nullable=False),
+    Column("open", Boolean, nullable=False, default=True),
+)
+OPEN_PLACE = lease_places.c.open
+Index(
+    "one_open_lease_a_slot",
+    lease_places.c.uuid,
+    lease_places.c.slot,
+    unique=True,
+    sqlite_where=OPEN_PLACE,
+    postgresql_where=OPEN_PLACE,
+)
+
+tickets = Table(
+    "tickets",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("user", Text, nullable=False),
+    Column("server_name", Text, nullable=False, default=""),
+    Column("request", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("created_at", UTCDateTime, nullable=False),
+    Column("ended_at", UTCDateTime),
+    Column("end_reason", Text, nullable=False, default=""),
+    CheckConstraint("state IN ('waiting', 'ended')", name="tickets_state"),
+    CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="tickets_end"),
+)
+OPEN_TICKET = tickets.c.state == "waiting"
+Index(
+    "one_open_ticket_a_server",
+    tickets.c.user,
+    tickets.c.server_name,
+    unique=True,
+    sqlite_where=OPEN_TICKET,
+    postgresql_where=OPEN_TICKET,
+)
+
+transfers = Table(
+    "transfers",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("key", Text, nullable=False, unique=True),
+    Column("kind", Text, nullable=False),
+    Column("at", UTCDateTime, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("lease_id", Text, ForeignKey("leases.id")),
+)
+Index("transfers_by_lease", transfers.c.lease_id)
+
+postings = Table(
+    "postings",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("transfer_id", Text, ForeignKey("transfers.id"), nullable=False),
+    Column("account", Text, ForeignKey("accounts.name"), nullable=False),
+    Column("amount", BigInteger, nullable=False),
+)
+Index("postings_by_account", postings.c.account, postings.c.id)
+Index("postings_by_transfer", postings.c.transfer_id)

@@ -1,0 +1,193 @@
+"""Connections and transactions: SQLite by default, PostgreSQL by URL.
+
+Every write is one transaction. On SQLite it begins with ``BEGIN IMMEDIATE`` (WAL, full
+sync), so two writers queue instead of failing half-way; on PostgreSQL writers take an
+advisory lock. Whatever the database says when it is locked, full or
+gone becomes :class:`~gpuspawner.errors.StoreUnavailable`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    NoSuchModuleError,
+    ProgrammingError,
+)
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from ..errors import ConfigError, StoreUnavailable
+from .migrate import upgrade
+
+T = TypeVar("T")
+
+BUSY_SECONDS = 10.0
+"""How long a writer waits for another before it gives up."""
+
+_LOCK_KEY = 0x67707573  # "gpus": the advisory lock of whoever writes
+
+
+class Store:
+    """One database. Thread-safe; share one a process through :meth:`open`."""
+
+    _open: dict[str, Store] = {}
+    _opening = threading.Lock()
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.engine = _create_engine(url)
+        self.dialect = self.engine.dialect.name
+        # SQLite has one writer at a time: more threads would only wait for one another.
+        workers = 4 if self.dialect == "sqlite" else 8
+        self.executor = ThreadPoolExecutor(workers, thread_name_prefix="gpuspawner-store")
+        self._migrated = False
+        self._migrating = threading.Lock()
+
+    @classmethod
+    def open(cls, url: str) -> Store:
+        """The store at ``url``, one a process: a connection pool is all that is shared."""
+        with cls._opening:
+            if url not in cls._open:
+                cls._open[url] = Store(url)
+            return cls._open[url]
+
+    def close(self) -> None:
+        """Close every connection and forget the store."""
+        with self._opening:
+            if self._open.get(self.url) is self:
+                del self._open[self.url]
+        self.executor.shutdown(wait=True)
+        self.engine.dispose()
+
+    def run(self, work: Callable[[sa.Connection], T], *, write: bool = False) -> T:
+        """Run ``work(connection)`` in one transaction and return its result."""
+        with self.write() if write else self.read() as connection:
+            return work(connection)
+
+    @contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """A read transaction: one consistent view."""
+        with self._transaction(write=False) as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """A write transaction; all of it happens or none. Writers come one at a time."""
+        with self._transaction(write=True) as connection:
+            yield connection
+
+    @contextmanager
+    def _transaction(self, *, write: bool) -> Iterator[sa.Connection]:
+        try:
+            self._migrate()
+            with self.engine.connect() as connection:
+                connection = connection.execution_options(gpuspawner_write=write)
+                with connection.begin():
+                    if write:
+                        self._one_writer(connection)
+                    yield connection
+        except (IntegrityError, ProgrammingError, DataError):
+            raise  # a rule of ours or a mistake of ours: not the database's absence
+        except (DBAPIError, PoolTimeout, OSError) as error:
+            raise StoreUnavailable() from error
+
+    def _one_writer(self, connection: sa.Connection) -> None:
+        """Writers wait for one another: no deadlocks between accounts, no lost race.
+
+        SQLite does that by itself.
+        """
+        if self.dialect == "postgresql":
+            connection.execute(sa.text(f"SELECT pg_advisory_xact_lock({_LOCK_KEY})"))
+
+    def _migrate(self) -> None:
+        """Bring the schema up to date, once a process."""
+        if self._migrated:
+            return
+        with self._migrating:
+            if not self._migrated:
+                with self.engine.connect() as connection:
+                    connection = connection.execution_options(gpuspawner_write=True)
+                    with connection.begin():
+                        self._one_writer(connection)
+                        upgrade(connection)
+                self._migrated = True
+
+
+def default_url() -> str:
+    """The database named by ``GPUSPAWNER_DATABASE_URL``, else a file in this directory."""
+    return os.environ.get("GPUSPAWNER_DATABASE_URL") or "sqlite:///gpuspawner.sqlite"
+
+
+def _create_engine(url: str) -> sa.Engine:
+    try:
+        parsed = sa.make_url(url)
+        if parsed.get_backend_name() == "sqlite":
+            return _create_sqlite(parsed)
+        if parsed.get_backend_name() == "postgresql":
+            return sa.create_engine(
+                parsed,
+                pool_size=8,
+                max_overflow=4,
+                pool_timeout=BUSY_SECONDS,
+                pool_pre_ping=True,
+                connect_args={
+                    "connect_timeout": 5,
+                    "options": f"-c lock_timeout={int(BUSY_SECONDS * 1000)}",
+                },
+            )
+    except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
+        what = f"the database URL cannot be used ({error}); write it like sqlite:////srv/hub.sqlite"
+        raise ConfigError(what=what) from None
+    what = (
+        f"{parsed.get_backend_name()!r} is no supported database; "
+        "use sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME"
+    )
+    raise ConfigError(what=what)
+
+
+def _create_sqlite(url: sa.URL) -> sa.Engine:
+    if not url.database or url.database == ":memory:":
+        what = "the SQLite database must be a file: the hub and its service share it"
+        raise ConfigError(what=what)
+    if not Path(url.database).exists():
+        _create_private(Path(url.database))
+    engine = sa.create_engine(
+        url, pool_size=8, max_overflow=4, connect_args={"timeout": BUSY_SECONDS}
+    )
+
+    @sa.event.listens_for(engine, "connect")
+    def prepare(dbapi_connection: Any, record: Any) -> None:
+        dbapi_connection.isolation_level = None  # we say BEGIN ourselves, below
+        cursor = dbapi_connection.cursor()
+        cursor.execute("PRAGMA journal_mode=WAL")
+        cursor.execute("PRAGMA synchronous=FULL")
+        cursor.execute("PRAGMA foreign_keys=ON")
+        cursor.close()
+
+    @sa.event.listens_for(engine, "begin")
+    def begin(connection: sa.Connection) -> None:
+        write = connection.get_execution_options().get("gpuspawner_write")
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+    return engine
+
+
+def _create_private(path: Path) -> None:
+    """Make the database file readable by the hub alone: it says who used what."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    except FileExistsError:
+        pass  # another process was faster
+    except OSError:
+        pass  # said as StoreUnavailable at the first transaction
