@@ -1,0 +1,136 @@
+"""The catalog of environments: what members can choose, read from the admin's YAML file.
+
+Pure, apart from :func:`load`. The catalog is the only source of images, mounts and traits:
+a member's request names an environment by its slug, and nothing else of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, InvalidRequest, NotAllowed
+from .parse import WORKSPACE, parse
+from .reading import Origin, read_yaml, suggest
+from .values import DeviceLimits, Environment, Mount
+
+__all__ = ["WORKSPACE", "Catalog", "DeviceLimits", "Environment", "Mount", "load"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalog:
+    """Environments, and the datasets and shared folders that their servers get."""
+
+    environments: tuple[Environment, ...]
+    datasets: tuple[Mount, ...] = ()
+    shared_folders: tuple[Mount, ...] = ()
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any], origin: str = "catalog.yaml") -> Catalog:
+        """The catalog in plain values. Raises ConfigError naming ``origin`` and the key."""
+        return cls._parsed(data, Origin(origin))
+
+    @classmethod
+    def from_text(cls, text: str, origin: str = "catalog.yaml") -> Catalog:
+        """The catalog in YAML. Raises ConfigError naming ``origin``, the line and the key."""
+        data, lines = read_yaml(text, origin)
+        return cls._parsed({} if data is None else data, lines)
+
+    @classmethod
+    def single(
+        cls,
+        image: str = "",
+        *,
+        devices: DeviceLimits | None = None,
+        display_name: str = "Default environment",
+    ) -> Catalog:
+        """The built-in catalog of a hub that has none: one environment, open to everyone.
+
+        Without an image, the spawner's own configuration decides it.
+        """
+        only = Environment(
+            slug="default",
+            display_name=display_name,
+            image=image,
+            default=True,
+            devices=devices or DeviceLimits(),
+        )
+        return cls(environments=(only,))
+
+    @classmethod
+    def _parsed(cls, data: object, origin: Origin) -> Catalog:
+        environments, datasets, folders = parse(data, origin)
+        return cls(environments=environments, datasets=datasets, shared_folders=folders)
+
+    def get(self, slug: str) -> Environment:
+        """The environment of this slug, whoever may use it.
+
+        Raises InvalidRequest with what there is instead.
+        """
+        return self._find(slug, self.environments)
+
+    def get_for(self, slug: str, groups: Collection[str]) -> Environment:
+        """The environment of this slug for a member of ``groups``.
+
+        Raises InvalidRequest when there is none, NotAllowed when it is for others; neither
+        sentence names environments that the member may not see.
+        """
+        visible = self.visible_to(groups)
+        environment = next((e for e in self.environments if e.slug == slug), None)
+        if environment is not None and environment not in visible:
+            raise NotAllowed(
+                f"You may not use the environment {slug!r}: it is kept for certain groups. Choose "
+                "another, or ask your admin to add you."
+            )
+        return self._find(slug, visible)
+
+    def visible_to(self, groups: Collection[str]) -> tuple[Environment, ...]:
+        """The environments that a member of ``groups`` may use, in the file's order."""
+        return tuple(e for e in self.environments if e.visible_to(groups))
+
+    def default_for(self, groups: Collection[str]) -> Environment:
+        """The environment to choose for a member of ``groups``: the default, else the first.
+
+        Raises NotAllowed when there is none that the member may use.
+        """
+        visible = self.visible_to(groups)
+        if not visible:
+            raise NotAllowed(
+                "No environment of this hub is open to you. Ask your admin to add you to a group "
+                "that may use one."
+            )
+        return next((e for e in visible if e.default), visible[0])
+
+    def mounts_for(self, environment: Environment, groups: Collection[str]) -> tuple[Mount, ...]:
+        """The datasets and shared folders for a server of a member of ``groups``."""
+        chosen = environment.datasets
+        datasets = (m for m in self.datasets if chosen is None or m.name in chosen)
+        return tuple(m for m in (*datasets, *self.shared_folders) if m.visible_to(groups))
+
+    @staticmethod
+    def _find(slug: str, among: tuple[Environment, ...]) -> Environment:
+        for environment in among:
+            if environment.slug == slug:
+                return environment
+        there = suggest(slug, [e.slug for e in among], "Choose one of")
+        raise InvalidRequest(
+            f"There is no environment {slug[:60]!r} on this hub. {there}", field="environment"
+        )
+
+
+def load(path: str | os.PathLike[str]) -> Catalog:
+    """The catalog in the file at ``path``. Raises ConfigError."""
+    name = os.fspath(path)
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: this is not text in UTF-8. Save it as UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(
+            f"The catalog {name} cannot be read: {error.strerror}. Check the path and who may read "
+            "it."
+        ) from None
+    return Catalog.from_text(text, name)
