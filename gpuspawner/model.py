@@ -166,6 +166,22 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """A server that an engine knows of and that carries a lease's id."""
+
+    lease_id: str
+    ref: str
+    """The engine's own name for it: container id, or ``pid:start time``."""
+    server: ServerRef
+    alive: bool
+    created_at: datetime | None = None
+    ended_at: datetime | None = None
+    """When it exited, if the engine knows."""
+    detail: str = ""
+    """Exit code or the like, for the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
     """Whose credits. ``balance`` is the sum of the account's postings."""
 

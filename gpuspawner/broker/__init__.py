@@ -1,0 +1,8 @@
+"""The one place that grants, charges and releases."""
+
+from __future__ import annotations
+
+from .broker import Broker
+from .view import DeviceView, Overview
+
+__all__ = ["Broker", "DeviceView", "Overview"]

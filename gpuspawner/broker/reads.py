@@ -1,0 +1,49 @@
+"""What the broker tells without changing anything."""
+
+from __future__ import annotations
+
+from ..errors import UnknownAccount
+from ..model import Account, Lease, ServerRef, member_account
+from ..store import Store, book, leases
+from ..store.book import Line
+
+
+class Reads:
+    """Questions to the store; each one is answered from one consistent view."""
+
+    store: Store
+
+    def open_leases(self) -> list[Lease]:
+        """All open leases, oldest first."""
+        return self.store.run(leases.open_leases)
+
+    def lease_of(self, server: ServerRef) -> Lease | None:
+        """The open lease of a server, if it has one."""
+        return self.store.run(lambda connection: leases.open_of(connection, server))
+
+    def lease(self, lease_id: str) -> Lease:
+        """One lease, open or ended. Raises UnknownLease."""
+        return self.store.run(lambda connection: leases.get(connection, lease_id))
+
+    def leases_of(self, account: str | None, limit: int = 50) -> list[Lease]:
+        """The newest leases of an account (None: of everybody), newest first."""
+        return self.store.run(lambda connection: leases.of_account(connection, account, limit))
+
+    def account(self, name: str) -> Account:
+        """Balance and holds of an account. Raises UnknownAccount."""
+        return self.store.run(lambda connection: book.account(connection, name))
+
+    def member(self, user: str) -> Account:
+        """The account of a member; one with nothing in it when it is not open yet."""
+        try:
+            return self.account(member_account(user))
+        except UnknownAccount:
+            return Account(name=member_account(user))
+
+    def accounts(self) -> list[Account]:
+        """Every member's and group's account, by name."""
+        return self.store.run(book.all_accounts)
+
+    def statement(self, account: str, limit: int = 100) -> list[Line]:
+        """The newest lines of an account, newest first. Raises UnknownAccount."""
+        return self.store.run(lambda connection: book.statement(connection, account, limit))

@@ -1,0 +1,115 @@
+"""What an admin can set of the broker, as ``c.Broker.NAME``."""
+
+from __future__ import annotations
+
+from traitlets import Dict, Float, Integer, Unicode, Union, default
+from traitlets.config import LoggingConfigurable
+
+from ..store import default_url
+
+
+class BrokerSettings(LoggingConfigurable):
+    """The traits of :class:`~gpuspawner.broker.Broker`."""
+
+    database_url = Unicode(
+        config=True,
+        help="""
+        Where leases and credits are kept: an SQLite file or a PostgreSQL database.
+
+        The default is the environment variable GPUSPAWNER_DATABASE_URL, else a file
+        ``gpuspawner.sqlite`` in the hub's working directory. Example::
+
+            c.Broker.database_url = "sqlite:////srv/jupyterhub/gpuspawner.sqlite"
+            c.Broker.database_url = "postgresql://gpuspawner@/gpuspawner"
+        """,
+    )
+
+    @default("database_url")
+    def _default_database_url(self) -> str:
+        return default_url()
+
+    device_source = Unicode(
+        "auto",
+        config=True,
+        help="""
+        Where the devices come from: ``auto`` (NVML), or a simulated fleet for trying out.
+
+        Example::
+
+            c.Broker.device_source = "simulated:4xA100-80GB,2xT4"
+        """,
+    )
+
+    gpu_rates = Dict(
+        {"*": 1},
+        config=True,
+        help="""
+        Credits per GPU-hour by device model; the longest pattern that fits wins.
+
+        A rate is copied into the lease at the grant: a change holds for new servers only.
+        Example::
+
+            c.Broker.gpu_rates = {"*": 1, "A100": 4, "T4": "0.5"}
+        """,
+    )
+
+    opening_grant = Union(
+        [Float(), Unicode()],
+        default_value=100.0,
+        config=True,
+        help="""
+        Credits that a member gets once, when their account opens at first sign-in.
+
+        Example::
+
+            c.Broker.opening_grant = 250
+        """,
+    )
+
+    hold_minutes = Float(
+        10.0,
+        config=True,
+        help="""
+        Minutes of GPU time that a balance must cover to start, and that are set aside.
+
+        Example::
+
+            c.Broker.hold_minutes = 30
+        """,
+    )
+
+    grace_seconds = Integer(
+        300,
+        config=True,
+        help="""
+        Seconds that a server goes on after its account ran dry and the member was warned.
+
+        Example::
+
+            c.Broker.grace_seconds = 600
+        """,
+    )
+
+    refresh_seconds = Float(
+        2.0,
+        config=True,
+        help="""
+        Seconds for which one look at the devices serves everybody who asks.
+
+        Example::
+
+            c.Broker.refresh_seconds = 5
+        """,
+    )
+
+    credits_help = Unicode(
+        "Ask your admin for more credits.",
+        config=True,
+        help="""
+        The sentence that tells a member without credits how to get some.
+
+        Example::
+
+            c.Broker.credits_help = "Write to gpu@lab.example for more credits."
+        """,
+    )

@@ -1,0 +1,148 @@
+"""What the pages, the CLI and the spawn form show of devices. Read-only values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from ..ledger import rules
+from ..ledger.pricing import RateCard
+from ..model import Account, Device, DeviceStatus, Lease, LeaseState, Place
+from ..pool import leasable
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    """A device and what it is doing now."""
+
+    device: Device
+    state: str
+    """``free``, ``leased``, ``occupied``, ``unknown``, ``parent`` or ``prohibited``."""
+    detail: str
+    """Why, in words; empty for a free device."""
+    lease_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCount:
+    """The devices of one model and memory size."""
+
+    model: str
+    memory_bytes: int
+    total: int
+    free: int
+    rate: int
+    """Microcredits per GPU-hour."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """All devices at one moment."""
+
+    devices: tuple[DeviceView, ...]
+    models: tuple[ModelCount, ...]
+    source: str
+    error: str
+    """Why the devices cannot be seen; empty when they can."""
+    driver_version: str
+    cuda_version: str
+
+    @property
+    def total(self) -> int:
+        """Devices that can be leased by somebody, sooner or later."""
+        return sum(count.total for count in self.models)
+
+    @property
+    def free(self) -> int:
+        return sum(count.free for count in self.models)
+
+
+def device_views(devices: Sequence[Device], taken: Mapping[Place, str]) -> tuple[DeviceView, ...]:
+    """Each device with its state; a leased one stays leased whatever NVML says."""
+    leases = {place.uuid: lease for place, lease in taken.items()}
+    return tuple(_view(device, leases.get(device.uuid)) for device in devices)
+
+
+def _view(device: Device, lease_id: str | None) -> DeviceView:
+    why_not = leasable(device)
+    if lease_id:
+        detail = f"lease {lease_id}"
+        if device.status is DeviceStatus.UNKNOWN:
+            detail += f"; not answering: {device.reason}"
+        return DeviceView(device, "leased", detail, lease_id)
+    if device.status is DeviceStatus.OK and why_not is None:
+        if busy := device.compute_processes:
+            named = ", ".join(f"{p.name or 'process'} (pid {p.pid})" for p in busy[:3])
+            return DeviceView(device, "occupied", f"used without a lease by {named}")
+        return DeviceView(device, "free", "")
+    state = device.status.value if device.status is not DeviceStatus.OK else "prohibited"
+    return DeviceView(device, state, why_not or device.reason)
+
+
+def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCount, ...]:
+    """Totals by model and memory, greatest first; unknown devices are not counted."""
+    found: dict[tuple[str, int], list[DeviceView]] = {}
+    for view in views:
+        if view.state in ("free", "leased", "occupied"):
+            key = (view.device.model, view.device.memory_bytes)
+            found.setdefault(key, []).append(view)
+    counts = [
+        ModelCount(
+            model=model,
+            memory_bytes=memory,
+            total=len(some),
+            free=sum(view.state == "free" for view in some),
+            rate=rates.rate_of(model),
+        )
+        for (model, memory), some in found.items()
+    ]
+    return tuple(sorted(counts, key=lambda c: (-c.memory_bytes, c.model)))
+
+
+def latest_ends(
+    leases: Collection[Lease],
+    accounts: Mapping[str, Account],
+    grace: timedelta,
+    now: datetime,
+) -> dict[str, datetime]:
+    """When each lease ends at the latest, because its account runs dry; by lease id.
+
+    Leases of one account draw on it together. A lease that costs nothing has no such end.
+    """
+    rates: dict[str, int] = {}
+    due: dict[str, int] = {}
+    for lease in leases:
+        if lease.state is LeaseState.RUNNING:
+            rates[lease.account] = rates.get(lease.account, 0) + lease.rate
+            due[lease.account] = due.get(lease.account, 0) + rules.charge_due(lease, now)
+    ends = {}
+    for lease in leases:
+        account = accounts.get(lease.account)
+        if account is None or not rates.get(lease.account) or not lease.rate:
+            continue
+        left = account.balance - due[lease.account]
+        dry = rules.runs_dry_at(left, rates[lease.account], now)
+        if dry is not None:
+            ends[lease.id] = dry + grace
+    return ends
+
+
+def free_by(ends: Sequence[datetime], wanted: int, now: datetime) -> str:
+    """``"2 will be free by 15:40 at the latest"``, or nothing when nobody can promise it."""
+    soonest = sorted(ends)
+    if len(soonest) < wanted or not wanted:
+        return ""
+    moment = soonest[wanted - 1]
+    if moment - now > timedelta(days=2):
+        return ""
+    count = sum(end <= moment for end in soonest)
+    return f"{count} will be free by {clock(moment, now)} at the latest"
+
+
+def clock(moment: datetime, now: datetime) -> str:
+    """A time of day in the hub's own zone, rounded up to the minute, with the day if not today."""
+    local = (moment + timedelta(seconds=59)).astimezone()
+    if local.date() == now.astimezone().date():
+        return local.strftime("%H:%M")
+    return local.strftime("%H:%M on %-d %B")

@@ -1,0 +1,73 @@
+"""The newest look at the devices, shared by everybody in this process who asks the broker."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+from ..devices.base import DeviceSource
+from ..model import Device, Inventory
+from ..store import Store, devices
+
+SAVE_EVERY = timedelta(minutes=1)
+"""How often an unchanged look is compared with the store all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Devices as last seen; those that were known and not seen are unknown."""
+
+    devices: tuple[Device, ...]
+    inventory: Inventory
+
+
+class Watch:
+    """Observes a source at most every ``refresh`` and keeps the store's device table true."""
+
+    def __init__(self, source: DeviceSource, store: Store, refresh: timedelta) -> None:
+        self.source = source
+        self.store = store
+        self.refresh = refresh
+        self._lock = threading.Lock()
+        self._look: Look | None = None
+        self._known: tuple[Device, ...] | None = None
+        self._saved_at: datetime | None = None
+
+    def look(self, now: datetime, *, fresh: bool = False) -> Look:
+        """The newest look; a new one when the last is older than ``refresh`` or ``fresh``."""
+        with self._lock:
+            last = self._look
+            if last and not fresh and now - last.inventory.observed_at < self.refresh:
+                return last
+            inventory = self.source.observe(now)
+            if self._known is None:
+                self._known = self.store.run(devices.load)
+            seen = devices.as_seen(self._known, inventory)
+            if self._must_save(seen, now):
+                self._save(inventory)
+                self._saved_at = now
+            self._known = seen
+            self._look = Look(seen, inventory)
+            return self._look
+
+    def forget(self) -> None:
+        """Look anew next time: a server is gone, and so are its processes."""
+        with self._lock:
+            if self._look:
+                stale = replace(self._look.inventory, observed_at=_LONG_AGO)
+                self._look = replace(self._look, inventory=stale)
+
+    def _must_save(self, seen: tuple[Device, ...], now: datetime) -> bool:
+        late = self._saved_at is None or now - self._saved_at >= SAVE_EVERY
+        return late or seen != self._known
+
+    def _save(self, inventory: Inventory) -> None:
+        # Another process may have written what it saw: compare with the rows themselves.
+        known = self.store.run(devices.load)
+        if devices.as_seen(known, inventory) != known:
+            with self.store.write() as connection:
+                devices.save(connection, devices.load(connection), inventory)
+
+
+_LONG_AGO = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
