@@ -1,0 +1,30 @@
+"""What the reconciler needs of an engine, and the labels that tie a container to its lease."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..model import Sighting
+
+LABEL_LEASE = "gpuspawner.lease"
+LABEL_MEMBER = "gpuspawner.member"
+LABEL_SERVER = "gpuspawner.server"
+LABEL_ENVIRONMENT = "gpuspawner.environment"
+
+
+class Engine(Protocol):
+    """Something that runs servers and can prove that one is gone."""
+
+    @property
+    def name(self) -> str:
+        """The name kept in a lease: ``docker`` or ``local``."""
+
+    def sightings(self) -> list[Sighting]:
+        """Every server that carries a lease's id, alive or exited.
+
+        Blocks. A server that is created and not yet started counts as alive: only an exit
+        is an end. Raises EngineUnavailable when the engine cannot say.
+        """
+
+    def end(self, sighting: Sighting) -> None:
+        """End a server that nobody owns any more. Raises EngineUnavailable."""
