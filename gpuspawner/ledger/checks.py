@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ..model import Account, Lease, LeaseState
-from .entries import Transfer, TransferKind
+from .entries import Transfer, TransferKind, is_system
 from .rules import owed
 
 
@@ -82,7 +82,10 @@ def check_keys(books: Books) -> Iterator[str]:
 
 
 def check_balances(books: Books) -> Iterator[str]:
-    """The balance of each account is the sum of its postings, and each posting has one."""
+    """The balance of each account is the sum of its postings.
+
+    Every account with postings is there; the ledger's own may be left out of ``accounts``.
+    """
     sums: dict[str, int] = defaultdict(int)
     for row in books.postings:
         sums[row.account] += row.amount
@@ -94,6 +97,8 @@ def check_balances(books: Books) -> Iterator[str]:
                 f"postings sum to {total}."
             )
     for name in sums:
+        if is_system(name):
+            continue
         yield f"There are postings for {name}, but no such account."
 
 

@@ -16,24 +16,18 @@ DEFAULT_PATTERN = "*"
 MAX_RATE = 1_000_000 * MICRO
 """Greatest rate in microcredits per GPU-hour; anything above is a slip of the pen."""
 
-_TOKEN = re.compile(r"[a-z0-9]+")
+_WORD = re.compile(r"[a-z]{2,}(?=\d)|[a-z0-9]+")
 _DECIMAL = re.compile(r"\d+(\.\d+)?")
 
 
 def model_matches(pattern: str, model: str) -> bool:
-    """Whether ``pattern`` names the device model, compared without case.
+    """Whether each word of ``pattern`` is a word of the model's name, compared without case.
 
-    Every word of the pattern must be a word of the model's name, or neighbouring words
-    of it written as one: ``A100 80GB`` and ``a100-sxm4`` name ``NVIDIA A100-SXM4-80GB``,
-    ``RTX4090`` names ``GeForce RTX 4090``; ``A10`` does not name an ``A100``.
+    The rule by which the pool picks devices, so that what is leased and what is priced
+    agree: ``a100`` and ``A100-80GB`` name ``NVIDIA A100-SXM4-80GB``, ``RTX4090`` names
+    ``GeForce RTX 4090``; ``A10`` names no A100.
     """
-    words = _words(model)
-    spans = {
-        "".join(words[start:end])
-        for start in range(len(words))
-        for end in range(start + 1, len(words) + 1)
-    }
-    return all(word in spans for word in _words(pattern))
+    return set(_words(pattern)) <= set(_words(model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +42,9 @@ class RateCard:
     def from_config(cls, config: Mapping[str, int | float | str | Decimal]) -> RateCard:
         """A card from ``{"*": 1, "A100": 4, "T4": "0.5"}``, in credits per GPU-hour.
 
-        Without ``*``, a model that no pattern names costs 1 credit an hour. Raises
-        ConfigError naming the key.
+        Without ``*``, a model that no pattern names costs 1 credit an hour. To price the
+        MIG instances of a model apart, name both: ``A100 MIG 1g.5gb``. Raises ConfigError
+        naming the key.
         """
         if not isinstance(config, Mapping):
             raise ConfigError(
@@ -86,7 +81,7 @@ class RateCard:
 
 
 def _words(text: str) -> list[str]:
-    return _TOKEN.findall(text.lower())
+    return _WORD.findall(text.lower())
 
 
 def _normalised(key: object) -> str:
