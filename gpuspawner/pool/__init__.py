@@ -1,0 +1,18 @@
+"""Which places a request gets. Pure: what exists, what is taken and what is linked go in,
+places or a refusal come out."""
+
+from __future__ import annotations
+
+from .matching import model_matches, suitable
+from .refusals import format_memory
+from .rules import choose, free_places, leasable, occupied
+
+__all__ = [
+    "choose",
+    "format_memory",
+    "free_places",
+    "leasable",
+    "model_matches",
+    "occupied",
+    "suitable",
+]
