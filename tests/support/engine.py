@@ -1,0 +1,296 @@
+"""A private Docker Engine with a stand-in for NVIDIA's hook, so that device requests are real.
+
+The images that tests build stay in the cache between runs. Everything else (containers,
+volumes, networks, the daemon itself) is gone after :meth:`PrivateEngine.stop`, and whatever
+a killed run left behind is cleared away by the next :meth:`PrivateEngine.start`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import docker
+import docker.errors
+import psutil
+from docker.types import DeviceRequest
+
+from tests.support import processes
+from tests.support.processes import LIVE, alive, as_root, end_process, wait_for
+
+HOOKS = Path(__file__).parent / "bin"
+SLOTS = 8
+"""How many private engines one machine can run at once: each has a slot of its own."""
+DEVICES = tuple(f"GPU-0000000{i}-5eed-4000-8000-00000000000{i}" for i in range(4))
+"""The machine's devices unless a test sets others."""
+
+
+class PrivateEngine:
+    """``with PrivateEngine() as engine``: a dockerd of our own, reached at ``engine.url``.
+
+    Its containers have no way out (no firewall rules are touched), reach this machine at
+    ``engine.gateway``, and are reached by published ports on 127.0.0.1 or by their address.
+    """
+
+    def __init__(
+        self, *, live_restore: bool = False, programs: Path | None = None, features: str = ""
+    ) -> None:
+        """``programs``: a folder with another dockerd; ``features``: extra daemon.json text."""
+        self.live_restore = live_restore
+        self.programs = programs
+        self.features = features
+        self.name = "engine"
+        self._lock: IO[str] | None = None
+        self._daemon: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> PrivateEngine:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # Where things are.
+
+    @property
+    def url(self) -> str:
+        """For ``DOCKER_HOST``."""
+        return f"unix://{self.directory}/docker.sock"
+
+    @property
+    def gateway(self) -> str:
+        """This machine's address as the containers see it: a hub's ``hub_ip``."""
+        return f"10.231.{self.slot}.1"
+
+    @property
+    def bridge(self) -> str:
+        """The network interface of the default network."""
+        return f"gpsp{self.slot}"
+
+    @property
+    def data(self) -> Path:
+        """The data-root: images survive in it."""
+        version = f"-{self.programs.name}" if self.programs else ""
+        return processes.cache_dir() / "docker" / f"{self.slot}{version}"
+
+    # Starting and ending.
+
+    def start(self) -> None:
+        """Bring the daemon up with images only; also the way back after :meth:`kill9`."""
+        if self._lock is None:
+            self._take_slot()
+            self._end_leftovers()
+            self.set_devices(DEVICES)
+            self._launch()
+            self.clean()
+        else:
+            self._launch()
+        if self not in LIVE:
+            LIVE.append(self)
+
+    def stop(self) -> None:
+        """End the daemon and all of its containers; give the slot back."""
+        if self in LIVE:
+            LIVE.remove(self)
+        if self._lock is None:
+            return
+        if self._running():
+            self.clean()
+        self._end_daemon()
+        self._end_leftovers()
+        subprocess.run(as_root(["ip", "link", "del", self.bridge]), check=False)  # noqa: S603
+        self._lock.close()
+        self._lock = None
+
+    def restart(self) -> None:
+        """Restart the daemon, as an admin would; its containers end with it."""
+        self._end_daemon()
+        self._launch()
+
+    def kill9(self) -> None:
+        """Kill the daemon on the spot. Containers live on until :meth:`start`."""
+        daemon = self._pid()
+        if daemon:
+            processes.signal_pid(daemon, signal.SIGKILL)
+        if self._daemon:
+            self._daemon.wait(timeout=20)
+            self._daemon = None
+
+    def clean(self) -> None:
+        """Remove every container, volume and network; images stay."""
+        client = self.client
+        for container in client.containers(all=True):
+            try:
+                client.remove_container(container["Id"], force=True, v=True)
+            except docker.errors.NotFound:
+                continue  # gone on its own meanwhile
+        for volume in client.volumes().get("Volumes") or []:
+            client.remove_volume(volume["Name"], force=True)
+        for network in client.networks():
+            if network["Name"] not in ("bridge", "host", "none"):
+                client.remove_network(network["Id"])
+
+    # What tests do with it.
+
+    def set_devices(self, uuids: Iterable[str], model: str = "Simulated GPU") -> None:
+        """Say which devices the machine has; ``/dev/nvidiaN`` follows the order given."""
+        machine = [{"uuid": u, "minor": n, "model": model} for n, u in enumerate(uuids)]
+        (self.directory / "devices.json").write_text(json.dumps(machine), encoding="utf-8")
+
+    def run(
+        self,
+        image: str,
+        command: str | Sequence[str],
+        devices: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> tuple[int, str]:
+        """Run a container to its end and remove it: its exit code and what it printed.
+
+        ``devices`` become a device request; other arguments go to ``create_host_config``.
+        """
+        client = self.client
+        if devices:
+            request = DeviceRequest(device_ids=list(devices), capabilities=[["gpu"]])
+            kwargs["device_requests"] = [request]
+        host = client.create_host_config(**kwargs)
+        made = client.create_container(image, command, host_config=host, environment=environment)
+        container = made["Id"]
+        try:
+            client.start(container)
+            code = int(client.wait(container, timeout=120)["StatusCode"])
+            return code, client.logs(container).decode(errors="replace")
+        finally:
+            client.remove_container(container, force=True, v=True)
+
+    def log_text(self) -> str:
+        """The containers' last lines, then the daemon's."""
+        parts = []
+        if self._running():
+            for c in self.client.containers(all=True):
+                log = self.client.logs(c["Id"], tail=40).decode(errors="replace")
+                parts.append(f"--- container {c['Names'][0]} ({c['Status']})\n{log}")
+        daemon = (self.directory / "dockerd.log").read_text(errors="replace").splitlines()
+        return "\n".join([*parts, "--- dockerd", *daemon[-40:]])
+
+    # Below here: how.
+
+    def _take_slot(self) -> None:
+        for self.slot in range(SLOTS):
+            self.directory = Path(tempfile.gettempdir(), f"gpuspawner-engine-{self.slot}")
+            self.directory.mkdir(mode=0o755, exist_ok=True)
+            lock = open(self.directory / "lock", "a")  # noqa: SIM115 - held until stop()
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.close()
+                continue
+            self._lock, self.name = lock, f"engine {self.slot}"
+            return
+        raise RuntimeError(f"{SLOTS} private engines run already on this machine")
+
+    def _launch(self) -> None:
+        self._make_bridge()
+        self.data.mkdir(parents=True, exist_ok=True)
+        # Pidfiles of a killed daemon: their numbers may be a zombie's, or someone else's by now.
+        stale = [self.directory / "docker.pid", self.directory / "exec/containerd/containerd.pid"]
+        processes.run(as_root(["rm", "-f", *map(str, stale)]))
+        (self.directory / "daemon.json").write_text(self.features or "{}", encoding="utf-8")
+        environment = [
+            f"PATH={processes.system_path(*([self.programs] if self.programs else []), HOOKS)}",
+            f"GPUSPAWNER_TEST_DEVICES={self.directory}/devices.json",
+        ]
+        command = ["env", *environment, *self._dockerd()]
+        with open(self.directory / "dockerd.log", "ab") as log:
+            self._daemon = subprocess.Popen(  # noqa: S603
+                processes.die_with_us(as_root(command)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a Ctrl-C ends it through stop(), not by itself
+            )
+        wait_for(self._answers, "dockerd to answer", timeout=60)
+
+    def _dockerd(self) -> list[str]:
+        words = {
+            "--config-file": self.directory / "daemon.json",
+            "--host": self.url,
+            "--group": os.getegid(),
+            "--data-root": self.data,
+            "--exec-root": self.directory / "exec",
+            "--pidfile": self.directory / "docker.pid",
+            # Only used where the system's own containerd is running: not to meet its containers.
+            "--containerd-namespace": f"gpuspawner-{self.slot}",
+            "--containerd-plugins-namespace": f"gpuspawner-{self.slot}-plugins",
+            "--bridge": self.bridge,
+            "--default-address-pool": f"base=10.231.{128 + 8 * self.slot}.0/21,size=26",
+            "--add-runtime": f"nvidia={HOOKS / 'nvidia-container-runtime'}",
+        }
+        # The firewall and routing of this machine stay as they are.
+        switches = ["--iptables=false", "--ip-masq=false", "--ip-forward=false"]
+        if self.live_restore:
+            switches.append("--live-restore")
+        return ["dockerd", *switches, *(str(w) for pair in words.items() for w in pair)]
+
+    def _make_bridge(self) -> None:
+        if Path("/sys/class/net", self.bridge).exists():
+            return
+        processes.run(as_root(["ip", "link", "add", self.bridge, "type", "bridge"]))
+        processes.run(as_root(["ip", "addr", "add", f"{self.gateway}/24", "dev", self.bridge]))
+        processes.run(as_root(["ip", "link", "set", self.bridge, "up"]))
+
+    def _answers(self) -> bool:
+        if self._daemon is not None and self._daemon.poll() is not None:
+            log = (self.directory / "dockerd.log").read_text(errors="replace")
+            raise RuntimeError(f"dockerd ended with {self._daemon.returncode}:\n{log[-3000:]}")
+        try:
+            self.client = docker.APIClient(base_url=self.url, version="auto", timeout=60)
+        except docker.errors.DockerException:
+            return False
+        return True
+
+    def _pid(self) -> int | None:
+        """The daemon's process, by its pidfile, when that really is ours."""
+        try:
+            pid = int((self.directory / "docker.pid").read_text())
+            ours = str(self.directory) in " ".join(psutil.Process(pid).cmdline())
+        except (OSError, ValueError, psutil.NoSuchProcess):
+            return None
+        return pid if ours else None
+
+    def _running(self) -> bool:
+        return self._daemon is not None and self._daemon.poll() is None
+
+    def _end_daemon(self) -> None:
+        if pid := self._pid():
+            end_process(pid, timeout=40)
+        if self._daemon:
+            self._daemon.wait(timeout=40)
+            self._daemon = None
+
+    def _end_leftovers(self) -> None:
+        """End what a killed daemon of this slot left: itself, containers, mounts, sockets."""
+        if pid := self._pid():
+            end_process(pid, timeout=40)
+        ours = [p.pid for p in psutil.process_iter(["cmdline"]) if self._is_ours(p)]
+        for pid in list(processes.with_descendants(ours)):
+            if alive(pid):
+                processes.signal_pid(pid, signal.SIGKILL)
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+        for point in sorted((m.split()[1] for m in mounts), reverse=True):
+            if point.startswith((f"{self.directory}/", f"{self.data}/")):
+                subprocess.run(as_root(["umount", "-l", point]), check=False)  # noqa: S603
+        leftovers = [str(self.directory / n) for n in ("exec", "docker.sock", "docker.pid")]
+        processes.run(as_root(["rm", "-rf", *leftovers]))
+        (self.directory / "dockerd.log").write_bytes(b"")
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        words = process.info["cmdline"] or []
+        return bool(words) and any(f"{self.directory}/exec" in w for w in words)

@@ -1,0 +1,231 @@
+"""The images that tests run, built once by a real engine and found again by their content.
+
+Nothing comes from an image registry: the base is made by debootstrap from Debian's packages.
+What is particular to the machine that builds (a company's certificates, a proxy) goes into
+that base and into build arguments here, so that the Dockerfiles stay as users need them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import docker.errors
+
+from tests.support import processes
+from tests.support.engine import PrivateEngine
+from tests.support.processes import REPO, as_root, cache_dir
+
+DEBIAN = "local/debian:bookworm"
+BASE = "gpuspawner/base:test"
+INSTANT = "gpuspawner/instant:test"
+EXITS = "gpuspawner/exits:test"
+SILENT = "gpuspawner/silent:test"
+
+LABEL = "org.gpuspawner.content"
+"""On each image, the hash of everything that it was made of."""
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+HERE = Path(__file__).parent / "images"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one image is built."""
+
+    tag: str
+    folder: Path
+    base: str = DEBIAN
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    program: Path | None = None
+    """A C file of the folder to compile, statically, into the build context."""
+    keep: bool = False
+    """Slow to build: keep a copy beside the engine, for an engine in another slot."""
+
+
+def recipes() -> dict[str, Recipe]:
+    """All images above the Debian base, by tag, in the order to build them."""
+    hub = version("jupyterhub")
+    instant = HERE / "instant"
+    all_of_them = (
+        Recipe(
+            INSTANT,
+            instant,
+            arguments={"JUPYTERHUB_VERSION": hub},
+            program=instant / "instant.c",
+        ),
+        Recipe(EXITS, HERE / "exits"),
+        Recipe(SILENT, HERE / "silent"),
+        Recipe(
+            BASE,
+            REPO / "images" / "base",
+            arguments={"JUPYTERHUB_REQUIREMENT": f"jupyterhub=={hub}"},
+            keep=True,
+        ),
+    )
+    return {r.tag: r for r in all_of_them}
+
+
+def ensure_images(
+    engine: PrivateEngine, tags: Sequence[str] = (INSTANT, EXITS, SILENT, BASE)
+) -> None:
+    """Build what the engine does not have yet; quick when nothing changed."""
+    _ensure_debian(engine)
+    known = recipes()
+    for tag in tags:
+        build(engine, known[tag])
+
+
+def build(engine: PrivateEngine, recipe: Recipe) -> str:
+    """Build one image unless the engine has it with this very content. Returns its tag."""
+    context = _context(recipe)
+    content = _hash(context, json.dumps(dict(recipe.arguments)), _content(engine, recipe.base))
+    copy = _kept(recipe.tag, content)
+    if _content(engine, recipe.tag) == content:
+        return recipe.tag
+    if recipe.keep and copy.exists():
+        with open(copy, "rb") as tar:
+            engine.client.load_image(tar)
+        if _content(engine, recipe.tag) == content:
+            return recipe.tag
+    print(f"building {recipe.tag} ...", flush=True)
+    lines = engine.client.build(
+        fileobj=_tar(context),
+        custom_context=True,
+        tag=recipe.tag,
+        rm=True,
+        forcerm=True,
+        decode=True,
+        network_mode="host",
+        labels={LABEL: content},
+        buildargs={"BASE_IMAGE": recipe.base, **_proxies(), **recipe.arguments},
+    )
+    _follow(recipe.tag, lines)
+    engine.client.prune_images({"dangling": True})  # what had the tag before
+    if recipe.keep:
+        _save(engine, recipe.tag, copy)
+    return recipe.tag
+
+
+def _ensure_debian(engine: PrivateEngine) -> None:
+    certificates = CERTIFICATES.read_bytes() if CERTIFICATES.exists() else b""
+    content = _hash({}, "bookworm minbase 1", hashlib.sha256(certificates).hexdigest())
+    if _content(engine, DEBIAN) == content:
+        return
+    tar = _kept(DEBIAN, content)
+    if not tar.exists():
+        print("making a Debian base image with debootstrap ...", flush=True)
+        _debootstrap(tar)
+    changes = [f"LABEL {LABEL}={content}", 'CMD ["bash"]']
+    if certificates:
+        # pip brings its own list of authorities; a proxy's certificate is not in that.
+        changes.append(f"ENV PIP_CERT={CERTIFICATES} NODE_EXTRA_CA_CERTS={CERTIFICATES}")
+    repository, tag = DEBIAN.split(":")
+    engine.client.import_image_from_file(str(tar), repository=repository, tag=tag, changes=changes)
+
+
+def _debootstrap(tar: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="gpuspawner-debian-") as work:
+        root = Path(work) / "root"
+        include = "--include=ca-certificates"
+        environment = dict(os.environ, PATH=processes.system_path())
+        command = ["debootstrap", "--variant=minbase", include, "bookworm", str(root)]
+        try:
+            processes.run(as_root(command), env=environment)
+            if CERTIFICATES.exists():
+                processes.run(as_root(["cp", str(CERTIFICATES), f"{root}{CERTIFICATES}"]))
+            processes.run(as_root(["sh", "-c", f"rm -rf {root}/var/cache/apt/archives/*.deb"]))
+            part = tar.with_suffix(".part")
+            inside = ["--one-file-system", "--exclude=./proc/*", "--exclude=./sys/*", "."]
+            processes.run(as_root(["tar", "-C", str(root), "-cf", str(part), *inside]))
+            part.rename(tar)
+        finally:
+            processes.run(as_root(["rm", "-rf", str(root)]))
+
+
+def _context(recipe: Recipe) -> dict[str, bytes]:
+    """The build context: file name to content."""
+    files = {p.name: p.read_bytes() for p in sorted(recipe.folder.iterdir()) if p.is_file()}
+    if recipe.program:
+        files[recipe.program.stem] = _compile(files.pop(recipe.program.name))
+    return files
+
+
+def _compile(source: bytes) -> bytes:
+    """A static program for this C source, kept by its hash so that images are too."""
+    kept = cache_dir() / "programs" / hashlib.sha256(source).hexdigest()[:16]
+    if not kept.exists():
+        kept.parent.mkdir(exist_ok=True)
+        compiler = shutil.which("cc") or shutil.which("gcc") or "cc"
+        with tempfile.TemporaryDirectory() as work:
+            code, program = Path(work, "program.c"), Path(work, "program")
+            code.write_bytes(source)
+            processes.run([compiler, "-O2", "-static", "-s", "-o", program, code])
+            shutil.move(program, kept)
+    return kept.read_bytes()
+
+
+def _tar(files: Mapping[str, bytes]) -> io.BytesIO:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o755
+            tar.addfile(entry, io.BytesIO(content))
+    buffer.seek(0)
+    return buffer
+
+
+def _hash(files: Mapping[str, bytes], *more: str) -> str:
+    digest = hashlib.sha256("\0".join(more).encode())
+    for name, content in sorted(files.items()):
+        digest.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
+    return digest.hexdigest()[:16]
+
+
+def _content(engine: PrivateEngine, tag: str) -> str:
+    """The content label of an image that the engine has; empty when it has none."""
+    try:
+        config = engine.client.inspect_image(tag)["Config"]
+    except docker.errors.ImageNotFound:
+        return ""
+    return str((config.get("Labels") or {}).get(LABEL, ""))
+
+
+def _kept(tag: str, content: str) -> Path:
+    folder = cache_dir() / "images"
+    folder.mkdir(exist_ok=True)
+    return folder / f"{tag.replace('/', '-').replace(':', '-')}-{content}.tar"
+
+
+def _save(engine: PrivateEngine, tag: str, copy: Path) -> None:
+    for older in copy.parent.glob(f"{copy.stem.rsplit('-', 1)[0]}-*"):
+        older.unlink()
+    part = copy.with_suffix(".part")
+    with open(part, "wb") as f:
+        f.writelines(engine.client.get_image(tag))
+    part.rename(copy)
+
+
+def _proxies() -> dict[str, str]:
+    """Docker knows these build arguments without an ARG line, and keeps none in the image."""
+    names = ("http_proxy", "https_proxy", "no_proxy")
+    names += tuple(n.upper() for n in names)
+    return {n: os.environ[n] for n in names if os.environ.get(n)}
+
+
+def _follow(tag: str, lines: object) -> None:
+    """Read the build to its end; its last lines go into the error when it failed."""
+    seen: list[str] = []
+    for line in lines:  # type: ignore[attr-defined]  # docker-py returns an untyped generator
+        seen.append(line.get("stream", "") or line.get("error", ""))
+        if "error" in line:
+            raise RuntimeError(f"building {tag} failed:\n{''.join(seen)[-4000:]}")

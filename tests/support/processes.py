@@ -1,0 +1,133 @@
+"""Small helpers around real processes: root, ports, waiting, ending, the test cache."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import psutil
+
+REPO = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+"""Where the virtual environment keeps its programs (the proxy's wrapper among them)."""
+
+T = TypeVar("T")
+
+
+class HasLog(Protocol):
+    """A running part whose log a failing test should show."""
+
+    name: str
+
+    def log_text(self) -> str: ...
+
+
+LIVE: list[HasLog] = []
+"""Every part that runs now. ``conftest.py`` adds their logs to a failing test's report."""
+
+
+def cache_dir() -> Path:
+    """Where slow things are kept between runs (``GPUSPAWNER_TEST_CACHE`` moves it)."""
+    path = Path(os.environ.get("GPUSPAWNER_TEST_CACHE", REPO / ".test-cache"))
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def as_root(argv: Sequence[str]) -> list[str]:
+    """The command as root: itself when we are root, else through sudo without a prompt."""
+    return list(argv) if os.geteuid() == 0 else ["sudo", "-n", *argv]
+
+
+def run(argv: Sequence[str | Path], **kwargs: object) -> str:
+    """Run to the end and return what it printed; a failure raises with that text in it."""
+    done = subprocess.run(  # noqa: S603 - the callers name fixed programs
+        [str(a) for a in argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        **kwargs,  # type: ignore[call-overload]  # passed through to subprocess
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{argv[0]} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    return str(done.stdout)
+
+
+def die_with_us(argv: Sequence[str]) -> list[str]:
+    """The command, ended by the kernel if the test run is killed before it can clean up."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "TERM", "--", *argv] if setpriv else list(argv)
+
+
+def system_path(*first: Path) -> str:
+    """A PATH that also finds what Debian puts into ``sbin``."""
+    parts = [str(p) for p in first] + os.environ.get("PATH", "").split(os.pathsep)
+    for extra in ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin", "/bin"):
+        if extra not in parts:
+            parts.append(extra)
+    return os.pathsep.join(p for p in parts if p)
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listens on right now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def wait_for(
+    look: Callable[[], T | None], what: str, *, timeout: float = 30.0, interval: float = 0.05
+) -> T:
+    """Call ``look`` until it answers something true, and return that."""
+    end = time.monotonic() + timeout
+    while True:
+        if found := look():
+            return found
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {timeout:.0f} s for {what}")
+        time.sleep(interval)
+
+
+def signal_pid(pid: int, number: int) -> None:
+    """Send a signal, through sudo when the process is root's and we are not."""
+    with contextlib.suppress(ProcessLookupError):
+        try:
+            os.kill(pid, number)
+        except PermissionError:
+            subprocess.run(as_root(["kill", f"-{number}", str(pid)]), check=False)  # noqa: S603
+
+
+def alive(pid: int) -> bool:
+    """True while the process runs (a zombie has ended)."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end_process(pid: int, *, timeout: float = 20.0) -> None:
+    """SIGTERM, and SIGKILL when that was not heard in time."""
+    signal_pid(pid, signal.SIGTERM)
+    try:
+        wait_for(lambda: not alive(pid), f"process {pid} to end", timeout=timeout)
+    except TimeoutError:
+        signal_pid(pid, signal.SIGKILL)
+        wait_for(lambda: not alive(pid), f"killed process {pid} to end", timeout=10)
+
+
+def with_descendants(pids: Iterable[int]) -> Iterator[int]:
+    """The given processes and everything below them."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield from (p.pid for p in psutil.Process(pid).children(recursive=True))
+            yield pid
