@@ -1,0 +1,136 @@
+"""A private PostgreSQL server on a free port of 127.0.0.1, gone at the end of the run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+import psycopg2
+
+from tests.support import processes
+from tests.support.processes import LIVE, end_process, free_port, wait_for
+
+
+class PrivatePostgres:
+    """``with PrivatePostgres() as server``: then ``server.fresh_database()`` for a URL.
+
+    PostgreSQL refuses to run as root; then it runs as Debian's ``postgres``.
+    """
+
+    def __init__(self) -> None:
+        self.name = "postgresql"
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._numbers = itertools.count(1)
+
+    def __enter__(self) -> PrivatePostgres:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the server; after :meth:`halt`, on the same port with the same databases."""
+        if not self.port:
+            self._initialise()
+        command = [
+            str(self._programs / "postgres"),
+            *("-D", str(self.directory / "data"), "-p", str(self.port)),
+            *("-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={self.directory}"),
+            # A test's data need not outlive the machine's power. Killed servers still recover.
+            *("-c", "fsync=off", "-c", "max_connections=200"),
+        ]
+        with open(self.directory / "log", "ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603
+                self._as_user(processes.die_with_us(command)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=self.directory,
+            )
+        wait_for(self._answers, "PostgreSQL to answer", timeout=30)
+        if self not in LIVE:
+            LIVE.append(self)
+
+    def halt(self) -> None:
+        """Stop answering; the databases stay for the next :meth:`start`."""
+        if self._process:
+            self._process.send_signal(signal.SIGINT)  # "fast": do not wait for the clients
+            try:
+                self._process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                end_process(self._process.pid)
+            self._process = None
+
+    def stop(self) -> None:
+        """End the server and remove its files."""
+        if self in LIVE:
+            LIVE.remove(self)
+        self.halt()
+        if self.port:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.port = 0
+
+    def fresh_database(self) -> str:
+        """Create an empty database and return its SQLAlchemy URL."""
+        name = f"test_{os.getpid()}_{next(self._numbers)}"
+        connection = self._connect()
+        connection.autocommit = True
+        with connection.cursor() as cursor:
+            cursor.execute(f'CREATE DATABASE "{name}"')
+        connection.close()
+        return f"postgresql+psycopg2://postgres@127.0.0.1:{self.port}/{name}"
+
+    def log_text(self) -> str:
+        """The server's last lines."""
+        return (self.directory / "log").read_text(errors="replace")[-4000:]
+
+    def _initialise(self) -> None:
+        self.port = free_port()
+        # Not below pytest's own folders: those are closed to the user that the server runs as.
+        self.directory = Path(tempfile.mkdtemp(prefix="gpuspawner-pg-"))
+        if os.geteuid() == 0:
+            shutil.chown(self.directory, "postgres", "postgres")
+        command = [str(self._programs / "initdb"), "-D", str(self.directory / "data")]
+        command += ["-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"]
+        processes.run(self._as_user(command), cwd=self.directory)
+
+    @property
+    def _programs(self) -> Path:
+        """The newest server that Debian installed, or the one on PATH."""
+        versions = Path("/usr/lib/postgresql").glob("*/bin/postgres")
+        newest = sorted(versions, key=lambda p: float(p.parts[-3]))
+        if newest:
+            return newest[-1].parent
+        if on_path := shutil.which("postgres"):
+            return Path(on_path).resolve().parent
+        raise RuntimeError("PostgreSQL's server is not installed: run scripts/test_parts.sh")
+
+    def _as_user(self, command: list[str]) -> list[str]:
+        if os.geteuid() != 0:
+            return command
+        user = pwd.getpwnam("postgres")
+        who = [f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+        return ["setpriv", *who, "--", *command]
+
+    def _connect(self) -> psycopg2.extensions.connection:
+        return psycopg2.connect(
+            host="127.0.0.1", port=self.port, user="postgres", dbname="postgres", connect_timeout=5
+        )
+
+    def _answers(self) -> bool:
+        if self._process is not None and self._process.poll() is not None:
+            raise RuntimeError(f"PostgreSQL ended at once:\n{self.log_text()}")
+        try:
+            self._connect().close()
+        except psycopg2.OperationalError:
+            return False
+        return True
