@@ -85,8 +85,8 @@ def _words(text: str) -> list[str]:
 
 
 def _normalised(key: object) -> str:
-    """The pattern's words as one text; ConfigError when it has none."""
-    normal = " ".join(_words(key)) if isinstance(key, str) else ""
+    """The pattern's words as one text, in any order; ConfigError when it has none."""
+    normal = " ".join(sorted(set(_words(key)))) if isinstance(key, str) else ""
     if not normal:
         raise ConfigError(
             f"The rates are not valid: {key!r} names no device model. Write part of a model's "

@@ -1,0 +1,309 @@
+"""The ledger's entries and rules: all real, pure values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuspawner.errors import LedgerError
+from gpuspawner.ledger import rules
+from gpuspawner.ledger.entries import (
+    MAX_AMOUNT,
+    SYSTEM_GRANTS,
+    SYSTEM_USAGE,
+    Posting,
+    Transfer,
+    TransferKind,
+    check_account,
+    group_account,
+    is_system,
+)
+from gpuspawner.model import (
+    MICRO,
+    Lease,
+    LeasedDevice,
+    LeaseState,
+    ServerRef,
+    member_account,
+)
+
+T0 = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
+ANNA = member_account("anna")
+HOUR = timedelta(hours=1)
+
+
+def lease(**changes: object) -> Lease:
+    device = LeasedDevice(uuid="GPU-1", slot=0, index=0, model="A100", memory_bytes=40 * 10**9)
+    given_lease = Lease(
+        id="lease-1",
+        server=ServerRef("anna", "lab"),
+        account=ANNA,
+        environment="pytorch",
+        devices=(device,),
+        rate=4 * MICRO,
+        hold=MICRO,
+        granted_at=T0,
+        started_at=T0,
+        state=LeaseState.RUNNING,
+    )
+    return replace(given_lease, **changes)
+
+
+def transfer(**changes: object) -> Transfer:
+    values: dict[str, object] = {
+        "id": "1",
+        "key": "key",
+        "kind": TransferKind.GRANT,
+        "at": T0,
+        "actor": "admin",
+        "reason": "welcome",
+        "postings": (Posting(ANNA, 5), Posting(SYSTEM_GRANTS, -5)),
+    }
+    return Transfer(**{**values, **changes})
+
+
+def test_amounts_of_a_transfer_by_account() -> None:
+    entry = transfer()
+    assert entry.amount_for(ANNA) == 5
+    assert entry.amount_for(SYSTEM_GRANTS) == -5
+    assert entry.amount_for(member_account("bert")) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"postings": (Posting(ANNA, 5), Posting(SYSTEM_GRANTS, -4))}, "sum to 1 microcredits"),
+        ({"postings": (Posting(ANNA, 5),)}, "1 posting"),
+        ({"postings": ()}, "0 posting"),
+        ({"key": ""}, "its key is empty"),
+        ({"actor": "  "}, "its actor is empty"),
+        ({"reason": ""}, "its reason is empty"),
+        ({"id": ""}, "its id is empty"),
+        ({"at": datetime(2025, 3, 1)}, "not in UTC"),
+        ({"at": datetime(2025, 3, 1, tzinfo=timezone(HOUR))}, "not in UTC"),
+    ],
+)
+def test_a_transfer_refuses_any_other_shape(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(LedgerError, match=words):
+        transfer(**changes)
+
+
+@pytest.mark.parametrize("amount", [1.0, True, "5", None, 0, MAX_AMOUNT + 1, -MAX_AMOUNT - 1])
+def test_a_posting_is_a_whole_number_that_fits_and_moves_something(amount: object) -> None:
+    with pytest.raises(LedgerError, match=ANNA):
+        Posting(ANNA, amount)  # type: ignore[arg-type]  # what a caller without types may pass
+
+
+@pytest.mark.parametrize(
+    "name", ["anna", "user:anna", "member:", "member: anna", "member:an\nna", "", ":", "MEMBER:a"]
+)
+def test_account_names_are_checked(name: str) -> None:
+    with pytest.raises(LedgerError, match="account name"):
+        check_account(name)
+
+
+def test_account_names_of_members_groups_and_the_system() -> None:
+    for name in (member_account("anna@example.org"), group_account("lab:1"), SYSTEM_USAGE):
+        assert check_account(name) == name
+    assert [is_system(name) for name in (SYSTEM_GRANTS, ANNA, group_account("system"))] == [
+        True,
+        False,
+        False,
+    ]
+
+
+# What is owed.
+
+instants = st.datetimes(
+    min_value=datetime(2020, 1, 1),
+    max_value=datetime(2040, 1, 1),
+    timezones=st.just(timezone.utc),
+)
+rates = st.integers(0, 1000 * MICRO)
+
+
+def test_owed_to_the_microsecond() -> None:
+    assert rules.owed(4 * MICRO, T0, T0 + timedelta(minutes=90)) == 6 * MICRO
+    assert rules.owed(3_600, T0, T0 + timedelta(seconds=1)) == 1
+    assert rules.owed(3_600, T0, T0 + timedelta(microseconds=999_999)) == 0
+
+
+def test_nothing_is_owed_before_the_start() -> None:
+    assert rules.owed(MICRO, None, T0) == 0
+    assert rules.owed(MICRO, T0, T0) == 0
+    assert rules.owed(MICRO, T0, T0 - HOUR) == 0
+
+
+@given(rates, instants, instants)
+def test_owed_is_the_exact_product_rounded_down(rate: int, start: datetime, end: datetime) -> None:
+    exact = Fraction(rate) * Fraction((end - start) // timedelta(microseconds=1), 3_600_000_000)
+    amount = rules.owed(rate, start, end)
+    assert type(amount) is int
+    assert amount == max(0, exact.numerator // exact.denominator)
+
+
+@given(rates, instants, instants, instants)
+def test_owed_never_falls_as_time_passes(
+    rate: int, start: datetime, one: datetime, other: datetime
+) -> None:
+    assert rules.owed(rate, start, min(one, other)) <= rules.owed(rate, start, max(one, other))
+
+
+def test_a_tick_charges_what_is_owed_less_what_was_charged() -> None:
+    assert rules.charge_due(lease(charged=MICRO), T0 + HOUR) == 3 * MICRO
+
+
+def test_a_tick_never_gives_back() -> None:
+    assert rules.charge_due(lease(charged=5 * MICRO), T0 + HOUR) == 0
+
+
+def test_a_tick_leaves_leases_alone_that_are_settled_or_not_started() -> None:
+    ended = lease(state=LeaseState.ENDED, ended_at=T0 + HOUR, charged=4 * MICRO)
+    granted = lease(state=LeaseState.GRANTED, started_at=None)
+    assert rules.charge_due(ended, T0 + 2 * HOUR) == 0
+    assert rules.charge_due(granted, T0 + 2 * HOUR) == 0
+
+
+def test_settlement_charges_the_rest_refunds_too_much_and_a_failed_start_costs_nothing() -> None:
+    assert rules.settlement(lease(charged=MICRO), T0 + HOUR, failed=False) == 3 * MICRO
+    assert rules.settlement(lease(charged=5 * MICRO), T0 + HOUR, failed=False) == -MICRO
+    assert rules.settlement(lease(charged=MICRO), T0 + HOUR, failed=True) == -MICRO
+    never = lease(started_at=None, state=LeaseState.GRANTED)
+    assert rules.settlement(never, T0 + HOUR, failed=False) == 0
+
+
+# Before the start, and how long it lasts.
+
+
+@given(st.integers(1, 1000 * MICRO), st.timedeltas(timedelta(0), timedelta(days=30)))
+def test_a_hold_covers_its_lead_and_not_a_microcredit_more(rate: int, lead: timedelta) -> None:
+    hold = rules.hold_for(rate, lead)
+    assert hold >= max(1, rules.owed(rate, T0, T0 + lead))
+    assert hold - 1 <= rules.owed(rate, T0, T0 + lead)
+
+
+def test_what_costs_nothing_holds_nothing_and_is_open_to_all() -> None:
+    assert rules.hold_for(0, HOUR) == 0
+    assert rules.can_afford(-5 * MICRO, 0)
+
+
+def test_an_empty_account_gets_nothing_that_costs_even_without_a_lead() -> None:
+    hold = rules.hold_for(MICRO, timedelta(0))
+    assert not rules.can_afford(0, hold)
+    assert rules.can_afford(hold, hold)
+    assert not rules.can_afford(hold - 1, hold)
+
+
+@given(st.integers(0, 10**12), st.integers(1, 1000 * MICRO))
+def test_credits_last_until_they_run_dry(available: int, rate: int) -> None:
+    dry = rules.runs_dry_at(available, rate, T0)
+    if dry is None:  # later than a datetime can say
+        assert rules.owed(rate, T0, datetime.max.replace(tzinfo=timezone.utc)) <= available
+        return
+    assert rules.owed(rate, T0, dry) <= available
+    assert rules.owed(rate, T0, dry + timedelta(microseconds=1)) >= available
+
+
+def test_running_dry_at_once_and_never() -> None:
+    assert rules.runs_dry_at(-5, MICRO, T0) == T0
+    assert rules.runs_dry_at(0, MICRO, T0) == T0
+    assert rules.runs_dry_at(5, 0, T0) is None
+    assert rules.runs_dry_at(MAX_AMOUNT, 1, T0) is None
+    assert rules.runs_dry_at(10**9 * MICRO, MICRO // 10, T0) is None
+    assert rules.time_left(6 * MICRO, 4 * MICRO) == timedelta(minutes=90)
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (timedelta(hours=3, minutes=20, seconds=59), "3 h 20 min"),
+        (timedelta(hours=3), "3 h"),
+        (timedelta(minutes=5), "5 min"),
+        (timedelta(seconds=59), "less than a minute"),
+        (timedelta(0), "less than a minute"),
+        (timedelta(days=2, hours=4, minutes=9), "2 d 4 h"),
+        (timedelta(days=2, minutes=9), "2 d"),
+    ],
+)
+def test_time_left_in_words(left: timedelta, words: str) -> None:
+    assert rules.format_time_left(left) == words
+
+
+# Builders.
+
+
+def test_a_grant_moves_credits_from_the_system() -> None:
+    entry = rules.grant(ANNA, 5, key="k", at=T0, actor="admin", reason="welcome")
+    assert entry.kind is TransferKind.GRANT
+    assert (entry.amount_for(ANNA), entry.amount_for(SYSTEM_GRANTS)) == (5, -5)
+
+
+def test_grants_are_above_zero_and_for_people() -> None:
+    with pytest.raises(LedgerError, match="more than zero"):
+        rules.grant(ANNA, -5, key="k", at=T0, actor="admin", reason="oops")
+    with pytest.raises(LedgerError, match="own account"):
+        rules.grant(SYSTEM_USAGE, 5, key="k", at=T0, actor="admin", reason="oops")
+    with pytest.raises(LedgerError, match="own account"):
+        rules.adjustment(SYSTEM_USAGE, 5, key="k", at=T0, actor="admin", reason="oops")
+
+
+def test_an_adjustment_goes_both_ways() -> None:
+    down = rules.adjustment(ANNA, -5, key="k", at=T0, actor="admin", reason="typo")
+    assert down.kind is TransferKind.ADJUSTMENT
+    assert down.amount_for(ANNA) == -5
+
+
+def test_an_account_opens_once() -> None:
+    first = rules.opening_grant(ANNA, 5, at=T0, actor="hub")
+    again = rules.opening_grant(ANNA, 5, at=T0 + HOUR, actor="hub")
+    assert first is not None and again is not None
+    assert first.key == again.key == f"opening:{ANNA}"
+    assert first.id == again.id
+    assert rules.opening_grant(ANNA, 0, at=T0, actor="hub") is None
+
+
+def test_two_ticks_that_saw_the_same_lease_have_one_key_and_the_next_another() -> None:
+    seen = lease(charged=MICRO)
+    one = rules.charge(seen, 5, T0 + HOUR)
+    two = rules.charge(seen, 5, T0 + HOUR)
+    later = rules.charge(replace(seen, charged=MICRO + 5), 5, T0 + HOUR)
+    assert one is not None and two is not None and later is not None
+    assert one == two
+    assert one.key == f"charge:lease-1:{MICRO}"
+    assert later.key != one.key and later.id != one.id
+    assert (one.kind, one.lease_id, one.at) == (TransferKind.CHARGE, "lease-1", T0 + HOUR)
+    assert (one.amount_for(ANNA), one.amount_for(SYSTEM_USAGE)) == (-5, 5)
+    assert one.reason == "1 x A100 of anna/lab"
+
+
+def test_a_tick_with_nothing_due_posts_nothing_and_refuses_to_give_back() -> None:
+    assert rules.charge(lease(), 0, T0) is None
+    with pytest.raises(LedgerError, match="never gives back"):
+        rules.charge(lease(), -1, T0)
+
+
+def test_a_settlement_charges_or_refunds_under_one_key() -> None:
+    more = rules.settle(lease(), 5, T0 + HOUR)
+    less = rules.settle(lease(charged=10), -5, T0 + HOUR)
+    assert more is not None and less is not None
+    assert more.key == less.key == "settle:lease-1"
+    assert (more.kind, more.amount_for(ANNA)) == (TransferKind.CHARGE, -5)
+    assert (less.kind, less.amount_for(ANNA)) == (TransferKind.REFUND, 5)
+    assert rules.settle(lease(), 0, T0 + HOUR) is None
+
+
+@given(st.lists(st.integers(-(10**15), 10**15).filter(bool), min_size=1, max_size=6))
+def test_a_reversal_nets_zero_for_every_account(amounts: list[int]) -> None:
+    lines = [Posting(member_account(f"m{i % 3}"), amount) for i, amount in enumerate(amounts)]
+    lines += [Posting(SYSTEM_GRANTS, -amount) for amount in amounts]
+    entry = transfer(postings=tuple(lines))
+    undone = rules.reversal(entry, key="undo:key", at=T0 + HOUR, actor="admin", reason="typo")
+    assert undone.kind is TransferKind.REVERSAL
+    assert undone.id != entry.id
+    for account in {line.account for line in lines}:
+        assert entry.amount_for(account) + undone.amount_for(account) == 0
