@@ -1,0 +1,216 @@
+"""Real: everything; a second, slower pool that tries every set checks the choices of the first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuspawner import pool
+from gpuspawner.errors import NoDeviceFree, TooMuchAsked
+from gpuspawner.model import Device, DeviceProcess, DeviceStatus, Place, Request
+from gpuspawner.pool import connectivity
+
+GIB = 2**30
+Links = Mapping[tuple[str, str], int]
+
+
+def device(index: int, model: str = "A100-80GB", gib: int = 80, **fields: Any) -> Device:
+    return Device(
+        uuid=f"GPU-{index:04d}", index=index, model=model, memory_bytes=gib * GIB, **fields
+    )
+
+
+def links_of(scores: Mapping[tuple[int, int], int]) -> dict[tuple[str, str], int]:
+    return {(f"GPU-{a:04d}", f"GPU-{b:04d}"): score for (a, b), score in scores.items()}
+
+
+MODELS = (("A100-80GB", 80), ("A100-40GB", 40), ("T4", 16))
+
+
+@st.composite
+def devices_and_taken(draw: st.DrawFn) -> tuple[list[Device], list[Place]]:
+    devices = []
+    for index in range(draw(st.integers(0, 9))):
+        model, gib = draw(st.sampled_from(MODELS))
+        kinds = draw(st.lists(st.sampled_from(["compute", "graphics"]), max_size=1))
+        devices.append(
+            device(
+                index,
+                model,
+                gib,
+                slots=draw(st.sampled_from([1, 1, 1, 2])),
+                status=draw(st.sampled_from([DeviceStatus.OK] * 6 + list(DeviceStatus))),
+                compute_mode=draw(
+                    st.sampled_from(["default", "default", "exclusive_process", "prohibited"])
+                ),
+                processes=tuple(DeviceProcess(9, kind=kind) for kind in kinds),
+            )
+        )
+    every = [Place(d.uuid, slot) for d in devices for slot in range(d.slots)]
+    taken = draw(st.lists(st.sampled_from(every), unique=True)) if every else []
+    return draw(st.permutations(devices)), taken
+
+
+MEANT = {
+    None: {"A100-80GB", "A100-40GB", "T4"},
+    "A100": {"A100-80GB", "A100-40GB"},
+    "a100-40gb": {"A100-40GB"},
+    "T4": {"T4"},
+    "H100": set(),
+}
+
+requests = st.builds(
+    Request,
+    devices=st.integers(1, 5),
+    model=st.sampled_from(list(MEANT)),
+    memory_bytes=st.sampled_from([0, 10 * GIB, 40 * GIB, 64 * GIB]),
+)
+
+
+@st.composite
+def links_between(draw: st.DrawFn) -> Links:
+    scores = st.sampled_from([0, 10, 20, 50, 100, 400])
+    return links_of(
+        draw(st.dictionaries(st.sampled_from(list(itertools.combinations(range(9), 2))), scores))
+    )
+
+
+def feasible_sets(
+    request: Request, devices: Sequence[Device], taken: Sequence[Place], ignoring: bool = False
+) -> list[tuple[Device, ...]]:
+    """Every set that the words of the brief allow, found by trying them all."""
+
+    def allowed(d: Device) -> bool:
+        if d.status is DeviceStatus.PARENT or d.compute_mode == "prohibited":
+            return False
+        if d.model not in MEANT[request.model]:
+            return False
+        if d.memory_bytes < request.memory_bytes:
+            return False
+        if ignoring:
+            return True
+        mine = {place.slot for place in taken if place.uuid == d.uuid}
+        if d.status is not DeviceStatus.OK or len(mine) == d.slots:
+            return False
+        return bool(mine) or all(p.kind != "compute" for p in d.processes)
+
+    possible = sorted((d for d in devices if allowed(d)), key=lambda d: d.index)
+    return [
+        some
+        for some in itertools.combinations(possible, request.devices)
+        if len({d.model for d in some}) == 1
+    ]
+
+
+def closeness(some: Sequence[Device], links: Links) -> tuple[int, int]:
+    scores = [links.get((a.uuid, b.uuid), 0) for a, b in itertools.combinations(some, 2)]
+    return sum(scores), min(scores, default=0)
+
+
+@settings(max_examples=400, deadline=None)
+@given(devices_and_taken(), requests, links_between())
+def test_what_is_given_could_be_given_and_what_could_be_is(
+    fleet_and_taken: tuple[list[Device], list[Place]], request: Request, links: Links
+) -> None:
+    devices, taken = fleet_and_taken
+    sets = feasible_sets(request, devices, taken)
+    if not sets:
+        expected = (
+            NoDeviceFree if feasible_sets(request, devices, taken, ignoring=True) else TooMuchAsked
+        )
+        with pytest.raises(expected) as caught:
+            pool.choose(request, devices, taken, links)
+        fields = caught.value.fields
+        if expected is NoDeviceFree:
+            parts = ("in_use", "occupied", "unknown", "free")
+            assert fields["matching"] == sum(fields[part] for part in parts)
+            assert fields["free"] < fields["matching"]
+        else:
+            assert fields["most"] < fields["asked"] == request.devices
+        return
+    places = pool.choose(request, devices, taken, links)
+    by_uuid = {d.uuid: d for d in devices}
+    given_devices = tuple(by_uuid[place.uuid] for place in places)
+    assert given_devices in sets, "distinct, healthy, of one model, as many as asked"
+    assert not set(places) & set(taken)
+    assert all(place in pool.free_places(devices, taken) for place in places)
+    assert pool.choose(request, devices[::-1], taken[::-1], links) == places
+    least = min(min(d.memory_bytes for d in some) for some in sets)
+    assert given_devices[0].memory_bytes == least
+    if request.devices > 1:
+        fitting = [some for some in sets if some[0].memory_bytes == least]
+        best = max(closeness(some, links) for some in fitting)
+        assert closeness(given_devices, links) == best
+        first = next(some for some in fitting if closeness(some, links) == best)
+        assert given_devices == first, "of equal sets the one with the lowest indices"
+
+
+@settings(max_examples=200, deadline=None)
+@given(devices_and_taken(), links_between())
+def test_a_single_device_costs_the_others_as_little_closeness_as_can_be(
+    fleet_and_taken: tuple[list[Device], list[Place]], links: Links
+) -> None:
+    devices, taken = fleet_and_taken
+    request = Request(devices=1)
+    sets = feasible_sets(request, devices, taken)
+    if not sets:
+        return
+    free = [some[0] for some in sets]
+    least = min(d.memory_bytes for d in free)
+
+    def left_after(gone: Device) -> int:
+        return closeness([d for d in free if d is not gone], links)[0]
+
+    best = max(left_after(d) for d in free if d.memory_bytes == least)
+    (place,) = pool.choose(request, devices, taken, links)
+    chosen = next(d for d in free if d.uuid == place.uuid)
+    assert left_after(chosen) == best
+    assert chosen.index == min(
+        d.index for d in free if d.memory_bytes == least and left_after(d) == best
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 16).flatmap(lambda size: st.tuples(st.just(size), st.integers(2, min(size, 6)))),
+    st.randoms(use_true_random=False),
+    st.sampled_from([(0, 1000), (0, 2), (10, 10), (0, 0)]),
+)
+def test_up_to_sixteen_the_best_connected_set_is_found(
+    shape: tuple[int, int], random: Any, span: tuple[int, int]
+) -> None:
+    size, count = shape
+    names = [f"{n:02d}" for n in range(size)]
+    links = {key: random.randint(*span) for key in itertools.combinations(names, 2)}
+    best = max(
+        (
+            sum(links[key] for key in itertools.combinations(some, 2)),
+            min(links[key] for key in itertools.combinations(some, 2)),
+            tuple(-names.index(name) for name in some),
+        )
+        for some in itertools.combinations(names, count)
+    )
+    found = connectivity.best_connected(names, count, links)
+    assert (found.total, found.least, tuple(-n for n in found.members)) == best
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(17, 24), st.integers(2, 3), st.randoms(use_true_random=False))
+def test_beyond_sixteen_the_set_comes_close_to_the_best(size: int, count: int, random: Any) -> None:
+    names = [f"{n:02d}" for n in range(size)]
+    links = {key: random.randint(0, 1000) for key in itertools.combinations(names, 2)}
+    best = max(
+        sum(links[key] for key in itertools.combinations(some, 2))
+        for some in itertools.combinations(names, count)
+    )
+    found = connectivity.best_connected(names, count, links)
+    assert len(set(found.members)) == count
+    assert found.total == sum(
+        links[names[a], names[b]] for a, b in itertools.combinations(found.members, 2)
+    )
+    assert found.total >= 0.9 * best
