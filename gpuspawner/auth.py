@@ -236,7 +236,7 @@ class MemberMixin(Authenticator):
         if not self.contact:
             return f"Ask the admin of this hub {what}."
         if _MAIL_ADDRESS.fullmatch(self.contact):
-            return f"Write to {self.contact} and ask {what}."
+            return f"Ask {self.contact} {what}."
         return self.contact
 
     def _refusal(self, name: str, why: str, remedy: str = "") -> web.HTTPError:
@@ -252,14 +252,14 @@ class MemberMixin(Authenticator):
         """Whatever an authenticator raises, as an ``HTTPError`` that a person can act on."""
         if isinstance(failure, web.HTTPError) and failure.status_code < 500:
             return failure
-        lasting = "If it stays that way: " + self._whom_to_ask("to look at the hub's log")
+        lasting = "It stays that way? " + self._whom_to_ask("to look at the hub's log")
         if _is_silence(failure):
             self.log.warning("%s does not answer: %s", self._service, failure)
             return self._page(
                 503,
                 "Service Unavailable",
                 f"{self._service} does not answer, so the hub cannot tell who you are. "
-                f"Servers that run go on running. Try again in a moment. {lasting}",
+                f"Running servers go on. Try again in a moment. {lasting}",
             )
         if isinstance(failure, HTTPClientError) and failure.code < 500:
             self.log.warning("%s did not accept a sign-in: %s", self._service, failure)
@@ -273,8 +273,8 @@ class MemberMixin(Authenticator):
         return self._page(
             502,
             "Bad Gateway",
-            f"{self._service} gave an answer that this hub cannot use, so you are not signed "
-            f"in. {self._whom_to_ask('to look at the log of the hub')}",
+            f"{self._service} gave an answer that this hub cannot use, so you are not signed in. "
+            + self._whom_to_ask("to look at the hub's log"),
         )
 
     def _page(self, status: int, reason: str, message: str) -> web.HTTPError:

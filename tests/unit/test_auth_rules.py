@@ -263,7 +263,7 @@ def test_the_page_names_the_account_the_reason_and_whom_to_ask(broker: Broker) -
 
     assert sign_in(authenticator, {"sub": "eve", "groups": ["art"]}) == (
         "403 You signed in to Lab as 'eve', but this account is not on the list of members, nor "
-        "is any of its groups (art). Write to gpu@lab.example and ask to let you in. To use "
+        "is any of its groups (art). Ask gpu@lab.example to let you in. To use "
         "another account, sign out of Lab first."
     )
 
@@ -274,7 +274,7 @@ def test_the_page_names_the_account_the_reason_and_whom_to_ask(broker: Broker) -
         ("", "Ask the admin of this hub to let you in."),
         (
             "gpu@lab.example",
-            'Write to <a href="mailto:gpu@lab.example">gpu@lab.example</a> and ask to let you in.',
+            'Ask <a href="mailto:gpu@lab.example">gpu@lab.example</a> to let you in.',
         ),
         ("Ask at 100% in room 3 <script>", "Ask at 100% in room 3 &lt;script&gt;"),
         ('"x"onclick=y@lab.example', '<a href="mailto:%22x%22onclick%3Dy@lab.example">&quot;x&quo'),
@@ -440,10 +440,10 @@ FRESH = [
 )
 def test_refresh(settings: dict[str, Any], user: Any, fresh: Any, verdict: Any) -> None:
     authenticator = make(Plain, settings)
-    authenticator.fresh = fresh  # type: ignore[attr-defined]  # Believes has it
+    authenticator.fresh = fresh
 
     try:
-        seen = asyncio.run(authenticator.refresh_user(user))
+        seen: Any = asyncio.run(authenticator.refresh_user(user))
     except web.HTTPError as page:
         seen = f"page {page.status_code}"
     assert seen == (fresh if verdict == "model" else verdict)
