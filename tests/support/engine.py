@@ -105,7 +105,7 @@ class PrivateEngine:
             self.clean()
         self._end_daemon()
         self._end_leftovers()
-        subprocess.run(as_root(["ip", "link", "del", self.bridge]), check=False)  # noqa: S603
+        subprocess.run(as_root(["ip", "link", "del", self.bridge]), check=False)
         self._lock.close()
         self._lock = None
 
@@ -209,7 +209,7 @@ class PrivateEngine:
         ]
         command = ["env", *environment, *self._dockerd()]
         with open(self.directory / "dockerd.log", "ab") as log:
-            self._daemon = subprocess.Popen(  # noqa: S603
+            self._daemon = subprocess.Popen(
                 processes.die_with_us(as_root(command)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -286,7 +286,7 @@ class PrivateEngine:
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
         for point in sorted((m.split()[1] for m in mounts), reverse=True):
             if point.startswith((f"{self.directory}/", f"{self.data}/")):
-                subprocess.run(as_root(["umount", "-l", point]), check=False)  # noqa: S603
+                subprocess.run(as_root(["umount", "-l", point]), check=False)
         leftovers = [str(self.directory / n) for n in ("exec", "docker.sock", "docker.pid")]
         processes.run(as_root(["rm", "-rf", *leftovers]))
         (self.directory / "dockerd.log").write_bytes(b"")

@@ -43,12 +43,17 @@ class PrivatePostgres:
         command = [
             str(self._programs / "postgres"),
             *("-D", str(self.directory / "data"), "-p", str(self.port)),
-            *("-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={self.directory}"),
+            *(
+                "-c",
+                "listen_addresses=127.0.0.1",
+                "-c",
+                f"unix_socket_directories={self.directory}",
+            ),
             # A test's data need not outlive the machine's power. Killed servers still recover.
             *("-c", "fsync=off", "-c", "max_connections=200"),
         ]
         with open(self.directory / "log", "ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603
+            self._process = subprocess.Popen(
                 self._as_user(processes.die_with_us(command)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -49,7 +49,7 @@ def as_root(argv: Sequence[str]) -> list[str]:
 
 def run(argv: Sequence[str | Path], **kwargs: object) -> str:
     """Run to the end and return what it printed; a failure raises with that text in it."""
-    done = subprocess.run(  # noqa: S603 - the callers name fixed programs
+    done = subprocess.run(
         [str(a) for a in argv],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -104,7 +104,7 @@ def signal_pid(pid: int, number: int) -> None:
         try:
             os.kill(pid, number)
         except PermissionError:
-            subprocess.run(as_root(["kill", f"-{number}", str(pid)]), check=False)  # noqa: S603
+            subprocess.run(as_root(["kill", f"-{number}", str(pid)]), check=False)
 
 
 def alive(pid: int) -> bool:

@@ -1,0 +1,364 @@
+"""A real JupyterHub with configurable-http-proxy, in a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+from tests.support import processes
+from tests.support.kernel import Kernel
+from tests.support.processes import BIN, LIVE, REPO, free_port, wait_for
+
+USER_PASSWORD = "a password for tests"
+ADMIN_PASSWORD = "a longer password, for the admin of the tests"
+ADMIN = "admin"
+
+DEFAULTS = """
+c = get_config()
+c.JupyterHub.bind_url = {base!r}
+c.JupyterHub.hub_bind_url = "http://{hub_ip}:{hub_port}"
+c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{proxy_port}"
+c.ConfigurableHTTPProxy.auth_token = {proxy_token!r}
+c.ConfigurableHTTPProxy.should_start = {starts_proxy}
+c.JupyterHub.cookie_secret = bytes.fromhex({cookie_secret!r})
+c.JupyterHub.db_url = "sqlite:///jupyterhub.sqlite"
+c.JupyterHub.authenticator_class = "shared-password"
+c.SharedPasswordAuthenticator.user_password = {user_password!r}
+c.SharedPasswordAuthenticator.admin_password = {admin_password!r}
+c.Authenticator.allow_all = True
+c.Authenticator.admin_users = {{{admin!r}}}
+c.JupyterHub.spawner_class = "simple"
+c.Spawner.default_url = "/lab"
+"""
+"""What the hub is unless the test's own snippet, which follows, says otherwise."""
+
+TESTS_SERVICE = """
+c.JupyterHub.services.extend([{{"name": "tests", "api_token": {token!r}}}])
+c.JupyterHub.load_roles.extend([{{"name": "tests", "services": ["tests"], "scopes": [
+    "admin:users", "admin:servers", "admin:groups", "admin:server_state", "admin:auth_state",
+    "access:servers", "access:services", "list:services", "read:services", "tokens",
+    "read:hub", "read:metrics", "proxy", "shutdown",
+]}}])
+"""
+"""Added last, so that a snippet may set services and roles of its own."""
+
+
+class HubProcess:
+    """``with HubProcess(folder, "c.JupyterHub.spawner_class = ...") as hub``.
+
+    ``hub_ip`` is where the hub's own API listens: an engine's ``gateway`` when servers run in
+    containers. With ``external_proxy`` the proxy is a process beside the hub, as in production,
+    and running servers stay reachable while the hub is down.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: str = "",
+        *,
+        hub_ip: str = "127.0.0.1",
+        external_proxy: bool = False,
+        environment: Mapping[str, str] | None = None,
+        name: str = "hub",
+    ) -> None:
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.name = name
+        self.config = config
+        self.hub_ip = hub_ip
+        self.external_proxy = external_proxy
+        self.environment = dict(environment or {})
+        self.port, self.proxy_port, self.hub_port = free_port(), free_port(), free_port()
+        self.token = uuid.uuid4().hex
+        """Of a service that may do everything."""
+        self._proxy_token = uuid.uuid4().hex
+        self._cookie_secret = os.urandom(32).hex()
+        self._hub: subprocess.Popen[bytes] | None = None
+        self._proxy: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> HubProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """The hub as a browser sees it, without a slash at the end."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The hub's process."""
+        if self._hub is None:
+            raise RuntimeError("the hub does not run")
+        return self._hub.pid
+
+    # Starting and ending.
+
+    def start(self, timeout: float = 60.0) -> None:
+        """Start the hub (and the proxy beside it) and wait until it answers."""
+        self.launch()
+        self.wait_ready(timeout)
+
+    def launch(self) -> None:
+        """Start the hub without waiting for it."""
+        if self not in LIVE:
+            LIVE.append(self)
+        (self.folder / "jupyterhub_config.py").write_text(self._config_text(), encoding="utf-8")
+        if self.external_proxy and (self._proxy is None or self._proxy.poll() is not None):
+            self._proxy = self._popen(self._proxy_command())
+        self._hub = self._popen([sys.executable, "-m", "jupyterhub"])
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """Wait until the hub answers through the proxy."""
+        wait_for(self._answers, "the hub to answer", timeout=timeout)
+
+    def stop(self) -> None:
+        """End the hub as Ctrl-C would, and then everything that it left running."""
+        if self in LIVE:
+            LIVE.remove(self)
+        self._end_hub()
+        if self._proxy:
+            processes.end_process(self._proxy.pid)
+            self._proxy.wait()
+            self._proxy = None
+        for process in list(self.children_left()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def kill9(self, *, services: bool = False) -> None:
+        """Kill the hub's process on the spot, and nothing else.
+
+        Its proxy, its servers and its managed services live on. ``services`` kills the latter
+        too, as systemd does with what it finds in the hub's unit.
+        """
+        if self._hub is None:
+            return
+        below = psutil.Process(self.pid).children(recursive=True) if services else []
+        managed = [p for p in below if self._environment_of(p).get("JUPYTERHUB_SERVICE_NAME")]
+        self._hub.kill()
+        self._hub.wait()
+        self._hub = None
+        for process in managed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def restart(self, timeout: float = 60.0) -> None:
+        """Stop the hub if it runs, and start it again on the same ports and database.
+
+        Servers survive when the config says ``c.JupyterHub.cleanup_servers = False``.
+        """
+        self._end_hub()
+        self.start(timeout)
+
+    def children_left(self) -> Iterator[psutil.Process]:
+        """Processes of this machine that this hub started: proxy, services, local servers."""
+        own_namespace = os.readlink("/proc/self/ns/pid")
+        for process in psutil.process_iter():
+            environment = self._environment_of(process)
+            mine = environment.get("CONFIGPROXY_AUTH_TOKEN") == self._proxy_token
+            if mine or f":{self.hub_port}/" in environment.get("JUPYTERHUB_API_URL", ""):
+                with contextlib.suppress(OSError):  # ended meanwhile; a container is not ours
+                    if os.readlink(f"/proc/{process.pid}/ns/pid") == own_namespace:
+                        yield process
+
+    # What tests do with it.
+
+    def api(self, method: str, path: str, **kwargs: Any) -> requests.Response:
+        """Call the hub's REST API as an admin service; ``path`` starts after ``/hub/api``."""
+        headers = {"Authorization": f"token {self.token}", **kwargs.pop("headers", {})}
+        kwargs.setdefault("timeout", 60)
+        url = f"{self.url}/hub/api/{path.lstrip('/')}"
+        return requests.request(method, url, headers=headers, **kwargs)
+
+    def login(self, user: str, password: str | None = None) -> requests.Session:
+        """Sign in by the form as a browser does; the session then holds the cookies."""
+        if password is None:
+            password = ADMIN_PASSWORD if user == ADMIN else USER_PASSWORD
+        session = requests.Session()
+        data = {"username": user, "password": password}
+        answer = self.post_form(session, "/hub/login?next=/hub/home", data, page="/hub/login")
+        if "/hub/login" in answer.url or answer.status_code >= 400:
+            raise PermissionError(f"{user} was not signed in: {answer.status_code} {answer.text}")
+        return session
+
+    def post_form(
+        self, session: requests.Session, path: str, data: Mapping[str, Any], page: str = ""
+    ) -> requests.Response:
+        """Open a page with a form and send it, with the form's XSRF token."""
+        shown = session.get(self.url + (page or path), headers=NAVIGATION, timeout=60)
+        found = re.search(r'name="_xsrf"\s+value="([^"]+)"', shown.text)
+        token = found[1] if found else session.cookies.get("_xsrf", "", path="/hub/")
+        form = {**data, "_xsrf": token}
+        return session.post(self.url + path, data=form, headers=NAVIGATION, timeout=120)
+
+    def spawn(
+        self, user: str, options: Mapping[str, Any] | None = None, server: str = ""
+    ) -> requests.Response:
+        """Ask for a server; the member is created when new. 201 or 202 when it is on its way."""
+        self.api("POST", f"users/{user}")
+        return self.api("POST", f"{self._path(user, server)}", json=dict(options or {}))
+
+    def server(self, user: str, server: str = "") -> dict[str, Any] | None:
+        """The hub's word on one server; None when there is none."""
+        answer = self.api("GET", f"users/{user}?include_stopped_servers=false")
+        if answer.status_code == 404:
+            return None
+        answer.raise_for_status()
+        found: dict[str, Any] | None = answer.json()["servers"].get(server)
+        return found
+
+    def wait_server(self, user: str, server: str = "", timeout: float = 60.0) -> dict[str, Any]:
+        """Wait until a server that was asked for is ready; a failed one raises at once."""
+
+        def look() -> dict[str, Any] | None:
+            found = self.server(user, server)
+            if found is None:
+                raise RuntimeError(f"{user}'s server did not start: {self.failure(user, server)}")
+            return found if found["ready"] else None
+
+        return wait_for(look, f"{user}'s server", timeout=timeout)
+
+    def failure(self, user: str, server: str = "") -> str:
+        """Why the last spawn failed, in the words of its progress page."""
+        try:
+            events = self.progress(user, server, timeout=10)
+        except (requests.RequestException, TimeoutError) as e:
+            return str(e)
+        return str(events[-1].get("message", "")) if events else "no event"
+
+    def progress(self, user: str, server: str = "", timeout: float = 60.0) -> list[dict[str, Any]]:
+        """The events of a spawn, up to the one that says ready or failed."""
+        events = []
+        path = f"{self._path(user, server)}/progress"
+        end = time.monotonic() + timeout
+        with self.api("GET", path, stream=True, timeout=timeout) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if line.startswith(b"data: "):
+                    events.append(json.loads(line[6:]))
+                    if events[-1].get("ready") or events[-1].get("failed"):
+                        break
+                if time.monotonic() > end:
+                    raise TimeoutError(f"the spawn went on for {timeout:.0f} s: {events}")
+        return events
+
+    def stop_server(self, user: str, server: str = "", timeout: float = 60.0) -> None:
+        """Stop a server and wait until the hub has let go of it."""
+        self.api("DELETE", self._path(user, server)).raise_for_status()
+        wait_for(lambda: self.server(user, server) is None, f"{user}'s stop", timeout=timeout)
+
+    def get(self, user: str, path: str, server: str = "", **kwargs: Any) -> requests.Response:
+        """GET from a running server through the proxy, as its member by token."""
+        token = self.user_token(user)
+        url = f"{self.url}/user/{user}/{server + '/' if server else ''}{path.lstrip('/')}"
+        headers = {"Authorization": f"token {token}"}
+        return requests.get(url, headers=headers, **{"timeout": 30, **kwargs})
+
+    def user_token(self, user: str) -> str:
+        """A new API token of this member."""
+        answer = self.api("POST", f"users/{user}/tokens", json={"note": "tests"})
+        answer.raise_for_status()
+        return str(answer.json()["token"])
+
+    def kernel_run(self, user: str, code: str, server: str = "", timeout: float = 60.0) -> str:
+        """Run code in a new kernel of the member's server, through the proxy; what it printed."""
+        base = f"{self.url}/user/{user}/{server + '/' if server else ''}".rstrip("/")
+        with Kernel(base, self.user_token(user), timeout) as kernel:
+            return kernel.run(code)
+
+    def log_text(self) -> str:
+        """What hub, proxy and managed services printed."""
+        log = self.folder / "hub.log"
+        return log.read_text(errors="replace") if log.exists() else ""
+
+    # Below here: how.
+
+    def _path(self, user: str, server: str) -> str:
+        return f"users/{user}/servers/{server}" if server else f"users/{user}/server"
+
+    def _config_text(self) -> str:
+        defaults = DEFAULTS.format(
+            base=f"{self.url}/",
+            hub_ip=self.hub_ip,
+            hub_port=self.hub_port,
+            proxy_port=self.proxy_port,
+            proxy_token=self._proxy_token,
+            starts_proxy=not self.external_proxy,
+            cookie_secret=self._cookie_secret,
+            user_password=USER_PASSWORD,
+            admin_password=ADMIN_PASSWORD,
+            admin=ADMIN,
+        )
+        return defaults + self.config + TESTS_SERVICE.format(token=self.token)
+
+    def _proxy_command(self) -> list[str]:
+        hub = f"http://{self.hub_ip}:{self.hub_port}"
+        return [
+            str(BIN / "configurable-http-proxy"),
+            *("--ip", "127.0.0.1", "--port", str(self.port)),
+            *("--api-ip", "127.0.0.1", "--api-port", str(self.proxy_port)),
+            *("--default-target", hub, "--error-target", f"{hub}/hub/error"),
+        ]
+
+    def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("JUPYTERHUB_")}
+        environment["PATH"] = processes.system_path(BIN)
+        environment["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+        environment["CONFIGPROXY_AUTH_TOKEN"] = self._proxy_token
+        environment.update(self.environment)
+        with open(self.folder / "hub.log", "ab") as log:
+            return subprocess.Popen(
+                processes.die_with_us(command),
+                cwd=self.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _answers(self) -> bool:
+        if self._hub is not None and (code := self._hub.poll()) is not None:
+            raise RuntimeError(f"the hub ended with {code}:\n{self.log_text()[-4000:]}")
+        try:
+            return self.api("GET", "/", timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def _end_hub(self) -> None:
+        if self._hub is None:
+            return
+        self._hub.send_signal(signal.SIGINT)
+        try:
+            self._hub.wait(timeout=40)
+        except subprocess.TimeoutExpired:
+            self._hub.kill()
+            self._hub.wait()
+        self._hub = None
+
+    @staticmethod
+    def _environment_of(process: psutil.Process) -> dict[str, str]:
+        try:
+            return dict(process.environ())
+        except (psutil.Error, OSError):
+            return {}
+
+
+NAVIGATION = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Site": "same-origin"}
+"""What a browser says when a person follows a link; JupyterHub sets its XSRF cookie then."""
