@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -37,7 +38,7 @@ ANNA = member_account("anna")
 HOUR = timedelta(hours=1)
 
 
-def lease(**changes: object) -> Lease:
+def lease(**changes: Any) -> Lease:
     device = LeasedDevice(uuid="GPU-1", slot=0, index=0, model="A100", memory_bytes=40 * 10**9)
     given_lease = Lease(
         id="lease-1",
@@ -54,8 +55,8 @@ def lease(**changes: object) -> Lease:
     return replace(given_lease, **changes)
 
 
-def transfer(**changes: object) -> Transfer:
-    values: dict[str, object] = {
+def transfer(**changes: Any) -> Transfer:
+    values: dict[str, Any] = {
         "id": "1",
         "key": "key",
         "kind": TransferKind.GRANT,
@@ -88,15 +89,15 @@ def test_amounts_of_a_transfer_by_account() -> None:
         ({"at": datetime(2025, 3, 1, tzinfo=timezone(HOUR))}, "not in UTC"),
     ],
 )
-def test_a_transfer_refuses_any_other_shape(changes: dict[str, object], words: str) -> None:
+def test_a_transfer_refuses_any_other_shape(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(LedgerError, match=words):
         transfer(**changes)
 
 
 @pytest.mark.parametrize("amount", [1.0, True, "5", None, 0, MAX_AMOUNT + 1, -MAX_AMOUNT - 1])
-def test_a_posting_is_a_whole_number_that_fits_and_moves_something(amount: object) -> None:
+def test_a_posting_is_a_whole_number_that_fits_and_moves_something(amount: Any) -> None:
     with pytest.raises(LedgerError, match=ANNA):
-        Posting(ANNA, amount)  # type: ignore[arg-type]  # what a caller without types may pass
+        Posting(ANNA, amount)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,7 +29,7 @@ HOUR = timedelta(hours=1)
 rates = st.integers(0, 1000 * MICRO)
 
 
-def lease(**changes: object) -> Lease:
+def lease(**changes: Any) -> Lease:
     """Anna's running lease at 4 credits an hour, with these changes."""
     running = Lease(
         id="lease-1",

@@ -1,0 +1,304 @@
+"""The catalog: real YAML text and the file that we ship, parsed by the real reader."""
+
+from __future__ import annotations
+
+import copy
+import re
+import stat
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from gpuspawner.catalog import Catalog, DeviceLimits, Environment, Mount, load
+from gpuspawner.errors import ConfigError, InvalidRequest, NotAllowed
+
+SHIPPED = Path(__file__).parents[2] / "hub_config" / "catalog.yaml"
+
+FULL = """
+environments:
+  - slug: pytorch
+    display_name: PyTorch
+    description: With CUDA.
+    image: registry.example.org:5000/lab/pytorch:2.5@sha256:0123
+    default: true
+    devices: {default: 1, max: 4}
+    models: [A100, H100]
+    min_memory: 40G
+    allowed_groups: [research, course]
+    mem_limit: 32G
+    cpu_limit: 8
+    shm_size: 8G
+    default_url: /lab/tree/work
+    environment:
+      HF_HOME: /datasets/models
+    datasets: [imagenet]
+    spawner_override:
+      http_timeout: 120
+      extra_host_config: {init: true}
+  - slug: base
+    image: base
+datasets:
+  imagenet:
+    source: /srv/imagenet/
+  models:
+    source: hf_models
+    target: /datasets/hf
+    allowed_groups: [research]
+shared_folders:
+  research:
+    source: /srv/research
+    allowed_groups: [research]
+  notices:
+    source: /srv/notices
+    target: /notices
+    mode: ro
+"""
+
+
+def catalog(text: str) -> Catalog:
+    return Catalog.from_text(dedent(text), "catalog.yaml")
+
+
+def entry(lines: str = "", top: str = "") -> str:
+    """A catalog of one environment with these lines, the first of them on line 4."""
+    body = "".join(f"    {line}\n" for line in dedent(lines).strip("\n").splitlines())
+    return f"environments:\n  - slug: base\n    image: base\n{body}{top}"
+
+
+def test_every_key_of_an_environment_is_read() -> None:
+    assert catalog(FULL).get("pytorch") == Environment(
+        slug="pytorch",
+        display_name="PyTorch",
+        description="With CUDA.",
+        image="registry.example.org:5000/lab/pytorch:2.5@sha256:0123",
+        default=True,
+        devices=DeviceLimits(default=1, max=4),
+        models=("A100", "H100"),
+        min_memory=40 * 10**9,
+        allowed_groups=frozenset({"research", "course"}),
+        mem_limit=32 * 2**30,
+        cpu_limit=8.0,
+        shm_size=8 * 2**30,
+        default_url="/lab/tree/work",
+        environment={"HF_HOME": "/datasets/models"},
+        datasets=("imagenet",),
+        spawner_override={"http_timeout": 120, "extra_host_config": {"init": True}},
+    )
+
+
+def test_only_slug_and_image_are_required() -> None:
+    base = catalog(FULL).get("base")
+    assert base == Environment(slug="base", display_name="base", image="base")
+    assert base.devices == DeviceLimits(default=1, max=1)
+    assert not base.cpu_only
+
+
+def test_datasets_are_read_only_and_shared_folders_are_not_unless_they_say_so() -> None:
+    read = catalog(FULL)
+    research = frozenset({"research"})
+    assert read.datasets == (
+        Mount(name="imagenet", source="/srv/imagenet", target="/datasets/imagenet"),
+        Mount(name="models", source="hf_models", target="/datasets/hf", allowed_groups=research),
+    )
+    assert [m.is_volume for m in read.datasets] == [False, True]
+    assert read.shared_folders == (
+        Mount(
+            name="research",
+            source="/srv/research",
+            target="/shared/research",
+            read_only=False,
+            allowed_groups=research,
+        ),
+        Mount(name="notices", source="/srv/notices", target="/notices", read_only=True),
+    )
+
+
+def test_mounts_follow_the_environment_and_the_groups() -> None:
+    read = catalog(FULL)
+    pytorch, base = read.environments
+
+    def names(environment: Environment, *groups: str) -> list[str]:
+        return [mount.name for mount in read.mounts_for(environment, groups)]
+
+    assert names(pytorch, "research") == ["imagenet", "research", "notices"]
+    assert names(pytorch, "course") == ["imagenet", "notices"]
+    assert names(base, "research") == ["imagenet", "models", "research", "notices"]
+    assert names(base) == ["imagenet", "notices"]
+
+
+def test_an_empty_list_of_datasets_mounts_none() -> None:
+    read = catalog(entry("datasets: []", "datasets: {images: {source: /srv/images}}\n"))
+    assert read.get("base").datasets == ()
+    assert read.mounts_for(read.get("base"), []) == ()
+
+
+@pytest.mark.parametrize(
+    ("devices", "limits"),
+    [
+        ("{max: 0}", DeviceLimits(0, 0)),
+        ("{max: 4}", DeviceLimits(1, 4)),
+        ("{default: 2}", DeviceLimits(2, 2)),
+        ("{default: 0}", DeviceLimits(0, 1)),
+        ("{default: 0, max: 2}", DeviceLimits(0, 2)),
+        ("{}", DeviceLimits(1, 1)),
+    ],
+)
+def test_one_device_limit_follows_from_the_other(devices: str, limits: DeviceLimits) -> None:
+    environment = catalog(entry(f"devices: {devices}")).get("base")
+    assert environment.devices == limits
+    assert environment.cpu_only == (limits.max == 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "size"),
+    [
+        ("min_memory", "24G", 24 * 10**9),
+        ("min_memory", "24GB", 24 * 10**9),
+        ("min_memory", "24 GiB", 24 * 2**30),
+        ("min_memory", "40000000000", 40 * 10**9),
+        ("mem_limit", "1.5G", 3 * 2**29),
+        ("mem_limit", "512m", 2**29),
+        ("shm_size", "1T", 2**40),
+        ("shm_size", "8Gi", 2**33),
+    ],
+)
+def test_sizes(key: str, written: str, size: int) -> None:
+    assert getattr(catalog(entry(f"{key}: {written}")).get("base"), key) == size
+
+
+def test_a_24_gb_card_suffices_for_24g() -> None:
+    rtx_4090 = 24564 * 2**20  # as NVML reports it
+    assert catalog(entry("min_memory: 24G")).get("base").min_memory <= rtx_4090
+
+
+def test_anchors_and_merge_keys_work_and_own_keys_win() -> None:
+    read = catalog(
+        """
+        environments:
+          - &base
+            slug: base
+            image: base
+            mem_limit: 4G
+          - <<: *base
+            slug: big
+            mem_limit: 64G
+          - <<: *base
+            slug: odd
+        """
+    )
+    assert [(e.slug, e.image, e.mem_limit) for e in read.environments] == [
+        ("base", "base", 4 * 2**30),
+        ("big", "base", 64 * 2**30),
+        ("odd", "base", 4 * 2**30),
+    ]
+
+
+# Asking the catalog.
+
+
+def test_an_unknown_environment_is_refused_with_what_there_is() -> None:
+    read = catalog(FULL)
+    with pytest.raises(InvalidRequest) as caught:
+        read.get("PyTorch2")
+    assert caught.value.fields["field"] == "environment"
+    assert caught.value.message == (
+        "There is no environment 'PyTorch2' on this hub. Did you mean 'pytorch'?"
+    )
+    with pytest.raises(InvalidRequest, match="Choose one of: pytorch, base"):
+        read.get("x")
+
+
+def test_groups_decide_what_a_member_sees_and_may_use() -> None:
+    read = catalog(FULL)
+    assert [e.slug for e in read.visible_to(["course", "other"])] == ["pytorch", "base"]
+    assert [e.slug for e in read.visible_to([])] == ["base"]
+    assert read.get_for("pytorch", {"course"}).slug == "pytorch"
+    with pytest.raises(NotAllowed, match="'pytorch': it is kept for certain groups"):
+        read.get_for("pytorch", [])
+    with pytest.raises(InvalidRequest) as caught:
+        read.get_for("pytorc", [])
+    assert "'pytorch'" not in caught.value.message
+    assert "Choose one of: base" in caught.value.message
+
+
+def test_the_default_is_the_one_that_says_so_else_the_first_that_is_open() -> None:
+    read = catalog(FULL)
+    assert read.default_for(["research"]).slug == "pytorch"
+    assert read.default_for([]).slug == "base"
+    closed = catalog(entry("allowed_groups: [staff]"))
+    with pytest.raises(NotAllowed, match="No environment of this hub is open to you"):
+        closed.default_for(["research"])
+
+
+def test_the_built_in_catalog_has_one_environment_for_everyone() -> None:
+    read = Catalog.single(devices=DeviceLimits(default=1, max=2))
+    only = read.default_for([])
+    assert (only.slug, only.image, only.devices.max) == ("default", "", 2)
+    assert read.get("default") is only
+    assert read.mounts_for(only, ["any"]) == ()
+    assert Catalog.single("lab:1").get("default").image == "lab:1"
+
+
+def test_a_mapping_is_read_like_a_file_but_without_lines() -> None:
+    data: dict[str, Any] = {"environments": [{"slug": "a", "image": "i"}]}
+    assert Catalog.from_mapping(data).get("a").image == "i"
+    data["environments"][0]["imag"] = "j"
+    with pytest.raises(ConfigError) as caught:
+        Catalog.from_mapping(data, origin="c.GPUSpawner.catalog")
+    assert caught.value.message.startswith("c.GPUSpawner.catalog: environment 'a' has an unknown")
+
+
+def test_values_can_be_copied_and_hashed() -> None:
+    """As traitlets copies configuration, and as sets of environments need."""
+    read = catalog(FULL)
+    assert copy.deepcopy(read) == read
+    assert len({*read.environments, *copy.deepcopy(read).environments}) == 2
+
+
+# The file.
+
+
+def test_the_catalog_that_we_ship_is_valid() -> None:
+    read = load(SHIPPED)
+    assert [e.slug for e in read.environments] == ["pytorch", "base", "cpu"]
+    assert read.default_for([]).slug == "pytorch"
+    assert [e.devices for e in read.environments] == [
+        DeviceLimits(1, 4),
+        DeviceLimits(0, 1),
+        DeviceLimits(0, 0),
+    ]
+
+
+def test_the_examples_in_the_catalog_that_we_ship_are_valid_too() -> None:
+    """What the comments show works when an admin takes the '#' away."""
+    text = SHIPPED.read_text(encoding="utf-8")
+    settings = text[text.index("environments:\n") :]
+    uncommented = re.sub(r"^#(?! \w)", "", settings, flags=re.MULTILINE)
+    assert uncommented.count("\n#") < settings.count("\n#")
+    read = Catalog.from_text(uncommented, "examples")
+    large = read.get("large-models")
+    assert large.models == ("A100", "H100")
+    assert [m.name for m in read.mounts_for(large, ["research"])] == ["models", "research"]
+    assert [m.name for m in read.datasets] == ["imagenet", "models"]
+
+
+def test_a_file_that_is_not_there_or_no_text_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml cannot be read: No such file"):
+        load(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load(tmp_path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="Save it as UTF-8"):
+        load(binary)
+
+
+def test_an_error_in_a_file_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(entry("colour: red"), encoding="utf-8")
+    path.chmod(stat.S_IRUSR)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert caught.value.message.startswith(f"{path}, line 4: environment 'base' has an unknown")
