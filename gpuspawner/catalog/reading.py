@@ -60,6 +60,8 @@ def read_yaml(text: str, name: str) -> tuple[Any, Origin]:
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: this is not valid YAML: {error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: its values are nested too deeply. Write them flat.") from None
 
 
 class _YamlReader:

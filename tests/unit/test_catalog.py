@@ -195,6 +195,22 @@ def test_anchors_and_merge_keys_work_and_own_keys_win() -> None:
     ]
 
 
+def test_what_was_merged_may_be_used_again_by_its_name() -> None:
+    read = catalog("""
+        environments:
+          - slug: one
+            image: base
+            environment: &plain {A: x, B: x}
+          - slug: two
+            image: base
+            environment: &more {<<: *plain, B: y}
+          - slug: three
+            image: base
+            environment: *more
+        """)
+    assert read.get("three").environment == read.get("two").environment == {"A": "x", "B": "y"}
+
+
 # Asking the catalog.
 
 
@@ -221,6 +237,11 @@ def test_groups_decide_what_a_member_sees_and_may_use() -> None:
         read.get_for("pytorc", [])
     assert "'pytorch'" not in caught.value.message
     assert "Choose one of: base" in caught.value.message
+
+
+def test_an_empty_set_of_groups_allows_nobody() -> None:
+    closed = Environment(slug="a", display_name="A", allowed_groups=frozenset())
+    assert not closed.visible_to(["research"])
 
 
 def test_the_default_is_the_one_that_says_so_else_the_first_that_is_open() -> None:

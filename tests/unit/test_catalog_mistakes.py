@@ -172,6 +172,10 @@ def test_bad_yaml_is_reported_by_its_line(text: str, line: int, words: str) -> N
     assert words in message
 
 
+def test_endless_nesting_is_reported() -> None:
+    assert "nested too deeply" in refusal("[" * 3000)
+
+
 def test_a_character_that_yaml_forbids_is_reported() -> None:
     assert refusal("a: \x00").startswith("catalog.yaml: this is not valid YAML")
 
