@@ -110,12 +110,14 @@ class _YamlReader:
             if key_node.tag != "tag:yaml.org,2002:str":
                 word = key if isinstance(key, str) else "here"
                 raise self.error(key_node, f"the key {word} is no text. Put it in quotes.")
-            self.lines[(*path, key)] = key_node.start_mark.line + 1
+            spot: Path = (*path, key)
+            self.lines[spot] = key_node.start_mark.line + 1
             yield key, child
 
     def elements(self, node: yaml.SequenceNode, path: Path) -> Iterator[tuple[int, yaml.Node]]:
         for index, child in enumerate(node.value):
-            self.lines[(*path, index)] = child.start_mark.line + 1
+            spot: Path = (*path, index)
+            self.lines[spot] = child.start_mark.line + 1
             yield index, child
 
     def check_keys(self, node: yaml.MappingNode) -> None:
