@@ -1,0 +1,176 @@
+"""Fixtures over real parts, started when a test first asks; the rule that no skip is green.
+
+``tests/unit`` starts nothing. ``integration`` has real databases, ``engines`` a real Docker
+Engine, ``hub`` a real JupyterHub with all of it, ``gpu`` a real GPU.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.processes import LIVE
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from tests.support.engine import PrivateEngine
+    from tests.support.hub import HubProcess
+    from tests.support.postgres import PrivatePostgres
+
+ORDER = ("unit", "integration", "engines", "hub", "gpu")
+NO_GPU = "no NVIDIA GPU on this machine"
+LOG_SHOWN = 20_000
+"""Characters of each part's log that a failing test shows."""
+
+
+# The parts.
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[PrivateEngine]:
+    """A Docker Engine with the stand-in hook; shared by all tests of the run."""
+    from tests.support.engine import PrivateEngine
+
+    with PrivateEngine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def images(engine: PrivateEngine) -> Any:
+    """The module ``tests.support.images``, whose BASE, INSTANT, EXITS and SILENT are built."""
+    from tests.support import images
+
+    images.ensure_images(engine)
+    return images
+
+
+@pytest.fixture
+def clean_engine(engine: PrivateEngine, images: Any) -> Iterator[PrivateEngine]:
+    """The engine with its images, and with nothing else before and after the test."""
+    from tests.support.engine import DEVICES
+
+    engine.set_devices(DEVICES)
+    yield engine
+    engine.clean()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PrivatePostgres]:
+    """A PostgreSQL server; shared by all tests of the run."""
+    from tests.support.postgres import PrivatePostgres
+
+    with PrivatePostgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database; the test runs once on each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/gpuspawner.sqlite"
+    return str(request.getfixturevalue("postgres").fresh_database())
+
+
+@pytest.fixture
+def hub_factory(tmp_path: Path) -> Iterator[Callable[..., HubProcess]]:
+    """Start hubs: ``hub_factory("c.JupyterHub...", hub_ip=...)``, as HubProcess takes them."""
+    from tests.support.hub import HubProcess
+
+    with ExitStack() as hubs:
+
+        def start(config: str = "", **kwargs: Any) -> HubProcess:
+            number = len(list(tmp_path.glob("hub*")))
+            name = kwargs.pop("name", f"hub{number or ''}")
+            hub = HubProcess(tmp_path / name, config, name=name, **kwargs)
+            hubs.callback(hub.stop)
+            hub.start()
+            return hub
+
+        yield start
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    """A headless Chromium for one test, which must not be a coroutine."""
+    from tests.support.browser import open_browser
+
+    with open_browser() as browser:
+        yield browser
+
+
+# Order, skips, logs.
+
+
+def _has_gpu() -> bool:
+    return bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Quick folders first, whatever the order of their names."""
+
+    def place(item: pytest.Item) -> int:
+        folder = Path(str(item.path)).relative_to(Path(__file__).parent).parts[0]
+        return ORDER.index(folder) if folder in ORDER else len(ORDER)
+
+    items.sort(key=place)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of real GPUs need one."""
+    if item.get_closest_marker("gpu") and not _has_gpu():
+        pytest.skip(NO_GPU)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failing test shows the log of every part that runs."""
+    report = yield
+    if report.failed:
+        for part in list(LIVE):
+            try:
+                text = part.log_text()
+            except Exception as e:
+                text = f"(its log cannot be read: {e})"
+            report.sections.append((f"log of {part.name}", text[-LOG_SHOWN:]))
+    return report
+
+
+class Skips:
+    """Tests that did not run. Only a missing GPU excuses one, and it is named all the same."""
+
+    def __init__(self) -> None:
+        self.excused: list[str] = []
+        self.others: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self._note(report.nodeid, str(report.longrepr))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self._note(report.nodeid, str(report.longrepr))
+
+    def _note(self, test: str, why: str) -> None:
+        (self.excused if NO_GPU in why else self.others).append(f"{test}: {why}")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.others and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for test in self.excused:
+            terminalreporter.write_line(f"not run, {NO_GPU}: {test.split(': ')[0]}")
+        for test in self.others:
+            terminalreporter.write_line(f"SKIPPED, which fails this run: {test}", red=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Skips(), "gpuspawner-skips")

@@ -1,0 +1,53 @@
+"""Chromium as the machine has it, driven by Playwright; nothing is downloaded."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.support.processes import REPO
+
+RESULTS = REPO / "test-results"
+ARGUMENTS = (
+    "--no-sandbox",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-gpu",
+    "--disable-sync",
+)
+
+
+def chromium() -> str:
+    """The path of the installed browser."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(name):
+            return found
+    raise RuntimeError("no Chromium is installed: run scripts/test_parts.sh")
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    """A headless browser.
+
+    Open it in a test that is not a coroutine, and close it within that test: Playwright's plain
+    API holds the thread's event loop for as long as it runs.
+    """
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=list(ARGUMENTS))
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def screenshot(page: Page, name: str) -> Path:
+    """Keep a picture of the whole page in ``test-results/`` and say where."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.png"
+    page.screenshot(path=path, full_page=True)
+    return path
