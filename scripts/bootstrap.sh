@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Makes .venv. `bootstrap.sh demo`: what the demo needs; `bootstrap.sh all`: tests and checks too.
+# Needs git, make and python3 only. Quick when nothing changed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/lib.sh
+
+what=${1:-all}
+case $what in
+    demo) extras=demo ;;
+    all) extras=demo,postgres,test,dev ;;
+    *) fail "usage: scripts/bootstrap.sh [demo|all]" ;;
+esac
+
+python=${PYTHON:-python3}
+command -v "$python" > /dev/null || fail "There is no $python here: install Python 3.10 or newer."
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    fail "$("$python" --version) is too old: gpuspawner needs Python 3.10 or newer. Name one with PYTHON=..."
+
+# Made already, from these very files? `all` holds everything that `demo` does.
+key=$({ cat setup.cfg pyproject.toml scripts/bootstrap.sh scripts/install_proxy.sh
+        "$python" --version; pwd; } | sha256sum | cut -c1-32)
+for stamp in .venv/.made-all ".venv/.made-$what"; do
+    [ "$(cat "$stamp" 2> /dev/null)" = "$key" ] && exit 0
+done
+
+say "making the Python environment (.venv) for: $what"
+if ! "$python" -c 'import ensurepip, venv' 2> /dev/null; then
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    install_packages "python$version-venv"
+fi
+if ! .venv/bin/python -m pip --version > /dev/null 2>&1; then
+    "$python" -m venv --clear .venv
+fi
+
+say "installing gpuspawner and what it needs (a minute or so)"
+quietly .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
+    --editable ".[$extras]"
+
+say "installing the proxy"
+quietly scripts/install_proxy.sh
+
+printf '%s' "$key" > ".venv/.made-$what"
+say "the environment is ready"

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Installs the parts that tests run for real, and only those that are missing: a Docker Engine,
+# PostgreSQL, Chromium, a C compiler, debootstrap.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/lib.sh
+PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
+
+missing=()
+need() { missing+=("$@"); }
+has() { command -v "$1" > /dev/null; }
+
+has dockerd || need docker.io
+has iptables || need iptables
+has ip || need iproute2
+has setpriv || need util-linux
+has debootstrap || need debootstrap
+[ -e /usr/share/keyrings/debian-archive-keyring.gpg ] || need debian-archive-keyring
+{ has cc && [ -e "$(cc -print-file-name=libc.a)" ]; } || need gcc libc6-dev
+{ compgen -G '/usr/lib/postgresql/*/bin/postgres' > /dev/null || has postgres; } || need postgresql
+# A kernel with AppArmor has dockerd load a profile, by a program that docker.io only recommends.
+if grep -qs Y /sys/module/apparmor/parameters/enabled; then
+    has apparmor_parser || need apparmor
+fi
+
+ubuntu=$(. /etc/os-release && [ "${ID:-}" = ubuntu ] && echo yes || true)
+if [ -z "$ubuntu" ]; then
+    has chromium || has google-chrome || need chromium
+fi
+
+[ ${#missing[@]} -eq 0 ] || install_packages "${missing[@]}"
+
+# Ubuntu's chromium is a snap, which cannot see a test's folders: Playwright's own build there.
+if [ -n "$ubuntu" ] && ! has google-chrome && ! compgen -G "$HOME/.cache/ms-playwright/chromium*" > /dev/null; then
+    say "installing Chromium"
+    quietly .venv/bin/playwright install --with-deps chromium
+fi
