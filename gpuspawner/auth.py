@@ -92,6 +92,10 @@ class MemberMixin(Authenticator):
 
         return Broker(parent=self)
 
+    @default("allow_all")
+    def _allow_all_default(self) -> bool:
+        return False  # some authenticators say True as long as nothing else is set
+
     @default("allow_existing_users")
     def _allow_existing_users_default(self) -> bool:
         # JupyterHub's base class says True once `allowed_users` is set, and then a name that
@@ -258,7 +262,7 @@ class MemberMixin(Authenticator):
             return self._page(
                 503,
                 "Service Unavailable",
-                f"{self._service} does not answer, so the hub cannot tell who you are. "
+                f"{self._service} is not working, so the hub cannot tell who you are. "
                 f"Running servers go on. Try again in a moment. {lasting}",
             )
         if isinstance(failure, HTTPClientError) and failure.code < 500:
@@ -292,7 +296,7 @@ class MemberOAuthenticator(MemberMixin, GenericOAuthenticator):
 
     ::
 
-        c.JupyterHub.authenticator_class = "gpuspawner.auth.MemberOAuthenticator"
+        c.JupyterHub.authenticator_class = "gpu-members-oauth"
         c.MemberOAuthenticator.login_service = "Lab account"
         c.MemberOAuthenticator.authorize_url = "https://id.lab.example/oauth/authorize"
         c.MemberOAuthenticator.token_url = "https://id.lab.example/oauth/token"
@@ -319,7 +323,7 @@ class MemberSharedPasswordAuthenticator(MemberMixin, SharedPasswordAuthenticator
 
     ::
 
-        c.JupyterHub.authenticator_class = "gpuspawner.auth.MemberSharedPasswordAuthenticator"
+        c.JupyterHub.authenticator_class = "gpu-members-shared-password"
         c.MemberSharedPasswordAuthenticator.user_password = "at-least-8-characters"
         c.MemberSharedPasswordAuthenticator.allowed_users = {"member1", "member2"}
     """

@@ -6,10 +6,12 @@ never meet the hub's. Everything it knows comes from files that are written here
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 import uuid
@@ -79,6 +81,8 @@ class IdentityProvider:
         self.token_url = f"{self.url}/oauth/token"
         self.userdata_url = f"{self.url}/oauth/userinfo"
         self._log = folder / "identity.log"
+        self.signed_in: dict[str, int] = {}
+        """In which second each user last signed in."""
         self._process: subprocess.Popen[bytes] | None = None
         self._program = _installed()
         folder.mkdir(parents=True, exist_ok=True)
@@ -169,6 +173,10 @@ class IdentityProvider:
         if self in LIVE:
             LIVE.remove(self)
 
+    def wait_turn(self, user: str) -> None:
+        """Wait for a new second: in the same one canaille makes the same token and refuses it."""
+        wait_for(lambda: int(time.time()) != self.signed_in.get(user), "a new second")
+
     def leave_groups(self, user: str) -> None:
         """Take someone out of all their groups while the provider runs."""
         run([self._program, "set", "user", user, "--groups", ""], cwd=self.folder)
@@ -202,6 +210,7 @@ def sign_in(
     Follows redirects and fills in the provider's forms. Returns the page that the
     authorization-code flow ended on, whichever server sent it.
     """
+    provider.wait_turn(user)
     page = session.get(f"{hub_url}/hub/oauth_login", timeout=60)
     for field, answer in (("login", user), ("password", password_of(user))):
         if not page.url.startswith(provider.url):
@@ -211,17 +220,19 @@ def sign_in(
             break
         fields = {**form.fields, field: answer}
         page = session.post(urljoin(page.url, form.action), data=fields, timeout=60)
+    provider.signed_in[user] = int(time.time())
     return page
 
 
 def _installed() -> Path:
-    """canaille's program, installed on the first call."""
+    """canaille's program, installed on the first call; runs side by side wait for one another."""
     home = cache_dir() / f"identity-py{sys.version_info.major}{sys.version_info.minor}"
-    program = home / "bin" / "canaille"
     done = home / "installed"
-    if not done.exists() or done.read_text() != REQUIREMENT:
-        shutil.rmtree(home, ignore_errors=True)
-        run([sys.executable, "-m", "venv", home])
-        run([home / "bin" / "pip", "install", "--quiet", REQUIREMENT])
-        done.write_text(REQUIREMENT)
-    return program
+    with Path(f"{home}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists() or done.read_text() != REQUIREMENT:
+            shutil.rmtree(home, ignore_errors=True)
+            run([sys.executable, "-m", "venv", home])
+            run([home / "bin" / "pip", "install", "--quiet", REQUIREMENT])
+            done.write_text(REQUIREMENT)
+    return home / "bin" / "canaille"

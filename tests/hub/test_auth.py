@@ -1,0 +1,311 @@
+"""Signing in. Real: JupyterHub with its proxy, an OpenID Connect provider, broker and SQLite."""
+
+from __future__ import annotations
+
+import html
+import re
+import sqlite3
+import time
+from collections.abc import Iterator
+from urllib.parse import parse_qs, urlparse
+
+import pytest
+import requests
+
+from gpuspawner.broker import Broker
+from gpuspawner.model import MICRO
+from tests.support.hub import ADMIN_PASSWORD, USER_PASSWORD, HubProcess
+from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, sign_in
+from tests.support.processes import wait_for
+
+USERS = {
+    "ada": ["ml-course", "staff"],
+    "leaver": ["ml-course"],
+    "mallory": ["ml-course"],
+    "eve": ["art"],
+    "stranger": [],
+    "root": [],
+}
+
+COMMON = """
+c.Authenticator.allow_all = False
+c.Authenticator.admin_users = {"root"}
+c.Authenticator.blocked_users = {"mallory"}
+c.MemberMixin.contact = "gpu@lab.example"
+c.JupyterHub.default_url = "/hub/home"
+c.Broker.database_url = "sqlite:///store.sqlite"
+c.Broker.device_source = "simulated:1xT4"
+c.Broker.opening_grant = 25
+"""
+
+OAUTH = """
+c.JupyterHub.authenticator_class = "gpuspawner.auth.MemberOAuthenticator"
+c.MemberOAuthenticator.login_service = "Lab"
+c.MemberOAuthenticator.authorize_url = "{provider.authorize_url}"
+c.MemberOAuthenticator.token_url = "{provider.token_url}"
+c.MemberOAuthenticator.userdata_url = "{provider.userdata_url}"
+c.MemberOAuthenticator.client_id = "{client_id}"
+c.MemberOAuthenticator.client_secret = "{client_secret}"
+c.MemberOAuthenticator.username_claim = "sub"
+c.MemberOAuthenticator.scope = ["openid", "profile", "groups"]
+c.MemberOAuthenticator.manage_groups = True
+c.MemberOAuthenticator.allowed_groups = {{"ml-course"}}
+c.MemberOAuthenticator.enable_auth_state = True
+c.MemberOAuthenticator.auth_refresh_age = 1
+c.CryptKeeper.keys = [bytes(32)]
+"""
+
+SHARED_PASSWORD = f"""
+c.JupyterHub.authenticator_class = "gpuspawner.auth.MemberSharedPasswordAuthenticator"
+c.MemberSharedPasswordAuthenticator.user_password = {USER_PASSWORD!r}
+c.MemberSharedPasswordAuthenticator.admin_password = {ADMIN_PASSWORD!r}
+c.MemberSharedPasswordAuthenticator.allowed_users = {{"member1", "member2", "mallory"}}
+c.MemberSharedPasswordAuthenticator.allowed_groups = {{"ml-course"}}
+c.JupyterHub.load_groups = {{"ml-course": {{"users": ["ada"]}}, "art": {{"users": ["eve"]}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def oauth(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[HubProcess, IdentityProvider]]:
+    """A hub whose members sign in with their lab's identity provider."""
+    folder = tmp_path_factory.mktemp("oauth")
+    hub = HubProcess(folder / "hub")
+    provider = IdentityProvider(
+        folder / "identity", users=USERS, redirect_uri=f"{hub.url}/hub/oauth_callback"
+    )
+    hub.config = COMMON + OAUTH.format(
+        provider=provider, client_id=CLIENT_ID, client_secret=CLIENT_SECRET
+    )
+    provider.start()
+    try:
+        with hub:
+            yield hub, provider
+    finally:
+        provider.stop()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
+    """A hub whose members share a password."""
+    folder = tmp_path_factory.mktemp("shared")
+    with HubProcess(folder, COMMON + SHARED_PASSWORD) as hub:
+        yield hub
+
+
+def balance(hub: HubProcess, user: str) -> int | None:
+    """The balance in the hub's store; None when no account is open."""
+    broker = Broker(
+        database_url=f"sqlite:///{hub.folder}/store.sqlite", device_source="simulated:1xT4"
+    )
+    try:
+        return {account.name: account.balance for account in broker.accounts()}.get(
+            f"member:{user}"
+        )
+    finally:
+        broker.store.close()
+
+
+def said(page: requests.Response) -> str:
+    """The sentence of an error page, or of the sign-in form, as a person reads it."""
+    found = re.search(r'<div class="error">(.*?)</div>', page.text, re.DOTALL) or re.search(
+        r'<p class="login_error">(.*?)</p>', page.text, re.DOTALL
+    )
+    assert found, page.text
+    assert "Traceback" not in page.text
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", found[1])).split())
+
+
+def callback(hub: HubProcess, code: str) -> requests.Response:
+    """Come back from the provider with a code, in a browser that set out from the hub."""
+    session = requests.Session()
+    away = session.get(f"{hub.url}/hub/oauth_login", allow_redirects=False, timeout=30)
+    state = parse_qs(urlparse(away.headers["location"]).query)["state"][0]
+    back = {"code": code, "state": state}
+    return session.get(f"{hub.url}/hub/oauth_callback", params=back, timeout=30)
+
+
+# With an identity provider.
+
+
+def test_a_member_signs_in_and_brings_their_groups(
+    oauth: tuple[HubProcess, IdentityProvider],
+) -> None:
+    hub, provider = oauth
+    session = requests.Session()
+    page = sign_in(session, provider, "ada", hub.url)
+
+    assert page.url == f"{hub.url}/hub/home" and page.status_code == 200
+    user = hub.api("GET", "users/ada").json()
+    assert sorted(user["groups"]) == ["ml-course", "staff"] and user["admin"] is False
+    assert balance(hub, "ada") == 25 * MICRO
+
+    again = sign_in(requests.Session(), provider, "ada", hub.url)
+    assert again.url == f"{hub.url}/hub/home"
+    assert balance(hub, "ada") == 25 * MICRO
+
+
+def test_an_admin_needs_no_group(oauth: tuple[HubProcess, IdentityProvider]) -> None:
+    hub, provider = oauth
+    assert sign_in(requests.Session(), provider, "root", hub.url).status_code == 200
+    assert hub.api("GET", "users/root").json()["admin"] is True
+
+
+@pytest.mark.parametrize(
+    ("user", "why"),
+    [
+        (
+            "eve",
+            "this account is not on the list of members, nor is any of its groups (art).",
+        ),
+        (
+            "stranger",
+            "this account is not on the list of members and in no group that may use this hub.",
+        ),
+        ("mallory", "this account is blocked on this hub."),
+    ],
+)
+def test_an_outsider_reads_why_and_whom_to_ask(
+    user: str, why: str, oauth: tuple[HubProcess, IdentityProvider]
+) -> None:
+    hub, provider = oauth
+    page = sign_in(requests.Session(), provider, user, hub.url)
+
+    assert page.status_code == 403
+    sentence = said(page)
+    assert sentence.startswith("403 : Forbidden ")
+    assert f"You signed in to Lab as '{user}', but {why} Ask gpu@lab.example" in sentence
+    assert "To use another account, sign out of Lab first." in sentence
+    assert '<a href="mailto:gpu@lab.example">' in page.text
+    assert hub.api("GET", f"users/{user}").status_code == 404
+    assert balance(hub, user) is None
+
+
+def test_a_code_that_the_provider_does_not_know(
+    oauth: tuple[HubProcess, IdentityProvider],
+) -> None:
+    hub, _ = oauth
+    page = callback(hub, "made-up")
+
+    assert page.status_code == 403
+    assert "Lab did not accept this sign-in" in said(page)
+
+
+def test_provider_down_and_back(oauth: tuple[HubProcess, IdentityProvider]) -> None:
+    """Those who are in stay in; those who come read a sentence; then it goes on as before."""
+    hub, provider = oauth
+    session = requests.Session()
+    sign_in(session, provider, "ada", hub.url)
+    provider.stop()
+    try:
+        time.sleep(1.1)  # past auth_refresh_age: the hub would ask the provider now
+        home = session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=30)
+        assert home.status_code == 200
+        assert "'ada' stays signed in" in hub.log_text()
+
+        page = callback(hub, "any")
+        assert page.status_code == 503
+        assert "Lab is not working, so the hub cannot tell who you are." in said(page)
+        assert "Ask gpu@lab.example to look at the hub's log." in said(page)
+    finally:
+        provider.start()
+    assert sign_in(requests.Session(), provider, "ada", hub.url).url == f"{hub.url}/hub/home"
+
+
+def test_who_leaves_the_group_is_signed_out(oauth: tuple[HubProcess, IdentityProvider]) -> None:
+    hub, provider = oauth
+    session = requests.Session()
+    assert sign_in(session, provider, "leaver", hub.url).status_code == 200
+    provider.leave_groups("leaver")
+    time.sleep(1.1)  # past auth_refresh_age
+
+    home = session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=30)
+    assert home.status_code == 302 and "/hub/login" in home.headers["location"]
+    assert "in no group that may use this hub" in said(
+        sign_in(session, provider, "leaver", hub.url)
+    )
+
+
+# With a shared password.
+
+
+def form(hub: HubProcess, user: str, password: str = USER_PASSWORD) -> requests.Response:
+    data = {"username": user, "password": password}
+    return hub.post_form(requests.Session(), "/hub/login", data)
+
+
+@pytest.mark.parametrize("user", ["member1", "ada"])
+def test_members_by_name_and_by_the_hubs_own_group(user: str, shared: HubProcess) -> None:
+    page = form(shared, user)
+
+    assert page.status_code == 200 and page.url == f"{shared.url}/hub/home"
+    assert balance(shared, user) == 25 * MICRO
+
+
+def test_a_group_given_while_the_hub_runs_counts(shared: HubProcess) -> None:
+    assert form(shared, "late").status_code == 403
+    shared.api("POST", "users/late").raise_for_status()
+    assert form(shared, "late").status_code == 403
+    shared.api("POST", "groups/ml-course/users", json={"users": ["late"]}).raise_for_status()
+
+    assert form(shared, "late").url == f"{shared.url}/hub/home"
+
+
+def test_an_admin_has_a_password_of_their_own(shared: HubProcess) -> None:
+    assert "Invalid username or password" in said(form(shared, "root"))
+    assert form(shared, "root", ADMIN_PASSWORD).url == f"{shared.url}/hub/home"
+
+
+@pytest.mark.parametrize(
+    ("user", "password", "sentence"),
+    [
+        ("member1", "a wrong password", "Invalid username or password"),
+        ("member1", "ein falsches Paßwort", "Invalid username or password"),
+        (
+            "nobody",
+            USER_PASSWORD,
+            "You signed in as 'nobody', but this account is not on the list of members and in no "
+            "group that may use this hub. Ask gpu@lab.example to let you in.",
+        ),
+        (
+            "eve",
+            USER_PASSWORD,
+            "You signed in as 'eve', but this account is not on the list of members, nor is any "
+            "of its groups (art). Ask gpu@lab.example to let you in.",
+        ),
+        (
+            "mallory",
+            USER_PASSWORD,
+            "You signed in as 'mallory', but this account is blocked on this hub. "
+            "Ask gpu@lab.example about it.",
+        ),
+    ],
+)
+def test_the_form_says_why_not(user: str, password: str, sentence: str, shared: HubProcess) -> None:
+    page = form(shared, user, password)
+
+    assert page.status_code == 403 and said(page) == sentence
+    if user != "member1":
+        assert balance(shared, user) is None
+
+
+def test_a_name_is_shown_and_not_run(shared: HubProcess) -> None:
+    page = form(shared, "<img src=x onerror=alert(1)>")
+
+    assert page.status_code == 403
+    assert "You signed in as '<img src=x onerror=alert(1)>'" in html.unescape(page.text)
+    assert "<img src=x" not in page.text
+
+
+def test_a_locked_store_keeps_nobody_out(shared: HubProcess) -> None:
+    """The member comes in, and the account is there once the store is free again."""
+    other = sqlite3.connect(shared.folder / "store.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        assert form(shared, "member2").url == f"{shared.url}/hub/home"
+    finally:
+        other.execute("ROLLBACK")
+        other.close()
+    assert "The account of 'member2' could not be opened at sign-in" in shared.log_text()
+    wait_for(lambda: balance(shared, "member2") == 25 * MICRO, "the account of member2")
