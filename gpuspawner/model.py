@@ -93,6 +93,8 @@ class Request:
     environment: str = ""
     model: str | None = None
     """Part of a model's name, compared without case, such as ``A100``. None is any."""
+    models: tuple[str, ...] = ()
+    """Models that the environment runs on, each as above; empty is any."""
     memory_bytes: int = 0
     """Least memory of each device."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -80,10 +81,8 @@ class DockerEngine:
                 if error.status_code not in (404, 409):  # gone, or going by itself
                     raise
 
-        try:
+        with contextlib.suppress(NotFound):
             self.call(stop_and_remove)
-        except NotFound:
-            pass
 
     def died_at(self, ref: str, since: datetime) -> datetime | None:
         """When a container that is removed by now died, if the engine's events still say so."""

@@ -28,7 +28,10 @@ def suitable(request: Request, devices: Iterable[Device]) -> list[Device]:
     A model that is written exactly as a device's own name means that model alone: a member who
     picked ``NVIDIA A100-SXM4-40GB`` from a list does not get an instance of one.
     """
-    return of_model(request.model, [d for d in devices if d.memory_bytes >= request.memory_bytes])
+    enough = [d for d in devices if d.memory_bytes >= request.memory_bytes]
+    if request.models:
+        enough = [d for d in enough if any(model_matches(m, d.model) for m in request.models)]
+    return of_model(request.model, enough)
 
 
 def by_model(devices: Iterable[Device]) -> dict[str, list[Device]]:

@@ -1,0 +1,220 @@
+"""The part of the mixin that reads options: traits, catalog, form and request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment as Templates
+from jinja2 import PackageLoader
+from jupyterhub.spawner import Spawner, SpawnException
+from jupyterhub.traitlets import Callable
+from traitlets import Any as AnyTrait
+from traitlets import Integer, Unicode, Union, default
+
+from ..broker.view import Overview
+from ..catalog import Catalog, DeviceLimits, Environment, load
+from ..errors import GPUSpawnerError, InvalidRequest
+from ..ledger.rules import format_time_left, time_left
+from ..model import Account, Request, format_credits
+from . import options
+
+_templates = Templates(
+    loader=PackageLoader("gpuspawner.spawners"), autoescape=True, trim_blocks=True
+)
+
+
+class GPUSpawnerBase(Spawner):
+    """Traits and options of every GPU spawner. Use :class:`GPUSpawnerMixin`, not this."""
+
+    engine_name = ""
+    """The name kept in leases, of the engine that proves an end."""
+
+    broker: Any
+
+    catalog = Unicode(
+        config=True,
+        help="""
+        The YAML file with the environments that members choose from.
+
+        Without one there is a single environment: the spawner's own image. Example::
+
+            c.GPUSpawnerMixin.catalog = "/etc/jupyterhub/catalog.yaml"
+        """,
+    )
+
+    gpu_limit = Union(
+        [Integer(), Callable()],
+        default_value=8,
+        config=True,
+        help="""
+        The most GPUs of one server; the environment may allow fewer.
+
+        A number, or a callable that takes the spawner. ``group_overrides`` can set it for
+        a group. Example::
+
+            c.GPUSpawnerMixin.gpu_limit = 2
+            c.GPUSpawnerMixin.gpu_limit = lambda spawner: 4 if spawner.user.admin else 1
+        """,
+    )
+
+    chosen = AnyTrait(None, allow_none=True, help="The environment of this start.")
+
+    @default("apply_user_options")
+    def _default_apply_user_options(self) -> Any:
+        # Ours are applied in the pre-spawn stage, after groups and the admin's own hook.
+        return lambda spawner, user_options: None
+
+    # JupyterHub wants these from every Spawner class; the engine's class has them.
+
+    async def start(self) -> Any:
+        return await super().start()
+
+    async def stop(self, now: bool = False) -> None:
+        await super().stop(now=now)
+
+    async def poll(self) -> Any:
+        return await super().poll()
+
+    # The catalog.
+
+    def load_catalog(self) -> Catalog:
+        """The catalog as the file is now. Raises ConfigError when it was never valid."""
+        if not self.catalog:
+            return Catalog.single(devices=DeviceLimits(default=1, max=options.MOST_GPUS))
+        path = Path(self.catalog)
+        kept = self.user.settings.setdefault("gpuspawner_catalogs", {})
+        stamp = path.stat().st_mtime_ns if path.exists() else 0
+        if kept.get(path, (None, None))[0] != stamp:
+            kept[path] = (stamp, load(os.fspath(path)))
+        catalog: Catalog = kept[path][1]
+        return catalog
+
+    @property
+    def group_names(self) -> frozenset[str]:
+        """The member's groups, as the Hub knows them."""
+        return frozenset(group.name for group in self.user.groups)
+
+    def most_gpus(self) -> int:
+        """``gpu_limit`` for this member."""
+        limit = self.gpu_limit
+        return int(limit(self)) if callable(limit) else int(limit)
+
+    # Options.
+
+    def takes_foreign_options(self) -> bool:
+        """Whether the admin's own configuration reads options of its own."""
+        names = ("options_form", "options_from_form", "apply_user_options")
+        return any(self.is_configured(name) for name in names)
+
+    def is_configured(self, trait: str) -> bool:
+        """Whether the admin set a trait, on this class or one that it is made from."""
+        sections = (cls.__name__ for cls in type(self).__mro__)
+        return any(trait in self.config[name] for name in sections if name in self.config)
+
+    def run_options_from_form(self, form_data: Mapping[str, list[Any]]) -> dict[str, Any]:
+        """``user_options`` from the form: our fields checked, others as the admin says."""
+        ours = {name: form_data[name] for name in options.FIELDS if name in form_data}
+        rest = {
+            name: value
+            for name, value in form_data.items()
+            if name not in options.FIELDS + options.IGNORED
+        }
+        try:
+            choice = options.parse(ours)
+            if not self.takes_foreign_options():
+                options.parse(rest)
+                return choice.as_user_options()
+        except GPUSpawnerError as error:
+            raise spawn_exception(error) from None
+        return {**super().run_options_from_form(rest), **choice.as_user_options()}
+
+    def options_from_query(self, query_data: Mapping[str, list[Any]]) -> dict[str, Any]:
+        """The same for ``opt-`` parameters of a link."""
+        return self.run_options_from_form(query_data)
+
+    def resolve_options(self) -> tuple[Environment, Request]:
+        """The environment and the request of this start, from ``user_options``.
+
+        They may come from the form, from REST, or from the last start: none is trusted.
+        """
+        catalog = self.load_catalog()
+        choice = options.parse(self.user_options or {}, foreign=self.takes_foreign_options())
+        groups = self.group_names
+        if choice.environment:
+            environment = catalog.get_for(choice.environment, groups)
+        else:
+            environment = catalog.default_for(groups)
+        if self.catalog and "image" in (self.user_options or {}):
+            raise InvalidRequest(
+                "The image comes with the environment: choose that instead.", field="image"
+            )
+        return environment, options.resolve(choice, environment, self.most_gpus())
+
+    # The form.
+
+    async def get_options_form(self) -> str:
+        """The admin's own form, if there is one, then environments, GPUs and the balance."""
+        own = await super().get_options_form() if self.shows_own_form() else ""
+        try:
+            catalog = self.load_catalog()
+            default_choice = catalog.default_for(self.group_names)
+            overview = await self.broker.run(self.broker.overview)
+            account = await self.broker.run(self.broker.member, self.user.name)
+        except GPUSpawnerError as error:
+            return own + _templates.get_template("unavailable.html").render(message=error.message)
+        return own + self.render_form(catalog, default_choice, overview, account)
+
+    def shows_own_form(self) -> bool:
+        """Whether JupyterHub's or DockerSpawner's form goes above ours."""
+        return self.is_configured("options_form")
+
+    def render_form(
+        self, catalog: Catalog, usual: Environment, overview: Overview, account: Account
+    ) -> str:
+        """The form as HTML. Values that a member could have written are escaped."""
+        environments = catalog.visible_to(self.group_names)
+        last = self._last_choice()
+        chosen = next((e for e in environments if e.slug == last.environment), usual)
+        limit = self.most_gpus()
+        most = min(limit, max((e.devices.max for e in environments), default=0), overview.total)
+        count = chosen.devices.default if last.gpus is None else last.gpus
+        return _templates.get_template("form.html").render(
+            environments=environments,
+            chosen=chosen,
+            overview=overview,
+            counts=range(most + 1),
+            count=min(count, most),
+            last=last,
+            balance=format_credits(account.available),
+            models=[
+                {
+                    "count": model,
+                    "gb": round(model.memory_bytes / 10**9),
+                    "rate": format_credits(model.rate),
+                    "lasts": _lasts(account.available, model.rate),
+                }
+                for model in overview.models
+            ],
+            show_environments=bool(self.catalog),
+        )
+
+    def _last_choice(self) -> options.Choice:
+        """What this server was started with last time, if it can still be read."""
+        try:
+            stored = self.orm_spawner.user_options or {}
+            return options.parse(stored, foreign=True)
+        except GPUSpawnerError:
+            return options.Choice()
+
+
+def _lasts(available: int, rate: int) -> str:
+    left = time_left(available, rate)
+    return format_time_left(left) if left is not None else ""
+
+
+def spawn_exception(error: GPUSpawnerError) -> SpawnException:
+    """A domain error as JupyterHub shows it: a sentence, never a traceback."""
+    return SpawnException(error.message, reason=error.reason, status_code=error.status_code)

@@ -1,0 +1,320 @@
+"""DockerSpawner with leases: every trait of DockerSpawner keeps its meaning."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from typing import Any
+
+import docker
+import requests
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.utils import kwargs_from_env
+from dockerspawner import DockerSpawner
+from jupyterhub.traitlets import ByteSpecification
+from traitlets import CaselessStrEnum, Unicode
+
+from ..engines import DockerEngine
+from ..engines.docker import sighting_of
+from ..engines.injection import MODES
+from ..errors import EngineUnavailable, StartFailed
+from .base import spawn_exception
+from .container import ContainerSettings, build
+from .gone import Proof
+from .injecting import injection_mode
+from .mixin import GPUSpawnerMixin
+from .pulling import Pulls
+from .storage import Storage
+
+THREADS = 16
+"""Docker calls that may run at once; the stock spawner has one thread for all members."""
+
+
+class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
+    """Leases GPUs to containers on this machine's Docker Engine."""
+
+    engine_name = "docker"
+
+    gpu_injection = CaselessStrEnum(
+        ["auto", *MODES],
+        default_value="auto",
+        config=True,
+        help="""
+        How GPUs get into containers: ``auto``, ``device_requests``, ``cdi``, ``runtime``,
+        or ``none`` (only the variables are set: simulated devices).
+
+        ``auto`` asks the engine what it offers and proves it once with a container.
+        Example::
+
+            c.GPUDockerSpawner.gpu_injection = "cdi"
+        """,
+    )
+
+    shm_size = ByteSpecification(
+        "8G",
+        config=True,
+        help="""
+        Size of /dev/shm, which PyTorch's data loaders need; never more than ``mem_limit``.
+
+        It takes memory only as it is used. The environment may say another size, and
+        ``extra_host_config`` wins. Example::
+
+            c.GPUDockerSpawner.shm_size = "16G"
+        """,
+    )
+
+    workspace = Unicode(
+        "",
+        config=True,
+        help="""
+        Where a member's own files are kept: a named volume, or a directory of the host when
+        it starts with "/". It is created with the right owner and mounted at
+        ``workspace_target``. Empty: only what ``volumes`` says.
+
+        ``{username}`` is the name made safe for Docker, as in ``volumes``. Example::
+
+            c.GPUDockerSpawner.workspace = "gpuspawner-work-{username}"
+            c.GPUDockerSpawner.workspace = "/srv/work/{username}"
+        """,
+    )
+
+    workspace_target = Unicode(
+        "/home/jovyan/work",
+        config=True,
+        help="""
+        Where the workspace is in the container.
+
+        Example::
+
+            c.GPUDockerSpawner.workspace_target = "/home/jovyan/work"
+        """,
+    )
+
+    _changing: asyncio.Future[Any] | None = None
+
+    # Docker, without one call blocking another.
+
+    @property
+    def executor(self) -> ThreadPoolExecutor:
+        """The threads for Docker calls of this hub."""
+        pool: ThreadPoolExecutor = self.shared(
+            "gpuspawner_docker_threads",
+            lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="gpuspawner-docker"),
+        )
+        return pool
+
+    def connect(self, timeout: float = 60) -> docker.APIClient:
+        """A client of its own with the spawner's settings; DockerSpawner's is for its calls."""
+        settings: dict[str, Any] = {"version": "auto", "timeout": timeout}
+        if self.tls_config:
+            settings["tls"] = docker.tls.TLSConfig(**self.tls_config)
+        settings.update(kwargs_from_env())
+        settings.update(self.client_kwargs)
+        return docker.APIClient(**settings)
+
+    def engine(self) -> DockerEngine:
+        found: DockerEngine = self.shared(
+            "gpuspawner_docker_engine", lambda: DockerEngine(self.connect)
+        )
+        return found
+
+    async def docker(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A Docker call in a thread; what DockerSpawner creates gets the lease applied."""
+        if method == "create_container":
+            kwargs = build(kwargs, self._held(), await self._container_settings())
+            await self._storage().prepare(self.image)
+        elif method != "start":
+            return await self._call(method, *args, **kwargs)
+        # The call outlives a cancelled spawn: keep hold of it, so that the release waits
+        # for it and sees what there is.
+        self.touched = True
+        self._changing = asyncio.ensure_future(self._call(method, *args, **kwargs))
+        return await asyncio.shield(self._changing)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self.executor, lambda: self._docker(method, *args, **kwargs)
+        )
+
+    def _held(self) -> Any:
+        if self.lease is None:
+            raise StartFailed(cause="it holds no lease")
+        return self.lease
+
+    async def _container_settings(self) -> ContainerSettings:
+        lease = self._held()
+        chosen = self.chosen.shm_size if self.chosen else None
+        return ContainerSettings(
+            injection=await injection_mode(self, lease.uuids),
+            shm_size=chosen or self.shm_size,
+            binds=self._storage().binds(),
+            environment=self.with_lease_environment({}),
+        )
+
+    def _storage(self) -> Storage:
+        mounts = self.load_catalog().mounts_for(self.chosen, self.group_names)
+        source = self._render_templates(self.workspace) if self.workspace else ""
+        return Storage(self, source, self.workspace_target, mounts)
+
+    # Start.
+
+    async def start(self) -> Any:
+        """Start as DockerSpawner does; whatever fails is said in words."""
+        try:
+            return await super().start()
+        except ImageNotFound as error:
+            cause = f"the image {self.image} is not on this machine"
+            raise self._failed(cause, error) from error
+        except (APIError, DockerException) as error:
+            cause = _explanation(error)
+            raise self._failed(cause, error) from error
+        except (requests.RequestException, OSError) as error:
+            self.log.error("The Docker Engine does not answer: %s", error)
+            raise spawn_exception(EngineUnavailable()) from error
+
+    def _failed(self, cause: str, error: Exception) -> Exception:
+        self.log.error("%s did not start: %s", self._log_name, error)
+        return spawn_exception(StartFailed(cause=cause))
+
+    def apply_environment(self, environment: Any) -> None:
+        """Also the image, which only the catalog or the admin's configuration names."""
+        super().apply_environment(environment)
+        if environment.image:
+            self.image = environment.image
+
+    async def pull_image(self, image: str) -> None:
+        """As DockerSpawner, away from everybody else's calls and with progress."""
+        policy = self.pull_policy.lower()
+        if policy == "skip":
+            return
+        if policy != "always":
+            try:
+                await self.docker("inspect_image", image)
+                return
+            except NotFound:
+                if policy == "never":
+                    cause = f"the image {image} is not on this machine, and pulling is off"
+                    raise StartFailed(cause=cause) from None
+        repository, tag = _split(image)
+        self.said.say(f"Pulling {image}", 15)
+        pulls: Pulls = self.shared("gpuspawner_pulls", lambda: Pulls(lambda: self.connect(3600)))
+        await pulls.pull(repository, tag, lambda message: self.said.say(message, 20))
+
+    async def create_object(self) -> Any:
+        self.said.say("Creating the container", 50)
+        return await super().create_object()
+
+    async def start_object(self) -> None:
+        self.said.say("Starting the container", 60)
+        await super().start_object()
+        await self.broker.run(self.broker.attach, self._held().id, self.container_id)
+
+    def engine_ref(self) -> str:
+        return self.container_id or ""
+
+    @property
+    def will_resume(self) -> bool:
+        """Never: every start makes a new container, so the old token must not live on."""
+        return False
+
+    # What Docker says, and what it does not.
+
+    async def get_object(self) -> Any:
+        """As DockerSpawner, except that only 404 means gone: an error is no answer."""
+        try:
+            container = await self._call("inspect_" + self.object_type, self.object_name)
+        except NotFound:
+            self.object_id = ""
+            return None
+        self.object_id = container[self.object_id_key]
+        return container
+
+    async def poll(self) -> Any:
+        """None while the server lives or nobody can say: unknown is not dead."""
+        if not self.touched and not self._start_pending:
+            return 0  # refused before anything was created
+        try:
+            status = await super().poll()
+        except (DockerException, requests.RequestException, OSError) as error:
+            self.log.warning("Cannot see whether %s lives: %s", self._log_name, error)
+            return None
+        if status is None:
+            self.seen_alive_at = self.broker.clock()
+        return status
+
+    async def prove_gone(self) -> Proof:
+        """Gone is a container that exited or is not there (404), and nothing else."""
+        if not self.touched:
+            return Proof(gone=True)
+        if self._changing is not None and not self._changing.done():
+            await asyncio.wait([self._changing])
+        try:
+            container = await self.get_object()
+            if container is None:
+                return Proof(gone=True, ended_at=await self._died_at())
+            return await self._proof_of(container)
+        except (DockerException, requests.RequestException, OSError) as error:
+            raise EngineUnavailable() from error
+
+    async def _proof_of(self, container: dict[str, Any]) -> Proof:
+        never_started = container["State"].get("Status") == "created"
+        seen = sighting_of(container)
+        if seen.alive and not never_started:
+            return Proof(gone=False)
+        if seen.lease_id != self.lease_id:
+            return Proof(gone=True)  # an older one: this lease's was never created
+        if self.remove or never_started:
+            await self.remove_object()
+        return Proof(gone=True, ended_at=seen.ended_at, detail=seen.detail)
+
+    async def _died_at(self) -> datetime | None:
+        lease = self.lease
+        if lease is None or not lease.engine_ref or self.stopped_at:
+            return None
+        since = self.seen_alive_at or lease.started_at or lease.granted_at
+        return await self.broker.run(self.engine().died_at, lease.engine_ref, since)
+
+    async def end_leftover(self) -> None:
+        """The Hub believes it stopped and starts it anew: end it."""
+        await self.get_object()
+        if self.object_id:
+            await self.stop_object()
+
+    async def failure_detail(self) -> str:
+        """How the container ended; its last words go to the hub's log, for the admin."""
+        try:
+            container = await self.get_object()
+            if container is None:
+                return "its container was removed"
+            words = await self._call("logs", self.container_id, tail=20)
+        except (DockerException, requests.RequestException, OSError):
+            return ""
+        self.log.error(
+            "The last words of %s:\n%s", self.object_name, words.decode(errors="replace").strip()
+        )
+        state = container["State"]
+        if state["Running"]:
+            return ""
+        if state.get("OOMKilled"):
+            return "it ran out of memory"
+        return f"it exited at once with code {state['ExitCode']}"
+
+
+def _split(image: str) -> tuple[str, str]:
+    """Repository and tag (or digest); a port in the registry's name is no tag."""
+    if "@" in image:
+        repository, _, digest = image.partition("@")
+        return repository, digest
+    if ":" in image.rpartition("/")[2]:
+        repository, _, tag = image.rpartition(":")
+        return repository, tag
+    return image, "latest"
+
+
+def _explanation(error: Exception) -> str:
+    text = getattr(error, "explanation", None) or str(error)
+    if isinstance(text, bytes):
+        text = text.decode(errors="replace")
+    return "the container engine refused it: " + " ".join(str(text).split())[:300]

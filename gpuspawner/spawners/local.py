@@ -1,0 +1,79 @@
+"""Servers as local processes: for trying out, on a machine without Docker."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from jupyterhub.spawner import SimpleLocalProcessSpawner
+from traitlets import Unicode, default
+
+from ..engines import LocalEngine
+from ..engines.local import process_ref
+from .gone import Proof
+from .mixin import GPUSpawnerMixin
+
+
+class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
+    """Leases GPUs to processes of the hub's own user.
+
+    Nothing keeps one member from another here: a lease says which GPUs to use, and no
+    container enforces it. For trying out only.
+    """
+
+    engine_name = "local"
+
+    workspace = Unicode(
+        "workspaces/{username}",
+        config=True,
+        help="""
+        The home directory of a member, with their ``work`` in it.
+
+        Relative to the hub's working directory. Example::
+
+            c.GPULocalSpawner.workspace = "/srv/trying-out/{username}"
+        """,
+    )
+
+    @default("home_dir")
+    def _default_home_dir(self) -> str:
+        name = self.user.escaped_name if self.user else ""
+        return os.path.abspath(self.workspace.format(username=name))
+
+    def engine(self) -> LocalEngine:
+        return LocalEngine()
+
+    def engine_ref(self) -> str:
+        return process_ref(self.pid) if self.pid else ""
+
+    def with_lease_environment(self, env: dict[str, str]) -> dict[str, str]:
+        """Without a container, CUDA itself has to be told; an empty list is no GPU."""
+        env = super().with_lease_environment(env)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(self.lease.uuids) if self.lease else ""
+        return env
+
+    def get_args(self) -> list[str]:
+        """A hub that is tried out as root starts servers as root, which Jupyter wants said."""
+        args = list(super().get_args())
+        return [*args, "--allow-root"] if os.geteuid() == 0 else args
+
+    def make_preexec_fn(self, name: str) -> Any:
+        """Start in the member's ``work``; made before the fork, where errors can be said."""
+        work = Path(self.home_dir) / "work"
+        work.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return lambda: os.chdir(work)
+
+    async def prove_gone(self) -> Proof:
+        """Gone when no process carries the lease in its environment."""
+        sightings = await self.broker.run(LocalEngine().sightings)
+        return Proof(gone=all(s.lease_id != self.lease_id for s in sightings))
+
+    async def end_leftover(self) -> None:
+        engine = LocalEngine()
+        for sighting in await self.broker.run(engine.sightings):
+            if sighting.lease_id == self.lease_id:
+                await self.broker.run(engine.end, sighting)
+
+    async def failure_detail(self) -> str:
+        return "the process ended at once; the hub's log has its last words"

@@ -1,0 +1,344 @@
+"""What every engine's spawner shares: acquire, progress, environment, state and release.
+
+The order of one life (rules 2 to 5 of the design):
+
+1. ``run_pre_spawn_hook``: check the options, wait for the comparison after a hub start,
+   acquire the lease (on disk before anything exists), then the admin's own hook;
+2. ``start``: the engine starts the server, and when it answers the lease is confirmed;
+3. ``run_post_stop_hook``, which JupyterHub always calls: once the engine proves the
+   server gone the lease is released and settled, then the admin's own hook. What cannot
+   be proved now stays leased, and the accounting service finishes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, MutableMapping
+from datetime import datetime
+from functools import partial
+from typing import Any
+from urllib.parse import urlparse
+
+from jupyterhub.utils import (
+    AnyTimeoutError,
+    exponential_backoff,
+    make_ssl_context,
+    maybe_future,
+)
+from tornado.httpclient import AsyncHTTPClient, HTTPRequest
+from traitlets import Any as AnyTrait
+from traitlets import default
+
+from ..broker import Broker
+from ..catalog import Environment
+from ..engines import Engine
+from ..errors import GPUSpawnerError, ServerHasLease, StartFailed
+from ..model import Lease, Request, ServerRef, format_credits
+from .base import GPUSpawnerBase, spawn_exception
+from .gone import Proof
+from .progress import Progress
+from .recovery import recovered
+
+
+class GPUSpawnerMixin(GPUSpawnerBase):
+    """Put before a Spawner class: its servers then hold leases.
+
+    An engine adds :meth:`engine`, :meth:`prove_gone` and how a lease reaches a server.
+    """
+
+    broker = AnyTrait(help="The broker; shared by all spawners of a hub through its settings.")
+
+    @default("broker")
+    def _default_broker(self) -> Broker:
+        return self.shared("gpuspawner_broker", lambda: Broker(config=self.config))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lease: Lease | None = None
+        self.lease_id = ""
+        self.seen_alive_at: datetime | None = None
+        self.stopped_at: datetime | None = None
+        self.touched = True
+        """Whether the engine was asked to create anything since the last acquire."""
+        self.said = Progress()
+        self._acquiring: asyncio.Future[Lease] | None = None
+
+    # What an engine says.
+
+    def engine(self) -> Engine:
+        """The engine as the reconciler sees it."""
+        raise NotImplementedError
+
+    async def prove_gone(self) -> Proof:
+        """Whether the server is proved gone. Raises EngineUnavailable when nobody can say."""
+        raise NotImplementedError
+
+    async def failure_detail(self) -> str:
+        """Why a server that started is not there any more, in words; for log and member."""
+        return ""
+
+    # Shared by all spawners of this hub.
+
+    @property
+    def hub_settings(self) -> MutableMapping[str, Any]:
+        settings: MutableMapping[str, Any] = self.user.settings
+        return settings
+
+    def shared(self, key: str, make: Any) -> Any:
+        """One object a hub, made by whoever needs it first."""
+        if key not in self.hub_settings:
+            self.hub_settings[key] = make()
+        return self.hub_settings[key]
+
+    @property
+    def server_ref(self) -> ServerRef:
+        """This server, as the store names it."""
+        return ServerRef(self.user.name, self.name or "")
+
+    # 1. Acquire.
+
+    def run_pre_spawn_hook(self) -> Any:
+        """Acquire, then the admin's own ``pre_spawn_hook``."""
+        return self._acquire_then_hook()
+
+    async def _acquire_then_hook(self) -> None:
+        self.said = Progress()
+        self.stopped_at = None
+        self.touched = False
+        try:
+            environment, request = self.resolve_options()
+            self.apply_environment(environment)
+            await recovered(self)
+            self.lease = await self._acquire(request)
+        except GPUSpawnerError as error:
+            raise spawn_exception(error) from error
+        self.lease_id = self.lease.id
+        self.said.say(_what_you_got(self.lease), 10)
+        await maybe_future(super().run_pre_spawn_hook())
+
+    async def _acquire(self, request: Request) -> Lease:
+        await self._settle_previous()
+        work = self.broker.run(
+            self.broker.acquire, self.server_ref, request, engine=self.engine_name
+        )
+        self._acquiring = asyncio.ensure_future(work)
+        # The transaction ends even if this spawn is cancelled: what it granted is then
+        # released by whoever comes first, the hook after the stop or this callback.
+        try:
+            return await asyncio.shield(self._acquiring)
+        except asyncio.CancelledError:
+            self._acquiring.add_done_callback(self._give_back)
+            raise
+
+    def _give_back(self, acquired: asyncio.Future[Lease]) -> None:
+        if acquired.cancelled() or acquired.exception():
+            return
+        lease = acquired.result()
+        give_back = partial(self.broker.release, lease.id, reason="the start was cancelled")
+        self.broker.store.executor.submit(give_back)
+
+    async def _settle_previous(self) -> None:
+        """End what an earlier start of this very server left behind."""
+        previous = await self.broker.run(self.broker.lease_of, self.server_ref)
+        if previous is None:
+            return
+        self.lease, self.lease_id = previous, previous.id
+        self.log.warning("%s still has lease %s: settling it first", self._log_name, previous.id)
+        if not (await self.prove_gone()).gone:
+            await self.end_leftover()
+        await self._release("left over from an earlier start")
+        if self.lease is not None:
+            raise ServerHasLease()
+
+    async def end_leftover(self) -> None:
+        """End a server that the Hub believes stopped. The engine overrides it."""
+
+    # 2. Start.
+
+    async def start(self) -> Any:
+        """Start the server, wait until it answers, and confirm the lease."""
+        if self.lease is None:
+            raise spawn_exception(StartFailed(cause="it holds no lease"))
+        try:
+            url = await super().start()
+            self.said.say("Waiting for the server to answer", 80)
+            await self._wait_ready(url)
+            self.lease = await self.broker.run(
+                self.broker.confirm, self.lease.id, self.engine_ref()
+            )
+        except GPUSpawnerError as error:
+            raise spawn_exception(error) from error
+        self.seen_alive_at = self.broker.clock()
+        self.said.say("The server answers", 95)
+        return url
+
+    def engine_ref(self) -> str:
+        """The engine's own name of this server."""
+        return ""
+
+    async def _wait_ready(self, url: Any) -> None:
+        """Until the server answers or is proved gone: whoever dies early says why at once.
+
+        An open port proves nothing (Docker's proxy accepts for a container that does not
+        listen yet), so this asks over HTTP, as the Hub does after us.
+        """
+        address = self._server_url(url)
+        ssl_context = self._hub_ssl_context()
+
+        async def answers_or_gone() -> bool:
+            if await _answers(address, ssl_context):
+                return True
+            if (await self.poll()) is not None:
+                detail = await self.failure_detail()
+                raise StartFailed(cause=detail or "it exited at once")
+            return False
+
+        message = f"{self._log_name} did not answer at {address}"
+        try:
+            await exponential_backoff(
+                answers_or_gone, message, start_wait=0.05, max_wait=0.5, timeout=self.http_timeout
+            )
+        except AnyTimeoutError:
+            self.log.error("%s. %s", message, await self.failure_detail())
+            cause = f"it did not answer within {self.http_timeout} seconds"
+            raise StartFailed(cause=cause) from None
+
+    def _server_url(self, started: Any) -> str:
+        """The API of the server, from what ``start`` returned: an URL or (ip, port)."""
+        if not isinstance(started, str):
+            ip, port = started
+            scheme = "https" if self.internal_ssl else "http"
+            started = f"{scheme}://{f'[{ip}]' if ':' in ip else ip}:{int(port)}"
+        parsed = urlparse(started)
+        return f"{parsed.scheme}://{parsed.netloc}{self.server.base_url}api"
+
+    def _hub_ssl_context(self) -> Any:
+        names = ("internal_ssl_key", "internal_ssl_cert", "internal_ssl_ca")
+        key, cert, ca = (self.hub_settings.get(name) for name in names)
+        return make_ssl_context(key, cert, cafile=ca)
+
+    async def progress(self) -> AsyncIterator[dict[str, Any]]:
+        """What this spawn does, as it happens."""
+        async for event in self.said.follow():
+            yield event
+
+    # 3. Release.
+
+    async def stop(self, now: bool = False) -> None:
+        """Stop the server; the lease is settled up to this moment."""
+        await super().stop(now=now)
+        self.stopped_at = self.broker.clock()
+
+    def run_post_stop_hook(self) -> Any:
+        """Release, then the admin's own ``post_stop_hook``."""
+        return self._release_then_hook()
+
+    async def _release_then_hook(self) -> None:
+        try:
+            await self._release("stopped")
+        except GPUSpawnerError as error:
+            self.log.error(
+                "Lease %s of %s stays until the accounting service settles it: %s",
+                self.lease_id,
+                self._log_name,
+                error.message,
+            )
+        finally:
+            hook = super().run_post_stop_hook()
+            if inspect.isawaitable(hook):
+                await hook
+
+    async def _release(self, reason: str) -> None:
+        if self._acquiring is not None and not self._acquiring.done():
+            await asyncio.wait([self._acquiring])
+        lease_id = self.lease_id or await self._open_lease_id()
+        if not lease_id:
+            return
+        self.lease_id = lease_id
+        proof = await self.prove_gone()
+        if not proof.gone:
+            self.log.warning("%s is not proved gone: its lease stays", self._log_name)
+            return
+        ended = self.stopped_at or proof.ended_at or self.seen_alive_at
+        await self.broker.run(
+            self.broker.release, lease_id, ended_at=ended, reason=proof.detail or reason
+        )
+        self.lease, self.lease_id, self.seen_alive_at = None, "", None
+
+    async def _open_lease_id(self) -> str:
+        lease = await self.broker.run(self.broker.lease_of, self.server_ref)
+        return lease.id if lease else ""
+
+    # State and environment.
+
+    def get_state(self) -> dict[str, Any]:
+        """Adds the lease's id; the store stays the truth."""
+        state: dict[str, Any] = super().get_state()
+        if self.lease_id:
+            state["lease_id"] = self.lease_id
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        self.lease_id = state.get("lease_id", "")
+
+    def get_env(self) -> dict[str, str]:
+        """The server's environment; everything about GPUs is set anew, last, from the lease."""
+        return self.with_lease_environment(super().get_env())
+
+    def with_lease_environment(self, env: dict[str, str]) -> dict[str, str]:
+        """``env`` with the lease's variables in place of whatever was there."""
+        lease = self.lease
+        devices = lease.devices if lease else ()
+        env.pop("CUDA_VISIBLE_DEVICES", None)
+        if devices:
+            env.setdefault("NVIDIA_DRIVER_CAPABILITIES", "compute,utility")
+        env.update(
+            NVIDIA_VISIBLE_DEVICES=",".join(d.uuid for d in devices) or "void",
+            CUDA_DEVICE_ORDER="PCI_BUS_ID",
+            GPUSPAWNER_LEASE_ID=lease.id if lease else "",
+            GPUSPAWNER_GPU_COUNT=str(len(devices)),
+            GPUSPAWNER_GPU_MODELS=",".join(d.model for d in devices),
+            GPUSPAWNER_RATE=format_credits(lease.rate if lease else 0, places=6),
+            GPUSPAWNER_ENVIRONMENT=lease.environment if lease else "",
+        )
+        return env
+
+    def apply_environment(self, environment: Environment) -> None:
+        """Set the spawner's traits from the chosen entry of the catalog."""
+        for trait in ("mem_limit", "cpu_limit"):
+            if (value := getattr(environment, trait)) is not None:
+                setattr(self, trait, value)
+        # An entry that says nothing has /lab, which is no reason to overrule the admin.
+        if self.catalog and (
+            environment.default_url != "/lab" or not self.is_configured("default_url")
+        ):
+            self.default_url = environment.default_url
+        self.environment = {**self.environment, **environment.environment}
+        self.chosen = environment
+        if environment.spawner_override:
+            self._apply_overrides(dict(environment.spawner_override))
+
+
+def _what_you_got(lease: Lease) -> str:
+    if not lease.devices:
+        return "A server without a GPU (free of charge)"
+    named = ", ".join(f"GPU {d.index} ({d.model})" for d in lease.devices)
+    return f"{named} is yours, {format_credits(lease.rate)} credits an hour"
+
+
+async def _answers(url: str, ssl_context: Any) -> bool:
+    """Whether a server answers there; a refusal to show something is an answer too."""
+    request = HTTPRequest(
+        url,
+        ssl_options=ssl_context,
+        follow_redirects=False,
+        connect_timeout=2,
+        request_timeout=5,
+    )
+    try:
+        response = await AsyncHTTPClient().fetch(request, raise_error=False)
+    except OSError:
+        return False
+    return response.code < 500

@@ -1,0 +1,130 @@
+"""What a member may ask for, and nothing else.
+
+The same fields come from the form, from ``opt-`` parameters of a link and from the REST
+API's ``user_options``; JupyterHub stores them and brings them back. So they are checked
+at every start, as text that a stranger wrote. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..catalog import Environment
+from ..errors import InvalidRequest, TooMuchAsked
+from ..model import Request
+
+FIELDS = ("environment", "gpus", "gpu_model", "gpu_memory")
+"""Names of the fields in the form, in links and in ``user_options``."""
+
+IGNORED = ("_xsrf",)
+MOST_GPUS = 1024
+LONGEST = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The fields, parsed. None is "not said"."""
+
+    environment: str | None = None
+    gpus: int | None = None
+    gpu_model: str | None = None
+    gpu_memory: int | None = None
+    """Least memory of each GPU in GB (10^9 bytes, as on the box)."""
+
+    def as_user_options(self) -> dict[str, Any]:
+        """What JupyterHub stores: only what was said."""
+        said = {name: getattr(self, name) for name in FIELDS}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+def parse(fields: Mapping[str, Any], *, foreign: bool = False) -> Choice:
+    """The member's choice.
+
+    A field may be a value or, as in a form, a list of one. ``foreign`` lets fields pass
+    that an admin's own form reads. Raises InvalidRequest naming the field.
+    """
+    if not isinstance(fields, Mapping):
+        raise InvalidRequest("The options must be fields with values.", field="user_options")
+    if not foreign:
+        unknown = [str(name) for name in fields if name not in FIELDS + IGNORED]
+        if unknown:
+            raise InvalidRequest(
+                f"{unknown[0][:60]!r} is nothing that you can choose. "
+                f"The fields are {', '.join(FIELDS)}.",
+                field=unknown[0],
+            )
+    return Choice(
+        environment=_text(fields, "environment"),
+        gpus=_whole(fields, "gpus"),
+        gpu_model=_text(fields, "gpu_model"),
+        gpu_memory=_whole(fields, "gpu_memory"),
+    )
+
+
+def resolve(choice: Choice, environment: Environment, limit: int) -> Request:
+    """The request that the choice makes in this environment.
+
+    ``limit`` is the most devices of one server for this member. Raises TooMuchAsked.
+    """
+    most = min(limit, environment.devices.max)
+    count = choice.gpus
+    if count is None:
+        count = min(environment.devices.default, most)
+    if count > most:
+        raise TooMuchAsked(_too_many(count, most, environment, limit))
+    if not count:
+        return Request(environment=environment.slug)
+    memory = max((choice.gpu_memory or 0) * 10**9, environment.min_memory)
+    return Request(
+        devices=count,
+        environment=environment.slug,
+        model=choice.gpu_model,
+        models=environment.models,
+        memory_bytes=memory,
+    )
+
+
+def _too_many(count: int, most: int, environment: Environment, limit: int) -> str:
+    asked = f"You asked for {count} GPU{'s' if count > 1 else ''}"
+    if most == 0 and limit > 0:
+        return f"{asked}, but {environment.display_name} runs without one. Ask for 0."
+    if limit < environment.devices.max:
+        return f"{asked}; your limit is {limit} for one server. Ask for {most} or fewer."
+    return f"{asked}; {environment.display_name} allows {most}. Ask for {most} or fewer."
+
+
+def _single(fields: Mapping[str, Any], name: str) -> Any:
+    value = fields.get(name)
+    if isinstance(value, (list, tuple)):
+        if len(value) > 1:
+            raise InvalidRequest(f"The field {name!r} was given more than once.", field=name)
+        value = value[0] if value else None
+    return None if value == "" else value
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str | None:
+    value = _single(fields, name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) > LONGEST or not value.isprintable():
+        raise InvalidRequest(
+            f"The field {name!r} must be a short text, not {str(value)[:60]!r}.", field=name
+        )
+    return value.strip() or None
+
+
+def _whole(fields: Mapping[str, Any], name: str) -> int | None:
+    value = _single(fields, name)
+    if value is None:
+        return None
+    text = str(value).strip() if isinstance(value, (int, str)) else ""
+    if isinstance(value, bool) or not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise InvalidRequest(
+            f"The field {name!r} must be a whole number from 0, not {str(value)[:60]!r}.",
+            field=name,
+        )
+    if name == "gpus" and int(text) > MOST_GPUS:
+        raise TooMuchAsked(f"You asked for {int(text)} GPUs, and no server gets that many.")
+    return int(text)

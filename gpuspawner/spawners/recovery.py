@@ -1,0 +1,76 @@
+"""After a hub start: find out who lives before anything is granted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jupyterhub import orm
+
+from ..engines import Engine, LocalEngine
+from ..errors import EngineUnavailable, NotReconciled
+from ..model import ServerRef, Sighting
+from ..reconcile import HubState, Remove
+
+if TYPE_CHECKING:
+    from .mixin import GPUSpawnerMixin
+
+KEY = "gpuspawner_recovery"
+
+
+async def recovered(spawner: GPUSpawnerMixin) -> None:
+    """Wait until leases, containers and the Hub's servers were compared, once a hub start.
+
+    Raises NotReconciled or StoreUnavailable when that could not be done; the next spawn
+    tries again.
+    """
+    shared = spawner.hub_settings
+    task = shared.get(KEY)
+    if task is None or (task.done() and (task.cancelled() or task.exception())):
+        task = shared[KEY] = asyncio.ensure_future(_recover(spawner))
+    await asyncio.shield(task)
+
+
+async def _recover(spawner: GPUSpawnerMixin) -> None:
+    broker = spawner.broker
+    engines = _engines(spawner)
+    # Twice at most: what the first look removes, the second one settles.
+    for _ in range(2):
+        servers = hub_servers(spawner)
+        sightings = await _look(engines)
+        actions = await broker.run(broker.reconcile, sightings, servers, grace_seconds=0)
+        if sightings[spawner.engine_name] is None:
+            spawner.log.error("Granting nothing yet: %s does not answer", spawner.engine_name)
+            raise NotReconciled()
+        orphans = [action for action in actions if isinstance(action, Remove)]
+        for orphan in orphans:
+            name = orphan.sighting.ref[:12]
+            spawner.log.warning("Removing %s %s: %s", orphan.engine, name, orphan.reason)
+            await asyncio.to_thread(engines[orphan.engine].end, orphan.sighting)
+        if not orphans:
+            break
+    spawner.log.info("Leases compared with what runs: granting may begin")
+
+
+def _engines(spawner: GPUSpawnerMixin) -> dict[str, Engine]:
+    """Our own engine, and local processes that an earlier configuration may have left."""
+    return {"local": LocalEngine(), spawner.engine_name: spawner.engine()}
+
+
+async def _look(engines: dict[str, Engine]) -> dict[str, Sequence[Sighting] | None]:
+    found: dict[str, Sequence[Sighting] | None] = {}
+    for name, engine in engines.items():
+        try:
+            found[name] = await asyncio.to_thread(engine.sightings)
+        except EngineUnavailable:
+            found[name] = None
+    return found
+
+
+def hub_servers(spawner: GPUSpawnerMixin) -> dict[ServerRef, HubState]:
+    """The servers that the Hub has on record, from its own database."""
+    rows = spawner.user.db.query(orm.User.name, orm.Spawner.name)
+    rows = rows.join(orm.Spawner, orm.Spawner.user_id == orm.User.id)
+    rows = rows.filter(orm.Spawner.server_id.isnot(None))
+    return {ServerRef(user, name or ""): HubState.PENDING for user, name in rows}
