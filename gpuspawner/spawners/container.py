@@ -23,6 +23,9 @@ class ContainerSettings:
 
     injection: str
     shm_size: int | None = None
+    ulimits: Sequence[Mapping[str, Any]] = ()
+    image: str = ""
+    """Another image than DockerSpawner would take: the kept one of an earlier start."""
     binds: Sequence[str] = ()
     """``source:target:mode``: the workspace, datasets and shared folders."""
     environment: Mapping[str, str]
@@ -40,10 +43,12 @@ def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> 
     if host.get("Runtime") == "nvidia" and settings.injection != "runtime":
         del host["Runtime"]  # it would read the variables of the image once more
     host.update(_merged_requests(host, settings.injection, lease.uuids))
-    _pytorch_defaults(host, settings.shm_size)
+    _pytorch_defaults(host, settings)
     host["AutoRemove"] = False  # an exit code and the last words are worth keeping: we remove
     host["Binds"] = [*(host.get("Binds") or []), *settings.binds]
     built["host_config"] = host
+    if settings.image:
+        built["image"] = settings.image
     environment = {**_as_dict(create.get("environment")), **settings.environment}
     environment.update(gpu_environment(settings.injection, lease.uuids))
     built["environment"] = environment
@@ -72,13 +77,13 @@ def _merged_requests(
     return changes
 
 
-def _pytorch_defaults(host: dict[str, Any], shm_size: int | None) -> None:
+def _pytorch_defaults(host: dict[str, Any], settings: ContainerSettings) -> None:
     """Shared memory, limits and swap as PyTorch's users expect, unless the admin said it."""
     memory = host.get("Memory") or 0
-    if shm_size and not host.get("ShmSize") and host.get("IpcMode") != "host":
-        host["ShmSize"] = min(shm_size, memory) if memory else shm_size
+    if (size := settings.shm_size) and not host.get("ShmSize") and host.get("IpcMode") != "host":
+        host["ShmSize"] = min(size, memory) if memory else size
     said = {limit.get("Name") for limit in host.get("Ulimits") or []}
-    missing = [limit for limit in ULIMITS if limit["Name"] not in said]
+    missing = [limit for limit in settings.ulimits if limit["Name"] not in said]
     host["Ulimits"] = [*(host.get("Ulimits") or []), *missing]
     if memory and not host.get("MemorySwap"):
         host["MemorySwap"] = memory  # else Docker gives as much swap on top

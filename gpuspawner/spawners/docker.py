@@ -23,6 +23,7 @@ from .base import spawn_exception
 from .container import ContainerSettings, build
 from .gone import Proof
 from .injecting import injection_mode
+from .limits import allowed_ulimits
 from .mixin import GPUSpawnerMixin
 from .pulling import Pulls
 from .storage import Storage
@@ -138,6 +139,28 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             self.executor, lambda: self._docker(method, *args, **kwargs)
         )
 
+    async def run_helper(self, command: list[str], **host_config: Any) -> tuple[int, str]:
+        """Run a command as root in a throw-away container of the image, without network.
+
+        Its exit code and what it printed. ``host_config`` takes the Engine API's names.
+        """
+        created = await self._call(
+            "create_container",
+            image=self.image,
+            entrypoint=command,
+            command=[],
+            user="0",
+            environment={"NVIDIA_VISIBLE_DEVICES": "void"},
+            host_config={"NetworkMode": "none", **host_config},
+        )
+        try:
+            await self._call("start", created["Id"])
+            code = (await self._call("wait", created["Id"]))["StatusCode"]
+            words = await self._call("logs", created["Id"], tail=20)
+            return int(code), words.decode(errors="replace").strip()
+        finally:
+            await self._call("remove_container", created["Id"], force=True)
+
     def _held(self) -> Any:
         if self.lease is None:
             raise StartFailed(cause="it holds no lease")
@@ -149,6 +172,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return ContainerSettings(
             injection=await injection_mode(self, lease.uuids),
             shm_size=chosen or self.shm_size,
+            ulimits=await allowed_ulimits(self),
             binds=self._storage().binds(),
             environment=self.with_lease_environment({}),
         )

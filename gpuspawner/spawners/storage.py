@@ -65,25 +65,8 @@ class Storage:
             return
         owner = user if ":" in user or user.isdigit() else f"{user}:"
         script = f'[ "$(stat -c %u {_PLACE})" != 0 ] || chown "$0" {_PLACE}'
-        call = self.spawner._call
-        host = self.spawner.client.create_host_config(
-            binds=[f"{self.source}:{_PLACE}:rw"], network_mode="none"
-        )
-        helper = await call(
-            "create_container",
-            image=image,
-            entrypoint=["sh", "-c", script, owner],
-            command=[],
-            user="0",
-            environment={"NVIDIA_VISIBLE_DEVICES": "void"},
-            host_config=host,
-        )
-        try:
-            await call("start", helper["Id"])
-            code = (await call("wait", helper["Id"]))["StatusCode"]
-            if code:
-                words = (await call("logs", helper["Id"])).decode(errors="replace").strip()
-                self.spawner.log.error("The workspace %s: %s", self.source, words)
-                raise StartFailed(cause="your workspace could not be made yours (tell your admin)")
-        finally:
-            await call("remove_container", helper["Id"], force=True)
+        command = ["sh", "-c", script, owner]
+        code, words = await self.spawner.run_helper(command, Binds=[f"{self.source}:{_PLACE}:rw"])
+        if code:
+            self.spawner.log.error("The workspace %s: %s", self.source, words)
+            raise StartFailed(cause="your workspace could not be made yours (tell your admin)")
