@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from enum import Enum
+from functools import lru_cache
 
 MICRO = 1_000_000
 """Microcredits in one credit. All amounts are whole microcredits."""
@@ -203,6 +205,26 @@ def member_account(user: str) -> str:
     return f"member:{user}"
 
 
+_WORD = re.compile(r"[a-z]{2,}(?=\d)|[a-z0-9]+")
+
+
+@lru_cache(maxsize=1024)
+def model_words(model: str) -> tuple[str, ...]:
+    """A model's name as words: split at anything but letters and digits, and before the
+    number of a series (RTX4090 is RTX 4090), but not inside a model such as A100 or 80GB."""
+    return tuple(_WORD.findall(model.lower()))
+
+
+def model_matches(pattern: str, model: str) -> bool:
+    """Whether each word of ``pattern`` is a word of the model's name, compared without case.
+
+    ``a100`` and ``A100-80GB`` match ``NVIDIA A100-SXM4-80GB``; ``RTX4090`` matches
+    ``NVIDIA GeForce RTX 4090``. Parts of words do not count: ``A10`` is no A100 and ``L40``
+    no L40S.
+    """
+    return set(model_words(pattern)) <= set(model_words(model))
+
+
 def parse_credits(text: str | int | float) -> int:
     """``"12.5"`` to whole microcredits.
 
@@ -211,7 +233,7 @@ def parse_credits(text: str | int | float) -> int:
     try:
         micro = Decimal(str(text).strip()) * MICRO
         whole = int(micro)
-    except (InvalidOperation, OverflowError, ValueError):
+    except (ArithmeticError, ValueError):
         raise ValueError(f"{text!r} is not an amount of credits: write it like 12.5") from None
     if whole != micro:
         raise ValueError(f"{text!r} has more than six decimals")

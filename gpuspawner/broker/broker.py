@@ -20,7 +20,7 @@ from ..devices.base import DeviceSource, open_source
 from ..errors import ConfigError, NoCredits, NoDeviceFree, ServerHasLease
 from ..ledger import rules
 from ..ledger.entries import Transfer
-from ..ledger.pricing import RateCard, model_matches
+from ..ledger.pricing import RateCard
 from ..model import (
     Account,
     Device,
@@ -33,6 +33,7 @@ from ..model import (
     Sighting,
     format_credits,
     member_account,
+    model_matches,
     parse_credits,
 )
 from ..store import Store, book, leases
@@ -327,6 +328,7 @@ def _leased(place: Place, device: Device) -> LeasedDevice:
 
 
 def _fits(device: LeasedDevice, request: Request) -> bool:
-    if device.memory_bytes < request.memory_bytes:
-        return False
-    return request.model is None or model_matches(request.model, device.model)
+    wanted = [request.models, (request.model,) if request.model else ()]
+    return device.memory_bytes >= request.memory_bytes and all(
+        any(model_matches(model, device.model) for model in models) for models in wanted if models
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from ..errors import ConfigError
-from ..model import MICRO, parse_credits
+from ..model import MICRO, model_matches, model_words, parse_credits
 
 DEFAULT_PATTERN = "*"
 """The key of the rate for every model that no other pattern names."""
@@ -16,18 +16,7 @@ DEFAULT_PATTERN = "*"
 MAX_RATE = 1_000_000 * MICRO
 """Greatest rate in microcredits per GPU-hour; anything above is a slip of the pen."""
 
-_WORD = re.compile(r"[a-z]{2,}(?=\d)|[a-z0-9]+")
 _DECIMAL = re.compile(r"\d+(\.\d+)?")
-
-
-def model_matches(pattern: str, model: str) -> bool:
-    """Whether each word of ``pattern`` is a word of the model's name, compared without case.
-
-    The rule by which the pool picks devices, so that what is leased and what is priced
-    agree: ``a100`` and ``A100-80GB`` name ``NVIDIA A100-SXM4-80GB``, ``RTX4090`` names
-    ``GeForce RTX 4090``; ``A10`` names no A100.
-    """
-    return set(_words(pattern)) <= set(_words(model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +69,9 @@ class RateCard:
         return sum(self.rate_of(model) for model in models)
 
 
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())
-
-
 def _normalised(key: object) -> str:
     """The pattern's words as one text, in any order; ConfigError when it has none."""
-    normal = " ".join(sorted(set(_words(key)))) if isinstance(key, str) else ""
+    normal = " ".join(sorted(set(model_words(key)))) if isinstance(key, str) else ""
     if not normal:
         raise ConfigError(
             f"The rates are not valid: {key!r} names no device model. Write part of a model's "

@@ -3,7 +3,7 @@ places or a refusal come out."""
 
 from __future__ import annotations
 
-from .matching import model_matches, suitable
+from .matching import suitable
 from .refusals import format_memory
 from .rules import choose, free_places, leasable, occupied
 
@@ -12,7 +12,6 @@ __all__ = [
     "format_memory",
     "free_places",
     "leasable",
-    "model_matches",
     "occupied",
     "suitable",
 ]

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner import pool
 from gpuspawner.errors import ConfigError
-from gpuspawner.ledger.pricing import MAX_RATE, RateCard, model_matches
-from gpuspawner.model import MICRO
+from gpuspawner.ledger.pricing import MAX_RATE, RateCard
+from gpuspawner.model import MICRO, model_matches
 
 MODELS = [
     "NVIDIA A100-SXM4-80GB",
@@ -44,21 +43,6 @@ MODELS = [
 )
 def test_a_pattern_names_models_by_whole_words(pattern: str, named: list[str]) -> None:
     assert [model for model in MODELS if model_matches(pattern, model)] == named
-
-
-fragments = st.lists(
-    st.sampled_from(["NVIDIA", "A100", "RTX", "4090", "RTX4090", "80GB", "1g.5gb", "MIG", "Ti"]),
-    min_size=1,
-    max_size=4,
-)
-
-
-@given(fragments, fragments, st.sampled_from([" ", "-", "", "  "]))
-def test_what_is_priced_and_what_is_leased_go_by_the_same_words(
-    pattern: list[str], model: list[str], glue: str
-) -> None:
-    wanted, name = glue.join(pattern).lower(), " ".join(model)
-    assert model_matches(wanted, name) == pool.model_matches(wanted, name)
 
 
 def test_rates_in_credits_become_microcredits() -> None:
