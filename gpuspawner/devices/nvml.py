@@ -234,7 +234,7 @@ def _memory_bytes(handle: Any) -> int:
 
 
 def _bus_id(handle: Any) -> str:
-    return str(pynvml.nvmlDeviceGetPciInfo(handle).busId.decode())
+    return str(pynvml.nvmlDeviceGetPciInfo(handle).busId)
 
 
 _RUNNING = {

@@ -1,0 +1,85 @@
+"""Real: the GPU, its driver and NVML; nvidia-smi is the second opinion."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+from datetime import datetime, timezone
+
+import pytest
+
+from gpuspawner import pool
+from gpuspawner.devices import open_source
+from gpuspawner.model import DeviceStatus, Inventory, Request
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def inventory() -> Inventory:
+    return open_source("nvml").observe(datetime.now(timezone.utc))
+
+
+def nvidia_smi(*arguments: str) -> str:
+    done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def query(*fields: str) -> list[list[str]]:
+    output = nvidia_smi(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    return [[cell.strip() for cell in row] for row in csv.reader(output.splitlines())]
+
+
+def test_the_look_succeeds_and_names_the_versions(inventory: Inventory) -> None:
+    assert inventory.error == ""
+    assert [[inventory.driver_version]] == query("driver_version")[:1]
+    assert re.fullmatch(r"\d+\.\d", inventory.cuda_version)
+    assert f"CUDA Version: {inventory.cuda_version}" in nvidia_smi()
+
+
+def test_every_device_that_nvidia_smi_lists_is_there_and_no_other(inventory: Inventory) -> None:
+    listed = re.findall(r"UUID: ([^)]+)\)", nvidia_smi("-L"))
+    assert sorted(d.uuid for d in inventory.devices) == sorted(listed)
+
+
+def test_gpus_are_as_nvidia_smi_describes_them(inventory: Inventory) -> None:
+    rows = query("index", "uuid", "name", "pci.bus_id", "memory.total", "compute_mode")
+    gpus = {d.uuid: d for d in inventory.devices if d.parent_uuid is None}
+    assert len(rows) == len(gpus)
+    for index, uuid, name, bus_id, mebibytes, mode in rows:
+        gpu = gpus[uuid]
+        assert (str(gpu.index), gpu.model, gpu.pci_bus_id) == (index, name, bus_id)
+        assert gpu.memory_bytes // 2**20 == int(mebibytes)
+        assert gpu.compute_mode == mode.lower()
+
+
+def test_instances_belong_to_a_gpu_in_mig_mode(inventory: Inventory) -> None:
+    status = {d.uuid: d.status for d in inventory.devices}
+    parents = {d.parent_uuid for d in inventory.devices if d.parent_uuid is not None}
+    assert all(status[parent] is DeviceStatus.PARENT for parent in parents)
+    in_mig_mode = {uuid for uuid, mode in query("uuid", "mig.mode.current") if mode == "Enabled"}
+    assert {u for u, s in status.items() if s is DeviceStatus.PARENT} == in_mig_mode
+
+
+def test_every_pair_of_gpus_has_a_closeness(inventory: Inventory) -> None:
+    whole = [d for d in inventory.devices if d.parent_uuid is None and d.status is DeviceStatus.OK]
+    assert len(inventory.links) == len(whole) * (len(whole) - 1) // 2
+
+
+def test_a_second_look_finds_the_same_and_is_quick(inventory: Inventory) -> None:
+    source = open_source("nvml")
+    source.observe(datetime.now(timezone.utc))
+    started = datetime.now(timezone.utc)
+    again = source.observe(started)
+    assert (datetime.now(timezone.utc) - started).total_seconds() < 1
+    assert [d.uuid for d in again.devices] == [d.uuid for d in inventory.devices]
+
+
+def test_what_is_free_can_be_given(inventory: Inventory) -> None:
+    free = pool.free_places(inventory.devices, ())
+    if free:
+        (place,) = pool.choose(Request(devices=1), inventory.devices, (), inventory.links)
+        assert place in free
+    else:
+        assert all(pool.leasable(d) or d.compute_processes for d in inventory.devices)

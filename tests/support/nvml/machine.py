@@ -1,0 +1,108 @@
+"""A process of its own that looks at the stand-in's fleet through the real NVMLDevices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from gpuspawner.model import Device, DeviceProcess, DeviceStatus
+from tests.support.nvml import nvml_library as nvml
+from tests.support.nvml.nvml_library import GPU
+
+START = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
+
+CHILD = """
+import json, sys, threading
+from dataclasses import asdict
+from datetime import datetime
+from gpuspawner.devices.nvml import NVMLDevices
+
+source = NVMLDevices()
+for line in sys.stdin:
+    word, _, rest = line.strip().partition(" ")
+    if word == "close":
+        source.close()
+        print("null", flush=True)
+        continue
+    inventory = source.observe(datetime.fromisoformat(rest))
+    found = asdict(inventory) | {"links": [[*key, n] for key, n in inventory.links.items()]}
+    print(json.dumps(found, default=str), flush=True)
+"""
+
+
+class Machine:
+    """A child process that keeps one NVMLDevices, and the fleet that it sees."""
+
+    def __init__(self, library: Path, fleet: Path) -> None:
+        self.fleet = fleet
+        self.now = START
+        self.log = fleet.with_name("log")
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", CHILD],
+                env=os.environ | nvml.environment(library, fleet),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def has(self, *fleet: GPU, **driver: Any) -> None:
+        """Show these GPUs from now on; ``driver`` as for :func:`nvml.write_fleet`."""
+        nvml.write_fleet(self.fleet, fleet, **driver)
+
+    def look(self, later: timedelta = timedelta(seconds=1)) -> dict[str, Any]:
+        """The inventory as plain values, and its links as [uuid, uuid, closeness]."""
+        self.now += later
+        inventory: dict[str, Any] = self.tell(f"observe {self.now.isoformat()}")
+        assert datetime.fromisoformat(inventory["observed_at"]) == self.now
+        return inventory
+
+    def tell(self, command: str) -> Any:
+        """Send ``observe TIME`` or ``close``; the answer."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, self.log.read_text()
+        return json.loads(answer)
+
+    def end(self) -> None:
+        """End the process and print its log, which pytest shows when the test failed."""
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait(timeout=10)
+        print(self.log.read_text())
+
+
+def statuses(inventory: dict[str, Any]) -> dict[str, str]:
+    """Each device's status by its UUID."""
+    return {d["uuid"]: d["status"] for d in inventory["devices"]}
+
+
+def reasons(inventory: dict[str, Any]) -> dict[str, str]:
+    """Each device's reason, where there is one, by its UUID."""
+    return {d["uuid"]: d["reason"] for d in inventory["devices"] if d["reason"]}
+
+
+def links(inventory: dict[str, Any], fleet: Sequence[GPU]) -> dict[tuple[int, int], int]:
+    """The links by the positions of the GPUs in ``fleet``."""
+    index = {gpu.uuid: n for n, gpu in enumerate(fleet)}
+    return {(min(index[a], index[b]), max(index[a], index[b])): n for a, b, n in inventory["links"]}
+
+
+def as_devices(inventory: dict[str, Any]) -> list[Device]:
+    """The child's devices as the pool takes them."""
+    made = []
+    for fields in inventory["devices"]:
+        fields = dict(fields)
+        fields["status"] = DeviceStatus(fields["status"])
+        fields["processes"] = tuple(DeviceProcess(**p) for p in fields["processes"])
+        made.append(Device(**fields))
+    return made

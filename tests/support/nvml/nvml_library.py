@@ -1,0 +1,161 @@
+"""A stand-in for NVML: builds the library and writes the fleet that it shows.
+
+A program that starts with :func:`environment` sees the fleet through its own, unchanged pynvml.
+The fleet may be rewritten at any time; the program's next call sees the new one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).with_name("nvml_standin.c")
+LIBRARY = "libnvidia-ml.so.1"
+
+GIB = 2**30
+NOT_SUPPORTED = 3
+NO_PERMISSION = 4
+DRIVER_NOT_LOADED = 9
+FUNCTION_NOT_FOUND = 13
+GPU_IS_LOST = 15
+RESET_REQUIRED = 16
+LIB_RM_VERSION_MISMATCH = 18
+UNKNOWN = 999
+
+
+@dataclass
+class Instance:
+    """A MIG instance in a slot (0 to 6) of its GPU."""
+
+    uuid: str
+    name: str = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    memory_bytes: int = 5 * GIB
+    slot: int = 0
+    compute: Sequence[tuple[int, int]] = ()
+    """(process id, bytes) of each compute process; -1 bytes is not available."""
+    fails: Mapping[str, int] = field(default_factory=dict)
+    """What a function of NVML answers for this device, by its full name in the library."""
+
+
+@dataclass
+class GPU:
+    """A GPU as NVML would show it. ``mig`` is None where MIG is not supported."""
+
+    uuid: str
+    bus: str = "00000000:01:00.0"
+    name: str = "NVIDIA A100-SXM4-80GB"
+    memory_bytes: int = 80 * GIB
+    mode: int = 0
+    mig: bool | None = None
+    instances: Sequence[Instance] = ()
+    compute: Sequence[tuple[int, int]] = ()
+    graphics: Sequence[tuple[int, int]] = ()
+    nvlinks: Sequence[str] = ()
+    """What each link leads to: the bus id of a GPU, or ``switch``."""
+    fails: Mapping[str, int] = field(default_factory=dict)
+    delays: Mapping[str, int] = field(default_factory=dict)
+    """How many milliseconds a function takes for this device."""
+
+
+def gpus(count: int) -> list[GPU]:
+    """So many healthy GPUs, told apart by UUID and bus id."""
+    return [
+        GPU(
+            uuid=f"GPU-{n:08x}-1111-2222-3333-444444444444",
+            bus=f"00000000:{n + 1:02X}:00.0",
+        )
+        for n in range(count)
+    ]
+
+
+def mig_gpu(*slots: int, **fields: Any) -> GPU:
+    """A healthy A100 in MIG mode with an instance in each of these slots; the bus id and the
+    UUID are those of ``gpus(2)[1]``."""
+    instances = [
+        Instance(
+            uuid=f"MIG-{slot:08x}-1111-2222-3333-444444444444",
+            slot=slot,
+            name=f"NVIDIA A100-SXM4-40GB MIG {slot + 1}g.5gb",
+            memory_bytes=(slot + 1) * 5 * GIB,
+        )
+        for slot in slots
+    ]
+    made: dict[str, Any] = {"name": "NVIDIA A100-SXM4-40GB", "mig": True, "instances": instances}
+    return replace(gpus(2)[1], **(made | fields))
+
+
+def build_nvml_library(directory: Path) -> Path:
+    """Compile the stand-in into ``directory`` and return the library's path.
+
+    Needs a C compiler: ``$CC``, ``cc``, ``gcc``, ``clang``, or the package ``ziglang``.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    library = directory / LIBRARY
+    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-pthread", f"-Wl,-soname,{LIBRARY}"]
+    command = [*_compiler(), *flags, "-o", str(library), str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return library
+
+
+def write_fleet(
+    path: Path,
+    fleet: Sequence[GPU],
+    *,
+    driver: str = "550.54.15",
+    cuda: int = 12040,
+    levels: Mapping[tuple[int, int], int] | None = None,
+    fails: Mapping[str, int] | None = None,
+) -> None:
+    """Show this fleet from now on.
+
+    ``levels`` are nearest common ancestors by index (nvmlGpuTopologyLevel_t), ``fails`` what
+    functions answer whatever the device. The file is replaced at once, never half-written.
+    """
+    lines = [f"driver {driver}", f"cuda {cuda}"]
+    lines += [f"level {a} {b} {level}" for (a, b), level in (levels or {}).items()]
+    lines += _rules("fail", fails or {})
+    for gpu in fleet:
+        lines += [f"gpu {gpu.uuid}", f"name {gpu.name}", f"memory {gpu.memory_bytes}"]
+        lines += [f"bus {gpu.bus}", f"mode {gpu.mode}"]
+        lines += [f"migmode {int(gpu.mig)}"] if gpu.mig is not None else []
+        lines += [f"compute {pid} {used}" for pid, used in gpu.compute]
+        lines += [f"graphics {pid} {used}" for pid, used in gpu.graphics]
+        lines += [f"nvlink {number} {end}" for number, end in enumerate(gpu.nvlinks)]
+        lines += _rules("fail", gpu.fails) + _rules("delay", gpu.delays)
+        for part in gpu.instances:
+            lines += [f"mig {part.slot} {part.uuid}", f"name {part.name}"]
+            lines += [f"memory {part.memory_bytes}"]
+            lines += [f"compute {pid} {used}" for pid, used in part.compute]
+            lines += _rules("fail", part.fails)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text("\n".join(lines) + "\n")
+    new.replace(path)
+
+
+def environment(library: Path, fleet: Path) -> dict[str, str]:
+    """What to set for a program that is to see the fleet (over ``os.environ``)."""
+    found = os.environ.get("LD_LIBRARY_PATH")
+    folders = [str(library.parent), *([found] if found else [])]
+    return {"LD_LIBRARY_PATH": ":".join(folders), "GPUSPAWNER_STANDIN_NVML": str(fleet)}
+
+
+def _rules(kind: str, rules: Mapping[str, int]) -> list[str]:
+    return [f"{kind} {function} {value}" for function, value in rules.items()]
+
+
+def _compiler() -> list[str]:
+    for name in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+        if name and shutil.which(name):
+            return [name]
+    zig = [sys.executable, "-m", "ziglang", "cc"]
+    if subprocess.run([*zig, "--version"], capture_output=True).returncode == 0:
+        return zig
+    raise RuntimeError("The NVML stand-in needs a C compiler: install gcc, or pip install ziglang.")

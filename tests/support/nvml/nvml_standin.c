@@ -1,0 +1,345 @@
+/* A stand-in for libnvidia-ml.so.1: the functions that pynvml needs, over a fleet in a text file.
+ *
+ * The file is named by GPUSPAWNER_STANDIN_NVML and read anew at every call, so that a test can
+ * make a device fail, vanish or be used while a program has NVML open. nvml_library.py writes it.
+ * One setting a line; those before the first "gpu" are about the driver, the others about the
+ * gpu or the mig (an instance of the gpu above it) last named:
+ *
+ *   driver 550.54.15            cuda 12040
+ *   level INDEX INDEX LEVEL     nearest common ancestor, as nvmlGpuTopologyLevel_t
+ *   fail FUNCTION CODE          what the function answers instead of its work
+ *   delay FUNCTION MILLISECONDS
+ *   gpu UUID                    mig SLOT UUID
+ *   name TEXT                   memory BYTES
+ *   bus 00000000:3B:00.0        mode NUMBER            migmode 0|1 (absent: not supported)
+ *   compute PID BYTES           graphics PID BYTES     (BYTES -1: not available)
+ *   nvlink LINK BUS|switch
+ */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum {
+    SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6,
+    INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15,
+    MOST_GPUS = 64, MOST_PARTS = 8, MOST_PROCESSES = 32, MOST_LINKS = 18, MOST_RULES = 32,
+    DRIVER = -1, TEXT = 96
+};
+
+typedef int nvmlReturn_t;
+typedef void *nvmlDevice_t;
+typedef struct { unsigned long long total, free, used; } nvmlMemory_t;
+typedef struct {
+    char busIdLegacy[16];
+    unsigned int domain, bus, device, pciDeviceId, pciSubSystemId;
+    char busId[32];
+} nvmlPciInfo_t;
+typedef struct {
+    unsigned int pid;
+    unsigned long long usedGpuMemory;
+    unsigned int gpuInstanceId, computeInstanceId;
+} nvmlProcessInfo_t;
+
+typedef struct { unsigned int pid; long long bytes; } process;
+typedef struct {
+    int slot; /* of an instance */
+    char uuid[TEXT], name[TEXT], bus[TEXT];
+    unsigned long long memory;
+    unsigned int mode;
+    int migmode;
+    process compute[MOST_PROCESSES], graphics[MOST_PROCESSES];
+    int computing, drawing;
+    char links[MOST_LINKS][TEXT];
+} device;
+typedef struct { int gpu, part, is_delay, value; char function[TEXT]; } rule;
+
+static struct {
+    char driver[TEXT];
+    int cuda, gpus, rules;
+    device gpu[MOST_GPUS], part[MOST_GPUS][MOST_PARTS];
+    int parts[MOST_GPUS], levels[MOST_GPUS][MOST_GPUS];
+    rule rule[MOST_RULES];
+} fleet;
+static int opened = 0;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* A handle is a number: 1 + 16 x gpu + (1 + part), so that it can outlive what it stands for. */
+static nvmlDevice_t handle_of(int gpu, int part) {
+    return (nvmlDevice_t)(size_t)(1 + 16 * gpu + 1 + part);
+}
+static int gpu_of(nvmlDevice_t handle) { return ((int)(size_t)handle - 1) / 16; }
+static int part_of(nvmlDevice_t handle) { return ((int)(size_t)handle - 1) % 16 - 1; }
+
+static void read_setting(const char *key, const char *rest, device *at, int gpu, int part) {
+    unsigned int one, other;
+    int value, is_delay = !strcmp(key, "delay");
+    char text[TEXT];
+    process found;
+    if ((is_delay || !strcmp(key, "fail")) && fleet.rules < MOST_RULES) {
+        rule *made = &fleet.rule[fleet.rules++];
+        sscanf(rest, "%95s %d", made->function, &made->value);
+        made->gpu = gpu, made->part = part, made->is_delay = is_delay;
+    } else if (!strcmp(key, "driver")) {
+        snprintf(fleet.driver, TEXT, "%s", rest);
+    } else if (!strcmp(key, "cuda")) {
+        fleet.cuda = atoi(rest);
+    } else if (!strcmp(key, "level") && sscanf(rest, "%u %u %d", &one, &other, &value) == 3) {
+        if (one < MOST_GPUS && other < MOST_GPUS)
+            fleet.levels[one][other] = fleet.levels[other][one] = value;
+    } else if (!at) {
+        return;
+    } else if (!strcmp(key, "name")) {
+        snprintf(at->name, TEXT, "%s", rest);
+    } else if (!strcmp(key, "bus")) {
+        snprintf(at->bus, TEXT, "%s", rest);
+    } else if (!strcmp(key, "memory")) {
+        at->memory = strtoull(rest, NULL, 10);
+    } else if (!strcmp(key, "mode")) {
+        at->mode = (unsigned int)atoi(rest);
+    } else if (!strcmp(key, "migmode")) {
+        at->migmode = atoi(rest);
+    } else if (!strcmp(key, "nvlink") && sscanf(rest, "%u %95s", &one, text) == 2) {
+        if (one < MOST_LINKS) strcpy(at->links[one], text);
+    } else if (sscanf(rest, "%u %lld", &found.pid, &found.bytes) == 2) {
+        if (!strcmp(key, "compute") && at->computing < MOST_PROCESSES)
+            at->compute[at->computing++] = found;
+        else if (!strcmp(key, "graphics") && at->drawing < MOST_PROCESSES)
+            at->graphics[at->drawing++] = found;
+    }
+}
+
+/* Whether there is a fleet to be read. */
+static int read_fleet(void) {
+    const char *path = getenv("GPUSPAWNER_STANDIN_NVML");
+    FILE *file = path ? fopen(path, "r") : NULL;
+    char line[512], key[32];
+    int gpu = DRIVER, part = DRIVER, start;
+    device *at = NULL;
+    memset(&fleet, 0, sizeof fleet);
+    if (!file) return 0;
+    while (fgets(line, sizeof line, file)) {
+        line[strcspn(line, "\n")] = 0;
+        if (sscanf(line, " %31s %n", key, &start) != 1 || key[0] == '#') continue;
+        if (!strcmp(key, "gpu") && fleet.gpus < MOST_GPUS) {
+            gpu = fleet.gpus++, part = DRIVER, at = &fleet.gpu[gpu];
+            at->migmode = -1;
+            snprintf(at->uuid, TEXT, "%s", line + start);
+        } else if (!strcmp(key, "mig") && gpu >= 0 && fleet.parts[gpu] < MOST_PARTS) {
+            part = fleet.parts[gpu]++, at = &fleet.part[gpu][part];
+            sscanf(line + start, "%d %95s", &at->slot, at->uuid);
+        } else {
+            read_setting(key, line + start, at, gpu, part);
+        }
+    }
+    fclose(file);
+    return 1;
+}
+
+/* What a rule says about this function for this device, or for the driver; 0 is nothing. */
+static int ruled(const char *function, int gpu, int part) {
+    int answer = SUCCESS, at;
+    for (at = 0; at < fleet.rules; at++) {
+        rule *each = &fleet.rule[at];
+        int meant = each->gpu == DRIVER || (each->gpu == gpu && each->part == part);
+        if (!meant || strcmp(each->function, function)) continue;
+        if (each->is_delay) usleep((useconds_t)each->value * 1000);
+        else answer = each->value;
+    }
+    return answer;
+}
+
+/* Begin a call: the lock is held until end(). */
+static nvmlReturn_t begin(void) {
+    pthread_mutex_lock(&lock);
+    if (!opened) return UNINITIALIZED;
+    if (!read_fleet()) return UNINITIALIZED;
+    return SUCCESS;
+}
+static nvmlReturn_t end(nvmlReturn_t answer) {
+    pthread_mutex_unlock(&lock);
+    return answer;
+}
+
+/* Begin a call about a device: *found is NULL unless the answer is SUCCESS. */
+static nvmlReturn_t begin_for(const char *function, nvmlDevice_t handle, device **found) {
+    int gpu = gpu_of(handle), part = part_of(handle);
+    nvmlReturn_t answer = begin();
+    *found = NULL;
+    if (answer) return answer;
+    if (!handle) return INVALID_ARGUMENT;
+    if (gpu >= fleet.gpus) return GPU_IS_LOST;
+    if (part >= fleet.parts[gpu]) return INVALID_ARGUMENT;
+    if ((answer = ruled(function, gpu, part))) return answer;
+    *found = part < 0 ? &fleet.gpu[gpu] : &fleet.part[gpu][part];
+    return SUCCESS;
+}
+
+#define CALL(name) nvmlReturn_t answer = begin(); \
+    if (!answer) answer = ruled(name, DRIVER, DRIVER); \
+    if (answer) return end(answer)
+#define CALL_FOR(name, handle) device *it; nvmlReturn_t answer = begin_for(name, handle, &it); \
+    if (answer) return end(answer)
+#define WHOLE_GPU_ONLY(handle) if (part_of(handle) >= 0) return end(NOT_SUPPORTED)
+
+nvmlReturn_t nvmlInitWithFlags(unsigned int flags) {
+    nvmlReturn_t answer;
+    (void)flags;
+    pthread_mutex_lock(&lock);
+    answer = read_fleet() ? ruled("nvmlInitWithFlags", DRIVER, DRIVER) : DRIVER_NOT_LOADED;
+    if (!answer) opened++;
+    return end(answer);
+}
+nvmlReturn_t nvmlShutdown(void) {
+    pthread_mutex_lock(&lock);
+    if (!opened) return end(UNINITIALIZED);
+    opened--;
+    return end(SUCCESS);
+}
+const char *nvmlErrorString(nvmlReturn_t code) {
+    static char text[64];
+    snprintf(text, sizeof text, "Stand-in error %d", code);
+    return text;
+}
+nvmlReturn_t nvmlSystemGetDriverVersion(char *text, unsigned int size) {
+    CALL("nvmlSystemGetDriverVersion");
+    snprintf(text, size, "%s", fleet.driver);
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    CALL("nvmlSystemGetCudaDriverVersion_v2");
+    *version = fleet.cuda;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetCount_v2(unsigned int *count) {
+    CALL("nvmlDeviceGetCount_v2");
+    *count = (unsigned int)fleet.gpus;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice_t *handle) {
+    nvmlReturn_t answer = begin();
+    if (answer) return end(answer);
+    if (index >= (unsigned int)fleet.gpus) return end(INVALID_ARGUMENT);
+    *handle = handle_of((int)index, DRIVER);
+    return end(ruled("nvmlDeviceGetHandleByIndex_v2", (int)index, DRIVER));
+}
+nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t handle, char *text, unsigned int size) {
+    CALL_FOR("nvmlDeviceGetUUID", handle);
+    snprintf(text, size, "%s", it->uuid);
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t handle, char *text, unsigned int size) {
+    CALL_FOR("nvmlDeviceGetName", handle);
+    snprintf(text, size, "%s", it->name);
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t handle, nvmlMemory_t *memory) {
+    CALL_FOR("nvmlDeviceGetMemoryInfo", handle);
+    memory->total = memory->free = it->memory;
+    memory->used = 0;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t handle, unsigned int *mode) {
+    CALL_FOR("nvmlDeviceGetComputeMode", handle);
+    WHOLE_GPU_ONLY(handle);
+    *mode = it->mode;
+    return end(SUCCESS);
+}
+
+static void fill_pci(const char *bus, nvmlPciInfo_t *pci) {
+    memset(pci, 0, sizeof *pci);
+    sscanf(bus, "%x:%x:%x", &pci->domain, &pci->bus, &pci->device);
+    snprintf(pci->busId, sizeof pci->busId, "%s", bus);
+}
+nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t handle, nvmlPciInfo_t *pci) {
+    CALL_FOR("nvmlDeviceGetPciInfo_v3", handle);
+    WHOLE_GPU_ONLY(handle);
+    fill_pci(it->bus, pci);
+    return end(SUCCESS);
+}
+
+nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t handle, unsigned int *now, unsigned int *pending) {
+    CALL_FOR("nvmlDeviceGetMigMode", handle);
+    WHOLE_GPU_ONLY(handle);
+    if (it->migmode < 0) return end(NOT_SUPPORTED);
+    *now = *pending = (unsigned int)it->migmode;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t handle, unsigned int *count) {
+    CALL_FOR("nvmlDeviceGetMaxMigDeviceCount", handle);
+    *count = it->migmode < 0 ? 0 : 7;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t handle, unsigned int slot,
+                                                 nvmlDevice_t *found) {
+    int gpu = gpu_of(handle), part;
+    CALL_FOR("nvmlDeviceGetMigDeviceHandleByIndex", handle);
+    for (part = 0; part < fleet.parts[gpu]; part++)
+        if (fleet.part[gpu][part].slot == (int)slot) {
+            *found = handle_of(gpu, part);
+            return end(ruled("nvmlDeviceGetMigDeviceHandleByIndex", gpu, part));
+        }
+    return end(NOT_FOUND);
+}
+
+static nvmlReturn_t running(const process *all, int number, unsigned int *count,
+                            nvmlProcessInfo_t *infos) {
+    unsigned int room = *count;
+    int at;
+    *count = (unsigned int)number;
+    if (number == 0) return SUCCESS;
+    if (!infos || room < (unsigned int)number) return INSUFFICIENT_SIZE;
+    for (at = 0; at < number; at++) {
+        infos[at].pid = all[at].pid;
+        infos[at].usedGpuMemory = (unsigned long long)all[at].bytes;
+        infos[at].gpuInstanceId = infos[at].computeInstanceId = 0xFFFFFFFF;
+    }
+    return SUCCESS;
+}
+#define RUNNING(name, list, number) \
+    nvmlReturn_t name(nvmlDevice_t handle, unsigned int *count, nvmlProcessInfo_t *infos) { \
+        CALL_FOR(#name, handle); \
+        return end(running(it->list, it->number, count, infos)); \
+    }
+RUNNING(nvmlDeviceGetComputeRunningProcesses_v3, compute, computing)
+RUNNING(nvmlDeviceGetComputeRunningProcesses_v2, compute, computing)
+RUNNING(nvmlDeviceGetGraphicsRunningProcesses_v3, graphics, drawing)
+RUNNING(nvmlDeviceGetGraphicsRunningProcesses_v2, graphics, drawing)
+
+nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t one, nvmlDevice_t other,
+                                                 unsigned int *level) {
+    CALL_FOR("nvmlDeviceGetTopologyCommonAncestor", one);
+    *level = (unsigned int)fleet.levels[gpu_of(one)][gpu_of(other)];
+    return end(*level ? SUCCESS : NOT_SUPPORTED);
+}
+
+/* As the driver does: a GPU without NVLink does not support the question, and a link beyond the
+ * last one is an invalid argument. */
+static nvmlReturn_t has_link(const device *it, unsigned int link) {
+    unsigned int at, any = 0;
+    for (at = 0; at < MOST_LINKS; at++) any |= (unsigned char)it->links[at][0];
+    if (!any) return NOT_SUPPORTED;
+    return link < MOST_LINKS ? SUCCESS : INVALID_ARGUMENT;
+}
+nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t handle, unsigned int link,
+                                      unsigned int *active) {
+    CALL_FOR("nvmlDeviceGetNvLinkState", handle);
+    if ((answer = has_link(it, link))) return end(answer);
+    *active = it->links[link][0] != 0;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetNvLinkRemoteDeviceType(nvmlDevice_t handle, unsigned int link,
+                                                 unsigned int *type) {
+    CALL_FOR("nvmlDeviceGetNvLinkRemoteDeviceType", handle);
+    if ((answer = has_link(it, link))) return end(answer);
+    *type = strcmp(it->links[link], "switch") ? 0 : 2;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(nvmlDevice_t handle, unsigned int link,
+                                                 nvmlPciInfo_t *pci) {
+    CALL_FOR("nvmlDeviceGetNvLinkRemotePciInfo_v2", handle);
+    if ((answer = has_link(it, link))) return end(answer);
+    fill_pci(strcmp(it->links[link], "switch") ? it->links[link] : "00000000:C1:00.0", pci);
+    return end(SUCCESS);
+}
