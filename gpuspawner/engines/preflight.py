@@ -1,59 +1,36 @@
-"""What a Docker Engine can prove about itself before any member is there.
+"""Whether a Docker Engine is ready for members: it answers, has the images, injects GPUs.
 
-Each check asks the engine, most of them by a real container that ends at once, and says what
-it found as a :class:`Finding`. Containers are removed again, whatever happens; one that a
-killed check left behind is removed by the next.
+What it can prove about GPUs it proves by a real container that ends at once. The spawner's
+own self-test asks the same question in the same way.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import docker
 import requests
-from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.errors import DockerException, ImageNotFound
 
 from .injection import gpu_environment, gpu_host_config
+from .probe import (
+    Finding,
+    Status,
+    lacks_shell,
+    no_answer,
+    output_of,
+    remove_leftovers,
+    scratch_config,
+    scratch_container,
+    words_of,
+)
 
-LABEL_CHECK = "gpuspawner.check"
-"""On containers and volumes of a check. Its value is when it was made, in seconds of Unix time."""
-
-PATIENCE = 30
-"""Seconds after which a check's container has failed."""
-
-LEFTOVER_AFTER = 600
-"""Seconds after which a check's container belongs to a check that was killed."""
+__all__ = ["Finding", "Status", "check_engine", "check_image", "prove_injection"]
 
 Connect = Callable[[], docker.APIClient]
-
-
-class Status(str, Enum):
-    """What a check found. What was not checked is never counted as good."""
-
-    OK = "ok"
-    FAIL = "fail"
-    UNCHECKED = "unchecked"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of a check."""
-
-    name: str
-    status: Status
-    text: str
-    remedy: str = ""
-    """What to do, when something is to be done."""
-
-
-# The engine itself.
 
 
 def check_engine(connect: Connect, where: str) -> tuple[Finding, docker.APIClient | None]:
@@ -63,7 +40,7 @@ def check_engine(connect: Connect, where: str) -> tuple[Finding, docker.APIClien
         client = connect()
         version = client.version()
     except (DockerException, requests.RequestException, OSError, ValueError, TypeError) as error:
-        text = f"The Docker Engine at {where} does not answer: {_why(error)}."
+        text = f"The Docker Engine at {where} does not answer: {words_of(error)}."
         return Finding(name, Status.FAIL, text, _no_engine_remedy(str(error))), None
     text = f"Docker Engine {version['Version']} (API {version['ApiVersion']}) at {where}"
     return Finding(name, Status.OK, text), client
@@ -77,28 +54,8 @@ def check_image(client: docker.APIClient, image: str) -> Finding:
         text = f"The image {image} is not on this engine: the first start would wait for a pull."
         return Finding("image", Status.FAIL, text, f"docker pull {image}")
     except (DockerException, requests.RequestException) as error:
-        return _no_answer("image", error)
+        return no_answer("image", error)
     return Finding("image", Status.OK, f"{image} ({found['Size'] / 1e9:.1f} GB)")
-
-
-def check_volume(client: docker.APIClient, driver: str = "local") -> Finding:
-    """Whether a member's workspace volume could be created. The one created here goes again."""
-    name = f"gpuspawner-check-{secrets.token_hex(6)}"
-    label = {LABEL_CHECK: str(int(time.time()))}
-    try:
-        try:
-            client.create_volume(name, driver=driver, labels=label)
-        finally:
-            with suppress(NotFound):
-                client.remove_volume(name, force=True)
-    except (DockerException, requests.RequestException) as error:
-        text = f"The engine cannot create a volume with the driver {driver!r}: {_why(error)}."
-        remedy = "Make room on the engine's disk, or set another volume driver."
-        return Finding("workspace", Status.FAIL, text, remedy)
-    return Finding("workspace", Status.OK, f"Volumes can be created (driver {driver})")
-
-
-# GPU injection.
 
 
 def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) -> Finding:
@@ -107,18 +64,24 @@ def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) 
     Two short containers of ``image`` run at once and say what they see.
     """
     name = "GPU injection"
+    if mode == "none":
+        return Finding(name, Status.UNCHECKED, "No GPUs are injected (gpu_injection is 'none').")
     remove_leftovers(client)
     with_device, without = _look_config(image, mode, [uuid]), _look_config(image, mode, [])
     try:
-        with _container(client, with_device) as one, _container(client, without) as other:
+        with (
+            scratch_container(client, with_device) as one,
+            scratch_container(client, without) as other,
+        ):
             client.start(one)
             client.start(other)
-            seen, seen_without = _Seen.of(_output(client, one)), _Seen.of(_output(client, other))
+            seen = _Seen.of(output_of(client, one))
+            seen_without = _Seen.of(output_of(client, other))
     except (DockerException, requests.RequestException) as error:
-        if _lacks_shell(str(error)):
+        if lacks_shell(str(error)):
             text = f"The image {image} has no shell to look around with."
             return Finding(name, Status.UNCHECKED, text, "Name an image with sh.")
-        why = _why(error)
+        why = words_of(error)
         text = f"A container with {uuid} by {mode} does not start: {why}."
         return Finding(name, Status.FAIL, text, _injection_remedy(why, mode))
     if wrong := _judge(seen, uuid) or _judge_without(seen_without):
@@ -189,7 +152,7 @@ def _judge_without(seen: _Seen) -> str:
 def _look_config(image: str, mode: str, uuids: Sequence[str]) -> dict[str, Any]:
     environment = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **gpu_environment(mode, uuids)}
     host = {"NetworkMode": "none", **gpu_host_config(mode, uuids)}
-    return _config(image, _LOOK, environment, host)
+    return scratch_config(image, _LOOK, environment, host)
 
 
 def _injection_remedy(why: str, mode: str) -> str:
@@ -200,162 +163,13 @@ def _injection_remedy(why: str, mode: str) -> str:
         )
     if "without GPUs sees" in why:
         return (
-            "Take a default GPU away from every container: no 'default-runtime: nvidia' in Docker's "
-            "daemon.json together with accept-nvidia-visible-devices-envvar-when-unprivileged."
+            "Something hands GPUs to every container: look for a default runtime or default "
+            "devices in Docker's /etc/docker/daemon.json, and take them out."
         )
     return (
         "Install the NVIDIA Container Toolkit on the engine's machine, then: sudo nvidia-ctk "
         "runtime configure --runtime=docker && sudo systemctl restart docker."
     )
-
-
-# The Hub, seen from where servers run.
-
-
-def check_hub_reachable(
-    client: docker.APIClient,
-    image: str,
-    network: str,
-    url: str,
-    extra_hosts: Mapping[str, str] | None = None,
-) -> Finding:
-    """Whether a container on the servers' network reaches the Hub's API at ``url``."""
-    name = "hub API"
-    remove_leftovers(client)
-    found = re.fullmatch(r"https?://(\[[^]]+\]|[^:/]+):(\d+)(/.*)", url)
-    if not found:
-        return Finding(name, Status.UNCHECKED, f"{url} is no URL that a container could open.")
-    host, port, path = found.groups()
-    environment = {"URL": url, "HOST": host.strip("[]"), "PORT": port, "PATH_": path}
-    hosts = [f"{alias}:{address}" for alias, address in (extra_hosts or {}).items()]
-    config = _config(image, _FETCH, environment, {"NetworkMode": network, "ExtraHosts": hosts})
-    try:
-        with _container(client, config) as container:
-            client.start(container)
-            answer = _output(client, container)
-    except (DockerException, requests.RequestException) as error:
-        return _unreached(client, network, url, _why(error))
-    if '"version"' in answer:
-        return Finding(name, Status.OK, f"A container on the network {network} reaches {url}")
-    if _NO_TOOL in answer:
-        text = f"The image {image} has neither python3 nor curl nor bash to ask {url} with."
-        return Finding(name, Status.UNCHECKED, text)
-    said = answer.strip().splitlines()
-    return _unreached(client, network, url, said[-1][:200] if said else "no answer")
-
-
-_NO_TOOL = "gpuspawner: no tool"
-_FETCH = f"""
-if command -v python3 >/dev/null 2>&1; then
-    exec python3 -c '
-import os, urllib.request
-plain = urllib.request.build_opener(urllib.request.ProxyHandler({{}}))
-try:
-    print(plain.open(os.environ["URL"], timeout=8).read(300).decode(errors="replace"))
-except Exception as error:
-    print(getattr(error, "reason", None) or error)
-'
-elif command -v curl >/dev/null 2>&1; then
-    exec curl --silent --show-error --max-time 8 --noproxy "*" "$URL" 2>&1
-elif command -v bash >/dev/null 2>&1; then
-    exec bash -c 'exec 3<>"/dev/tcp/$HOST/$PORT" || exit 1
-        printf "GET %s HTTP/1.0\\r\\nHost: %s\\r\\n\\r\\n" "$PATH_" "$HOST" >&3
-        while read -r -t 8 line <&3 || [ -n "$line" ]; do echo "$line"; done' 2>&1
-fi
-echo "{_NO_TOOL}"
-"""
-
-
-def _unreached(client: docker.APIClient, network: str, url: str, why: str) -> Finding:
-    text = f"A container on the network {network} does not reach the Hub's API at {url}: {why}."
-    if "network" in why.lower() and "not found" in why.lower():
-        return Finding("hub API", Status.FAIL, text, f"docker network create {network}")
-    gateway = network_gateway(client, network)
-    such_as = f", such as {gateway}, this network's gateway" if gateway else ""
-    remedy = (
-        f"Set c.JupyterHub.hub_ip to an address that containers reach{such_as}, and let the "
-        "firewall of this machine pass that port."
-    )
-    return Finding("hub API", Status.FAIL, text, remedy)
-
-
-def network_gateway(client: docker.APIClient, network: str) -> str:
-    """The engine's machine as containers of this network see it; empty when nobody can say."""
-    try:
-        pools = client.inspect_network(network)["IPAM"].get("Config") or []
-    except (DockerException, requests.RequestException, KeyError):
-        return ""
-    return next((str(pool["Gateway"]) for pool in pools if pool.get("Gateway")), "")
-
-
-# Containers of a check.
-
-
-def remove_leftovers(client: docker.APIClient) -> None:
-    """Remove what checks left that were killed. Says nothing: the check itself will."""
-    with suppress(DockerException, requests.RequestException):
-        for listed in client.containers(all=True, filters={"label": LABEL_CHECK}):
-            made = str((listed.get("Labels") or {}).get(LABEL_CHECK, ""))
-            if made.isdigit() and time.time() - int(made) > LEFTOVER_AFTER:
-                with suppress(APIError):
-                    client.remove_container(listed["Id"], force=True, v=True)
-
-
-def _config(
-    image: str, script: str, environment: Mapping[str, str], host: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        "Image": image,
-        "Entrypoint": ["sh", "-c"],
-        "Cmd": [script],
-        "Env": [f"{name}={value}" for name, value in environment.items()],
-        "Labels": {LABEL_CHECK: str(int(time.time()))},
-        "HostConfig": dict(host),
-    }
-
-
-@contextmanager
-def _container(client: docker.APIClient, config: Mapping[str, Any]) -> Iterator[str]:
-    """A container that is there inside the block only, also when that is interrupted."""
-    name = f"gpuspawner-check-{secrets.token_hex(6)}"
-    try:
-        client.create_container_from_config(dict(config), name)
-        yield name
-    finally:
-        with suppress(NotFound):
-            client.remove_container(name, force=True, v=True)
-
-
-def _output(client: docker.APIClient, container: str) -> str:
-    """What the container printed, once it ended."""
-    try:
-        client.wait(container, timeout=PATIENCE)
-    except requests.RequestException:
-        return f"It did not end within {PATIENCE} seconds."
-    text: str = client.logs(container).decode(errors="replace")
-    return text
-
-
-# Words.
-
-
-def _why(error: Exception) -> str:
-    """The engine's own words, on one line and without the parts that tell nothing."""
-    if isinstance(error, APIError) and error.explanation:
-        text = str(error.explanation)
-    else:
-        text = str(error) or type(error).__name__
-    text = re.sub(r"OCI runtime create failed: (?:.*?: )?(?=error running|nvidia|exec)", "", text)
-    return " ".join(text.split()).rstrip(".")[:400]
-
-
-def _lacks_shell(text: str) -> bool:
-    return '"sh"' in text and "not found" in text
-
-
-def _no_answer(name: str, error: Exception) -> Finding:
-    text = f"The Docker Engine did not answer: {_why(error)}."
-    return Finding(name, Status.FAIL, text, "Try again; see: journalctl -u docker")
 
 
 def _no_engine_remedy(why: str) -> str:
