@@ -207,6 +207,26 @@ def test_nothing_of_a_hub_is_left_behind(hub_factory: Any) -> None:
     assert list(hub.children_left()) == []
 
 
+def test_a_kill_spares_the_services_unless_asked(hub_factory: Any) -> None:
+    config = """
+c.JupyterHub.services = [{"name": "sleeper", "command": ["sleep", "600"]}]
+"""
+    hub: HubProcess = hub_factory(config)
+
+    def sleepers() -> int:
+        return sum(p.cmdline() == ["sleep", "600"] for p in hub.children_left())
+
+    assert sleepers() == 1
+    hub.kill9()
+    assert sleepers() == 1
+    hub.start()
+    assert sleepers() == 2, "a restarted hub knows nothing of the service that lives on"
+    hub.kill9(services=True)
+    assert sleepers() == 1
+    hub.stop()
+    assert sleepers() == 0
+
+
 # The browser.
 
 

@@ -19,7 +19,7 @@ import psutil
 import requests
 
 from tests.support import processes
-from tests.support.kernel import Kernel
+from tests.support.kernel import Kernel, terminal_run
 from tests.support.processes import BIN, LIVE, REPO, free_port, wait_for
 
 USER_PASSWORD = "a password for tests"
@@ -266,9 +266,13 @@ class HubProcess:
     def get(self, user: str, path: str, server: str = "", **kwargs: Any) -> requests.Response:
         """GET from a running server through the proxy, as its member by token."""
         token = self.user_token(user)
-        url = f"{self.url}/user/{user}/{server + '/' if server else ''}{path.lstrip('/')}"
+        url = f"{self.server_url(user, server)}/{path.lstrip('/')}"
         headers = {"Authorization": f"token {token}"}
         return requests.get(url, headers=headers, **{"timeout": 30, **kwargs})
+
+    def server_url(self, user: str, server: str = "") -> str:
+        """Where a server is reached through the proxy, without a slash at the end."""
+        return f"{self.url}/user/{user}/{server}".rstrip("/")
 
     def user_token(self, user: str) -> str:
         """A new API token of this member."""
@@ -278,9 +282,12 @@ class HubProcess:
 
     def kernel_run(self, user: str, code: str, server: str = "", timeout: float = 60.0) -> str:
         """Run code in a new kernel of the member's server, through the proxy; what it printed."""
-        base = f"{self.url}/user/{user}/{server + '/' if server else ''}".rstrip("/")
-        with Kernel(base, self.user_token(user), timeout) as kernel:
+        with Kernel(self.server_url(user, server), self.user_token(user), timeout) as kernel:
             return kernel.run(code)
+
+    def terminal_run(self, user: str, command: str, server: str = "") -> str:
+        """Type a command into a new terminal of the member's server; what was on its screen."""
+        return terminal_run(self.server_url(user, server), self.user_token(user), command)
 
     def log_text(self) -> str:
         """What hub, proxy and managed services printed."""

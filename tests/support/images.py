@@ -45,6 +45,8 @@ class Recipe:
     folder: Path
     base: str = DEBIAN
     arguments: Mapping[str, str] = field(default_factory=dict)
+    passing: Mapping[str, str] = field(default_factory=dict)
+    """Build arguments that do not make it another image."""
     program: Path | None = None
     """A C file of the folder to compile, statically, into the build context."""
     keep: bool = False
@@ -106,7 +108,7 @@ def build(engine: PrivateEngine, recipe: Recipe) -> str:
         decode=True,
         network_mode="host",
         labels={LABEL: content},
-        buildargs={"BASE_IMAGE": recipe.base, **_proxies(), **recipe.arguments},
+        buildargs={"BASE_IMAGE": recipe.base, **_proxies(), **recipe.arguments, **recipe.passing},
     )
     _follow(recipe.tag, lines)
     engine.client.prune_images({"dangling": True})  # what had the tag before

@@ -1,4 +1,4 @@
-"""Code run in a real kernel of a running Jupyter server, by REST and websocket."""
+"""Code run in a real kernel or terminal of a running Jupyter server, by REST and websocket."""
 
 from __future__ import annotations
 
@@ -65,3 +65,28 @@ class Kernel:
                 raise RuntimeError("\n".join(content["traceback"]))
             elif kind == "status" and content["execution_state"] == "idle":
                 return "".join(printed)
+
+
+def terminal_run(base: str, token: str, command: str, timeout: float = 30.0) -> str:
+    """Type a command into a new terminal of the server at ``base``; what came before its end."""
+    headers = {"Authorization": f"token {token}"}
+    answer = requests.post(f"{base}/api/terminals", headers=headers, json={}, timeout=timeout)
+    answer.raise_for_status()
+    name = answer.json()["name"]
+    socket = websocket.create_connection(
+        f"{base.replace('http', 'ws', 1)}/terminals/websocket/{name}",
+        header=[f"{k}: {v}" for k, v in headers.items()],
+        timeout=timeout,
+    )
+    try:
+        # The shell echoes what is typed; only what it prints has the two words joined.
+        socket.send(json.dumps(["stdin", f"{command}; echo the-''end\r"]))
+        seen = ""
+        while "the-end" not in seen:
+            kind, *text = json.loads(socket.recv())
+            if kind == "stdout":
+                seen += text[0]
+        return seen
+    finally:
+        socket.close()
+        requests.delete(f"{base}/api/terminals/{name}", headers=headers, timeout=timeout)

@@ -1,0 +1,165 @@
+"""Real: the images that we ship, built and run by a real Docker Engine under a real hub.
+
+PyTorch itself is real where pip on this machine has a wheel of it at hand; elsewhere a small
+package stands in for its gigabytes, and the test's name says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine import DEVICES, PrivateEngine
+from tests.support.processes import REPO
+
+PYTORCH = "gpuspawner/pytorch:test"
+STAND_IN = "colorama"
+
+
+def torch_wheel() -> Path | None:
+    """A wheel for the images' Python in a folder that pip is told to look into, if any."""
+    command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    for folder in [*told.split(), *os.environ.get("PIP_FIND_LINKS", "").split()]:
+        wheels = sorted(Path(folder).glob("torch-*-cp311-*linux*_x86_64.whl"))
+        if wheels:
+            return wheels[-1]
+    return None
+
+
+WHEEL = torch_wheel()
+
+
+@pytest.fixture
+def index() -> Iterator[str]:
+    """pip's arguments for finding the wheel from within a build, which shares our loopback."""
+    if WHEEL is None:
+        yield ""
+        return
+    handler = functools.partial(QuietHandler, directory=str(WHEEL.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"--find-links http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Serves files and prints nothing."""
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def shell(engine: PrivateEngine, image: str, command: str, **kwargs: Any) -> str:
+    """What a login shell in the image prints for the command, which must succeed."""
+    code, printed = engine.run(image, ["bash", "-lc", command], **kwargs)
+    assert code == 0, printed
+    return printed.strip()
+
+
+@pytest.mark.parametrize("name", ["base", "pytorch"])
+def test_a_dockerfile_takes_its_base_as_an_argument(name: str) -> None:
+    text = (REPO / "images" / name / "Dockerfile").read_text(encoding="utf-8")
+    instructions = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert re.fullmatch(r"ARG BASE_IMAGE=\S+", instructions[0])
+    assert instructions[1] == "FROM ${BASE_IMAGE}"
+
+
+def test_base_speaks_to_this_hub(clean_engine: PrivateEngine, images: Any) -> None:
+    assert shell(clean_engine, images.BASE, "jupyterhub-singleuser --version") == (
+        version("jupyterhub")
+    )
+
+
+def test_base_is_a_members_own(clean_engine: PrivateEngine, images: Any) -> None:
+    told = shell(clean_engine, images.BASE, "id -un; id -u; pwd; echo $HOME; which python git")
+    assert told.splitlines() == [
+        "jovyan",
+        "1000",
+        "/home/jovyan/work",
+        "/home/jovyan",
+        "/opt/venv/bin/python",
+        "/usr/bin/git",
+    ]
+    # A notebook's `pip install` has a place to write to, and so has the member.
+    shell(clean_engine, images.BASE, "touch ~/.file ~/work/file; test -w /opt/venv/lib/python3*/*")
+
+
+def test_a_new_volume_at_work_belongs_to_the_member(
+    clean_engine: PrivateEngine, images: Any
+) -> None:
+    binds = {"workspace-of-ann": {"bind": "/home/jovyan/work", "mode": "rw"}}
+    shell(clean_engine, images.BASE, "echo kept > file", binds=binds)
+    assert shell(clean_engine, images.BASE, "cat file", binds=binds) == "kept"
+
+
+def test_base_has_no_gpu_unless_one_is_leased(clean_engine: PrivateEngine, images: Any) -> None:
+    look = "echo $NVIDIA_VISIBLE_DEVICES; ls /dev | grep nvidia; true"
+    assert shell(clean_engine, images.BASE, look) == "void"
+    assert shell(clean_engine, images.BASE, look, runtime="nvidia") == "void"
+    leased = shell(clean_engine, images.BASE, look, devices=[DEVICES[0]])
+    assert leased.splitlines() == [DEVICES[0], "nvidia0"]
+
+
+def test_base_gives_a_notebook_and_a_terminal_and_stops_at_once(
+    clean_engine: PrivateEngine, images: Any, hub_factory: Any
+) -> None:
+    hub = hub_factory(
+        f"""
+c.JupyterHub.spawner_class = "docker"
+c.DockerSpawner.client_kwargs = {{"base_url": {clean_engine.url!r}}}
+c.DockerSpawner.image = {images.BASE!r}
+c.DockerSpawner.remove = True
+""",
+        hub_ip=clean_engine.gateway,
+    )
+    hub.spawn("ann")
+    hub.wait_server("ann")
+    assert "JupyterLab" in hub.get("ann", "lab").text
+    code = "import os; open('note', 'w').write('hello'); print(os.getcwd(), os.getuid())"
+    assert hub.kernel_run("ann", code) == "/home/jovyan/work 1000\n"
+    screen = hub.terminal_run("ann", "echo $0 $(cat note) $(which pip)")
+    assert re.search(r"bash hello /opt/venv/bin/pip", screen)
+    started = time.monotonic()
+    hub.stop_server("ann")
+    # Docker waits 10 s for a server that does not hear SIGTERM.
+    assert time.monotonic() - started < 8
+
+
+@pytest.mark.parametrize("torch", [WHEEL], ids=["torch" if WHEEL else "a-stand-in-for-torch"])
+def test_pytorch_builds_on_base(
+    clean_engine: PrivateEngine, images: Any, index: str, torch: Path | None
+) -> None:
+    wanted = f"torch=={torch.name.split('-')[1]}" if torch else STAND_IN
+    recipe = images.Recipe(
+        PYTORCH,
+        REPO / "images" / "pytorch",
+        base=images.BASE,
+        arguments={"TORCH_REQUIREMENT": wanted, "EXTRA_REQUIREMENTS": "numpy"},
+        # Where the wheel is served changes with each run, and what is in the image does not.
+        passing={"PIP_INDEX_ARGS": index},
+    )
+    images.build(clean_engine, recipe)
+    environment = shell(clean_engine, PYTORCH, "id -u; env | grep ^NVIDIA | sort")
+    assert environment.splitlines() == [
+        "1000",
+        "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+        "NVIDIA_VISIBLE_DEVICES=void",
+    ]
+    module = "torch" if torch else STAND_IN
+    shell(clean_engine, PYTORCH, f"python -c 'import {module}, numpy'")
+    if torch:
+        total = "import torch; print(torch.ones(3).sum().item(), torch.cuda.is_available())"
+        assert shell(clean_engine, PYTORCH, f"python -c '{total}'") == "3.0 False"
