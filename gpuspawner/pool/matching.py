@@ -15,9 +15,16 @@ def suitable(request: Request, devices: Iterable[Device]) -> list[Device]:
     picked ``NVIDIA A100-SXM4-40GB`` from a list does not get an instance of one.
     """
     enough = [d for d in devices if d.memory_bytes >= request.memory_bytes]
-    if request.models:
-        enough = [d for d in enough if any(model_matches(m, d.model) for m in request.models)]
-    return of_model(request.model, enough)
+    return of_model(request.model, of_environment(request, enough))
+
+
+def of_environment(request: Request, devices: list[Device]) -> list[Device]:
+    """Those that the environment of the request runs on."""
+    if not request.models:
+        return devices
+    models = {d.model for d in devices}
+    named = {m for m in models if any(model_matches(wanted, m) for wanted in request.models)}
+    return [d for d in devices if d.model in named]
 
 
 def by_model(devices: Iterable[Device]) -> dict[str, list[Device]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..errors import NoDeviceFree, TooMuchAsked
 from ..model import Device, DeviceStatus, Place, Request
-from .matching import most_of_one_model, of_model
+from .matching import most_of_one_model, of_environment, of_model
 
 
 def no_device_free(
@@ -84,11 +84,7 @@ def _what_would_fit(
     if not existing:
         return "This hub has no GPU. Start without one."
     if not matching:
-        named = of_model(request.model, existing)
-        if not named:
-            return f"This hub has no {request.model} GPU. It has {_fleet(existing)}."
-        largest = format_memory(max(d.memory_bytes for d in named))
-        return f"This hub has no {_kind(1, request)}. The most is {largest}: ask for less."
+        return _why_none_suits(request, existing)
     has = f"You asked for {_count(request.devices, 'GPU', 'GPUs')}. "
     has += f"This hub has {_count(len(existing), 'GPU', 'GPUs')}"
     advice = f"Ask for {most} at most."
@@ -97,19 +93,43 @@ def _what_would_fit(
     if len(matching) == len(existing):
         return f"{has}. {advice}"
     memory = f"{format_memory(request.memory_bytes)} or more"
-    if not request.model:
-        which = _count(most, "has", "have", f" {memory}")
-    else:
-        which = _count(most, "is", "are", f" {request.model}")
+    if model := _wanted_model(request):
+        which = _count(most, "is", "are", f" {model}")
         which += f" with {memory}" if request.memory_bytes else ""
+    else:
+        which = _count(most, "has", "have", f" {memory}")
     return f"{has}, of which {which}. {advice}"
+
+
+def _why_none_suits(request: Request, existing: list[Device]) -> str:
+    runs = of_environment(request, existing)
+    models = _choice(request.models)
+    if not runs:
+        return f"{_environment(request)} runs on {models}, and this hub has {_fleet(existing)}."
+    named = of_model(request.model, runs)
+    if named:
+        largest = format_memory(max(d.memory_bytes for d in named))
+        return f"This hub has no {_kind(1, request)}. The most is {largest}: ask for less."
+    if of_model(request.model, existing):
+        return f"{_environment(request)} runs on {models}, not on {request.model}."
+    return f"This hub has no {request.model} GPU. It has {_fleet(runs)}."
+
+
+def _environment(request: Request) -> str:
+    name = request.environment
+    return f"The environment {name!r}" if name else "This environment"
+
+
+def _wanted_model(request: Request) -> str:
+    """What was asked for, or else what the environment runs on; empty is any."""
+    return request.model or _choice(request.models)
 
 
 def _kind(count: int, request: Request) -> str:
     """``GPU`` or ``GPUs`` with the model and the memory that were asked for."""
     noun = "GPU" if count == 1 else "GPUs"
-    if request.model:
-        noun = f"{request.model} {noun}"
+    if model := _wanted_model(request):
+        noun = f"{model} {noun}"
     if request.memory_bytes:
         noun = f"{noun} with {format_memory(request.memory_bytes)}"
     return noun
@@ -121,6 +141,10 @@ def _fleet(devices: Iterable[Device]) -> str:
 
 def _count(number: int, one: str, several: str, rest: str = "") -> str:
     return f"{number} {one if number == 1 else several}{rest}" if number else ""
+
+
+def _choice(models: Sequence[str]) -> str:
+    return " or ".join(models)
 
 
 def _listing(parts: list[str]) -> str:

@@ -124,6 +124,13 @@ def test_a_shared_device_gives_its_lowest_free_slot() -> None:
     assert pool.choose(Request(devices=1), shared, taken, {}) == (Place("GPU-0000", 1),)
 
 
+def test_an_environment_that_runs_on_some_models_gets_only_those() -> None:
+    devices = fleet((1, "T4", 16), (1, "L4", 24), (1, "A100-80GB", 80))
+    assert indices(pool.choose(Request(devices=1, models=("A100", "L4")), devices, (), {})) == [1]
+    both = Request(devices=1, models=("A100", "L4"), model="A100")
+    assert indices(pool.choose(both, devices, (), {})) == [2]
+
+
 # Which one of several.
 
 
@@ -251,6 +258,27 @@ SIX = fleet((4, "A100-80GB", 80), (2, "T4", 16))
             SIX,
             "This hub has no t4 GPU with 40 GB. The most is 16 GB: ask for less.",
         ),
+        (
+            Request(devices=1, environment="torch", models=("H100", "L40S")),
+            SIX,
+            "The environment 'torch' runs on H100 or L40S, and this hub has 4 A100-80GB and 2 T4.",
+        ),
+        (
+            Request(devices=1, environment="torch", models=("A100",), model="T4"),
+            SIX,
+            "The environment 'torch' runs on A100, not on T4.",
+        ),
+        (
+            Request(devices=3, models=("T4", "L4")),
+            SIX,
+            "You asked for 3 GPUs. This hub has 6 GPUs, of which 2 are T4 or L4. "
+            "Ask for 2 at most.",
+        ),
+        (
+            Request(devices=1, models=("T4",), memory_bytes=40 * GIB),
+            SIX,
+            "This hub has no T4 GPU with 40 GB. The most is 16 GB: ask for less.",
+        ),
     ],
 )
 def test_too_much_says_what_would_fit(
@@ -272,6 +300,8 @@ def test_all_in_use() -> None:
     assert fields == {"matching": 4, "in_use": 4, "occupied": 0, "unknown": 0, "free": 0}
     _, said, _ = refusal(Request(devices=1, model="A100", memory_bytes=40 * GIB), SIX, taken)
     assert said == "All 4 A100 GPUs with 40 GB are in use."
+    _, said, _ = refusal(Request(devices=1, models=("A100", "H100")), SIX, taken)
+    assert said == "All 4 A100 or H100 GPUs are in use."
     assert refusal(Request(devices=1), SIX[:1], taken)[1] == "The only GPU is in use."
 
 

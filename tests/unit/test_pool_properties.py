@@ -68,6 +68,7 @@ requests = st.builds(
     Request,
     devices=st.integers(1, 5),
     model=st.sampled_from(list(MEANT)),
+    models=st.sampled_from([(), ("A100",), ("a100-40gb", "T4"), ("H100",)]),
     memory_bytes=st.sampled_from([0, 10 * GIB, 40 * GIB, 64 * GIB]),
 )
 
@@ -89,6 +90,8 @@ def feasible_sets(
         if d.status is DeviceStatus.PARENT or d.compute_mode == "prohibited":
             return False
         if d.model not in MEANT[request.model]:
+            return False
+        if request.models and not any(d.model in MEANT[model] for model in request.models):
             return False
         if d.memory_bytes < request.memory_bytes:
             return False
