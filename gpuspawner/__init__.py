@@ -1,3 +1,21 @@
 """Share GPUs fairly from JupyterHub."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+__all__ = ["__version__", "add_services"]
+
+if TYPE_CHECKING:
+    from .wiring import add_services
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is not always needed when it is first asked for."""
+    if name == "add_services":
+        from .wiring import add_services
+
+        return add_services
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,251 @@
+"""The accounting service as an application: configuration, regular rounds, web server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import ssl
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from jupyterhub.services.auth import HubOAuth
+from jupyterhub.utils import make_ssl_context
+from tornado.httpserver import HTTPServer
+from traitlets import Float, List, Unicode, default
+from traitlets.config import Application, Config
+
+from .. import __version__, web
+from ..broker import Broker
+from ..engines import DockerEngine, Engine, LocalEngine
+from ..errors import ConfigError, GPUSpawnerError, Unavailable
+from .hub import Hub
+from .tick import Tick
+
+ENGINES: dict[str, Callable[[], Engine]] = {"docker": DockerEngine, "local": LocalEngine}
+
+
+class Accounting(Application):
+    """Charges, warns, stops what nobody pays for, reconciles, and serves the pages.
+
+    The Hub runs it as a service; ``gpuspawner.add_services(c)`` says so in its configuration.
+    """
+
+    name = "gpuspawner-accounting"
+    version = __version__
+    description = __doc__ or ""
+    classes = [Broker]
+
+    charge_seconds = Float(
+        60.0,
+        min=0.1,
+        config=True,
+        help="""
+        Seconds between two charges. What a server costs does not depend on it.
+
+        Example::
+
+            c.Accounting.charge_seconds = 30
+        """,
+    )
+
+    reconcile_seconds = Float(
+        60.0,
+        min=0.1,
+        config=True,
+        help="""
+        Seconds between two comparisons of store, engines and Hub.
+
+        Example::
+
+            c.Accounting.reconcile_seconds = 30
+        """,
+    )
+
+    warn_minutes = List(
+        Float(),
+        default_value=[30.0, 10.0, 2.0],
+        config=True,
+        help="""
+        Minutes left on an account at which its member is warned on the page, and a line logged.
+
+        Example::
+
+            c.Accounting.warn_minutes = [60, 15]
+        """,
+    )
+
+    engines = List(
+        Unicode(),
+        default_value=[],
+        config=True,
+        help="""
+        Which engines are asked what they run: ``docker``, ``local``.
+
+        None named: the engines of the leases that are open, or were of late. Example::
+
+            c.Accounting.engines = ["docker"]
+        """,
+    )
+
+    @default("log_level")
+    def _default_log_level(self) -> int:
+        return logging.INFO
+
+    @default("log_format")
+    def _default_log_format(self) -> str:
+        return "[%(levelname)1.1s %(asctime)s %(name)s] %(message)s"
+
+    def initialize(self, argv: list[str] | None = None) -> None:
+        """Settings from the Hub's configuration, then from the command line."""
+        self.update_config(config_from_environment())
+        super().initialize(argv)
+        for name in ("tornado.access", "tornado.application", "tornado.general"):
+            logger = logging.getLogger(name)
+            logger.parent = self.log
+            logger.setLevel(max(self.log_level, logging.WARNING))  # every sign-in is no news
+        if unknown := set(self.engines) - set(ENGINES):
+            what = f"c.Accounting.engines names {sorted(unknown)}; there are {sorted(ENGINES)}"
+            raise ConfigError(what=what)
+
+    def start(self) -> None:
+        """Serve until the Hub says stop, or is gone."""
+        super().start()
+        asyncio.run(self.serve())
+
+    async def serve(self) -> None:
+        """Run every duty side by side until a signal comes."""
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        tick = self._tick()
+        duties = [
+            asyncio.ensure_future(duty)
+            for duty in (self._rounds(tick), self._pages(tick), self._hub_gone(stop))
+        ]
+        try:
+            await stop.wait()
+        finally:
+            for duty in duties:
+                duty.cancel()
+            await asyncio.gather(*duties, return_exceptions=True)
+        self.log.info("Stopped. Charges go on from where they are when the service is back.")
+
+    def _tick(self) -> Tick:
+        try:
+            api_url, token = os.environ["JUPYTERHUB_API_URL"], os.environ["JUPYTERHUB_API_TOKEN"]
+        except KeyError as error:
+            what = (
+                f"{error.args[0]} is not set. This program is a service of the Hub: add "
+                "`import gpuspawner; gpuspawner.add_services(c)` to jupyterhub_config.py and "
+                "start the Hub"
+            )
+            raise ConfigError(what=what) from None
+        return Tick(
+            broker=Broker(parent=self),
+            hub=Hub(api_url, token, self._ssl(ssl.Purpose.SERVER_AUTH)),
+            engines={name: make() for name, make in ENGINES.items()},
+            log=self.log,
+            ask=self.engines,
+            warn_minutes=self.warn_minutes,
+        )
+
+    # Duties.
+
+    async def _rounds(self, tick: Tick) -> None:
+        # What ended while the service was down is settled before anybody is charged or warned.
+        await self._round(tick, "Reconciliation", tick.reconcile)
+        await self._round(tick, "Charges", tick.charge)
+        await asyncio.gather(
+            self._every(self.reconcile_seconds, tick, "Reconciliation", tick.reconcile),
+            self._every(self.charge_seconds, tick, "Charges", tick.charge),
+        )
+
+    async def _every(
+        self, seconds: float, tick: Tick, part: str, work: Callable[[], Awaitable[object]]
+    ) -> None:
+        """One round after the other, for ever: they cannot overlap."""
+        while True:
+            await asyncio.sleep(seconds)
+            await self._round(tick, part, work)
+
+    async def _round(self, tick: Tick, part: str, work: Callable[[], Awaitable[object]]) -> None:
+        """One round; whatever goes wrong, the next one comes."""
+        try:
+            await work()
+        except GPUSpawnerError as error:
+            tick.trouble(part, error)
+        except Exception as error:
+            tick.trouble(part, error, trace=True)
+        else:
+            tick.well(part)
+
+    async def _pages(self, tick: Tick) -> None:
+        """Serve the pages; while the address is taken, everything else goes on."""
+        address = urlsplit(os.environ.get("JUPYTERHUB_SERVICE_URL", ""))
+        if not address.hostname:
+            self.log.warning("JUPYTERHUB_SERVICE_URL is not set: there are no pages")
+            return
+        port = address.port or (443 if address.scheme == "https" else 80)
+        app = web.make_app(
+            tick.broker, hub_auth=HubOAuth.instance(parent=self), warn_minutes=self.warn_minutes
+        )
+        server = HTTPServer(app, ssl_options=self._ssl(ssl.Purpose.CLIENT_AUTH))
+        while True:
+            try:
+                server.listen(port, address.hostname)
+                break
+            except OSError as error:
+                sentence = (
+                    f"{address.geturl()} cannot be used ({error.strerror}). Give another address "
+                    "with gpuspawner.add_services(c, url=...); it is tried again"
+                )
+                tick.trouble("Pages", Unavailable(sentence))
+                await asyncio.sleep(2)
+        tick.well("Pages")
+        self.log.info("Pages at %s", os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/"))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            server.stop()
+
+    async def _hub_gone(self, stop: asyncio.Event) -> None:
+        """End when the Hub that started us was killed: the next Hub starts its own."""
+        hub = os.environ.get("GPUSPAWNER_HUB_PID")
+        if hub != str(os.getppid()):
+            return  # somebody else looks after this process
+        while hub == str(os.getppid()):
+            await asyncio.sleep(1)
+        self.log.warning("The Hub that started this service is gone")
+        stop.set()
+
+    def _ssl(self, purpose: ssl.Purpose) -> ssl.SSLContext | None:
+        """The certificates of the Hub's ``internal_ssl``, when it is on."""
+        names = ("JUPYTERHUB_SSL_KEYFILE", "JUPYTERHUB_SSL_CERTFILE", "JUPYTERHUB_SSL_CLIENT_CA")
+        key, certificate, authority = (os.environ.get(name) for name in names)
+        context: ssl.SSLContext | None = make_ssl_context(
+            key, certificate, cafile=authority, purpose=purpose
+        )
+        return context
+
+
+def config_from_environment() -> Config:
+    """The Hub's ``c.Broker`` and ``c.Accounting``, as :mod:`gpuspawner.wiring` hands them on."""
+    text = os.environ.get("GPUSPAWNER_CONFIG", "{}")
+    try:
+        settings: Any = json.loads(text)
+        return Config({str(section): Config(values) for section, values in settings.items()})
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError(what="GPUSPAWNER_CONFIG is no JSON object of sections") from None
+
+
+def main() -> None:
+    """Run the service; a mistake in the configuration is a sentence and exit status 1."""
+    try:
+        Accounting.launch_instance()
+    except GPUSpawnerError as error:
+        sys.exit(f"gpuspawner.accounting: {error}")

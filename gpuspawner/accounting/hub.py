@@ -1,0 +1,143 @@
+"""The Hub's REST API, as far as the accounting service may use it.
+
+Scopes: ``list:users`` and ``read:servers`` to see which servers there are, ``delete:servers``
+to stop one. Nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest, HTTPResponse
+
+from ..errors import Unavailable
+from ..model import ServerRef
+from ..reconcile import HubState
+
+PAGE = 200
+"""Users asked for at once; the Hub's own limit is the same unless an admin changed it."""
+
+TIMEOUT = 30.0
+"""Seconds. Stopping a server answers after the Hub's ``slow_stop_timeout``, which is 10."""
+
+_PAGINATED = {"Accept": "application/jupyterhub-pagination+json"}
+
+
+class Hub:
+    """The Hub, through a service's token.
+
+    Every method raises Unavailable when the Hub does not answer, or not as it should.
+    """
+
+    def __init__(self, api_url: str, token: str, ssl_context: ssl.SSLContext | None = None) -> None:
+        self.api_url = api_url.rstrip("/")
+        self._headers = {"Authorization": f"token {token}"}
+        self._ssl = ssl_context
+
+    async def servers(self) -> dict[ServerRef, HubState]:
+        """Every server that runs, starts or stops.
+
+        The list is fetched in pages: a server may be missing from it when others stopped
+        meanwhile. Ask :meth:`server` before anything is done because of that.
+        """
+        found: dict[ServerRef, HubState] = {}
+        offset = 0
+        while True:
+            query = urlencode({"state": "active", "offset": offset, "limit": PAGE})
+            response = await self._ask("GET", f"/users?{query}", headers=_PAGINATED)
+            page = _json(response)
+            try:
+                for user in page["items"]:
+                    found |= _servers_of(user)
+                following = page["_pagination"]["next"]
+                if not following:
+                    return found
+                offset = int(following["offset"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise _strange_answer() from error
+
+    async def server(self, server: ServerRef) -> HubState | None:
+        """One server; None when the Hub is sure that it has no such server."""
+        response = await self._ask("GET", f"/users/{_quote(server.user)}", missing_is_answer=True)
+        if response.code == 404:
+            return None
+        try:
+            return _servers_of(_json(response)).get(server)
+        except (KeyError, TypeError) as error:
+            raise _strange_answer() from error
+
+    async def stop_server(self, server: ServerRef) -> bool:
+        """Ask for a server's stop. False when the Hub has no such server.
+
+        A True promises no end: the stop may still be under way.
+        """
+        path = f"/users/{_quote(server.user)}/server"
+        if server.name:
+            path += f"s/{_quote(server.name)}"
+        response = await self._ask("DELETE", path, missing_is_answer=True)
+        return response.code != 404
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: dict[str, str] | None = None,
+        missing_is_answer: bool = False,
+    ) -> HTTPResponse:
+        request = HTTPRequest(
+            self.api_url + path,
+            method=method,
+            headers={**self._headers, **(headers or {})},
+            request_timeout=TIMEOUT,
+            connect_timeout=5.0,
+            ssl_options=self._ssl,
+        )
+        try:
+            return await AsyncHTTPClient().fetch(request)
+        except HTTPClientError as error:
+            if error.code == 404 and missing_is_answer and error.response is not None:
+                return error.response
+            if error.code == 403:
+                raise Unavailable(
+                    f"The Hub does not let this service {method} {path.partition('?')[0]}. "
+                    "Give it the scopes list:users, read:servers and delete:servers "
+                    "(gpuspawner.add_services does), and restart the Hub."
+                ) from None
+            raise Unavailable(
+                f"The Hub answered {method} {path.partition('?')[0]} with {error.code} "
+                f"({error.message}). It is asked again at the next round."
+            ) from None
+        except (OSError, ValueError) as error:
+            raise Unavailable(
+                f"The Hub at {self.api_url} does not answer ({error}). It is asked again at the "
+                "next round."
+            ) from None
+
+
+def _servers_of(user: dict[str, Any]) -> dict[ServerRef, HubState]:
+    return {
+        ServerRef(user["name"], name): HubState.READY if server["ready"] else HubState.PENDING
+        for name, server in user["servers"].items()
+    }
+
+
+def _json(response: HTTPResponse) -> Any:
+    try:
+        return json.loads(response.body)
+    except ValueError as error:
+        raise _strange_answer() from error
+
+
+def _strange_answer() -> Unavailable:
+    return Unavailable(
+        "The Hub's list of servers is not in the form that this version knows. Use JupyterHub 4 "
+        "or newer, and check that the service's role holds read:servers."
+    )
+
+
+def _quote(name: str) -> str:
+    return quote(name, safe="")

@@ -1,0 +1,247 @@
+"""What the accounting service does at regular times: charge, warn and stop, reconcile.
+
+Everything that must survive a restart is in the store: a round can be late, doubled or
+killed at any point, and the next one goes on from what is written there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from ..broker import Broker
+from ..engines import DockerEngine, Engine
+from ..errors import EngineUnavailable, Unavailable, UnknownLease
+from ..model import Account, Lease, LeaseState, ServerRef, Sighting, format_credits
+from ..reconcile import Action, Confirm, HubState, Release, Remove, Unknown
+from ..web import figures
+from .hub import Hub
+
+
+class Sightings(Mapping[str, Sequence[Sighting] | None]):
+    """What the engines run, looked at when first asked for, and then once.
+
+    The broker reads its leases before it asks. So a lease that is running and has no server
+    in here has lost it: the server was there before the look, and was not found by it.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], leases: Collection[Lease]) -> None:
+        self._engines = engines
+        self._leases = leases
+        self._found: dict[str, Sequence[Sighting] | None] = {}
+        self.errors: dict[str, EngineUnavailable] = {}
+        """The engines that did not answer. Blocks like everything in here: use a thread."""
+
+    def __getitem__(self, name: str) -> Sequence[Sighting] | None:
+        if name not in self._found:
+            self._found[name] = self._look(self._engines[name])
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._engines)
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def _look(self, engine: Engine) -> Sequence[Sighting] | None:
+        try:
+            found = engine.sightings()
+        except EngineUnavailable as error:
+            self.errors[engine.name] = error
+            return None
+        if isinstance(engine, DockerEngine):
+            found += self._died(engine, {sighting.lease_id for sighting in found})
+        return found
+
+    def _died(self, engine: DockerEngine, found: Collection[str]) -> list[Sighting]:
+        """Servers whose container is removed by now, with their end if the events tell it."""
+        return [
+            Sighting(
+                lease_id=lease.id,
+                ref=lease.engine_ref,
+                server=lease.server,
+                alive=False,
+                ended_at=engine.died_at(lease.engine_ref, lease.granted_at),
+            )
+            for lease in self._leases
+            if lease.engine == engine.name
+            and lease.state is LeaseState.RUNNING
+            and lease.engine_ref
+            and lease.id not in found
+        ]
+
+
+@dataclass(slots=True)
+class Tick:
+    """One round of each duty. Rounds of one duty never overlap: the caller awaits them."""
+
+    broker: Broker
+    hub: Hub
+    engines: Mapping[str, Engine]
+    """Every engine that can be asked, by name."""
+    log: logging.Logger
+    ask: Collection[str] = ()
+    """The engines to ask in every round; none named: those of open and recent leases."""
+    warn_minutes: Sequence[float] = ()
+    start_grace_seconds: float = 60.0
+    """Nothing younger than this is ended only because the Hub does not name it."""
+    _trouble: dict[str, str] = field(default_factory=dict)
+    _told: dict[str, float] = field(default_factory=dict)
+
+    # Charges, and accounts that run dry.
+
+    async def charge(self) -> None:
+        """Charge every running lease, and see to the accounts that ran dry."""
+        await self.broker.run(self.broker.charge_all)
+        leases = await self.broker.run(self.broker.open_leases)
+        accounts = {a.name: a for a in await self.broker.run(self.broker.accounts)}
+        now = self.broker.clock()
+        for name, paying in by_account(leases).items():
+            account = accounts.get(name, Account(name=name))
+            if account.balance > 0:
+                await self._has_credits(account, paying)
+                self._tell(figures.funds(account, paying, now, self.warn_minutes))
+            else:
+                for lease in paying:
+                    await self._is_dry(account, lease, now)
+
+    async def _has_credits(self, account: Account, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            if lease.warned_at is not None:
+                await self.broker.run(self.broker.unwarn, lease.id)
+                self.log.info("%s has credits again: %s goes on", account.name, lease.server)
+
+    def _tell(self, funds: figures.Funds) -> None:
+        """Log each warning once on the way down; the page shows it all the time."""
+        name, due = funds.account.name, funds.warning
+        if due is not None and due < self._told.get(name, float("inf")) and funds.lasts:
+            self.log.info(
+                "%s has %s credits, enough for %d more minutes",
+                name,
+                format_credits(funds.account.balance),
+                funds.lasts // timedelta(minutes=1),
+            )
+        self._told[name] = due if due is not None else float("inf")
+
+    async def _is_dry(self, account: Account, lease: Lease, now: datetime) -> None:
+        grace = timedelta(seconds=self.broker.grace_seconds)
+        if lease.warned_at is None:
+            await self.broker.run(self.broker.warn, lease.id)
+            self.log.warning(
+                "%s ran dry (%s credits): %s will be stopped in %d s unless credits are given",
+                account.name,
+                format_credits(account.balance),
+                lease.server,
+                grace.total_seconds(),
+            )
+        elif now - lease.warned_at >= grace:
+            await self._stop(account, lease)
+
+    async def _stop(self, account: Account, lease: Lease) -> None:
+        part = f"stop of {lease.server}"
+        try:
+            known = await self.hub.stop_server(lease.server)
+        except Unavailable as error:
+            self.trouble(part, error)
+            return
+        self.well(part)
+        if known:
+            self.log.warning("Stopping %s: %s ran dry", lease.server, account.name)
+        else:
+            # The lease is settled when an engine proves the end, and not before.
+            self.log.warning("%s is to be stopped, but the Hub does not know it", lease.server)
+
+    # Store, engines and Hub: do they say the same?
+
+    async def reconcile(self) -> list[Action]:
+        """Adopt what lives, settle what is gone, end what nobody owns."""
+        # The Hub is asked first: whatever starts after its answer holds a lease too young
+        # to be touched, or was pending.
+        servers = await self._servers()
+        leases = await self.broker.run(self.broker.open_leases)
+        recent = await self.broker.run(self.broker.leases_of, None)
+        names = self.ask or {lease.engine for lease in (*leases, *recent)}
+        asked = {name: engine for name, engine in self.engines.items() if name in names}
+        sightings = Sightings(asked, leases)
+        grace = self.start_grace_seconds
+        actions = await asyncio.to_thread(
+            self.broker.reconcile, sightings, servers, grace_seconds=grace
+        )
+        for name in asked:
+            self._note(f"engine {name}", sightings.errors.get(name))
+        for action in actions:
+            match action:
+                case Confirm(lease):
+                    self.log.info("Lease %s of %s adopted: it runs", lease.id, lease.server)
+                case Release(lease, _, reason):
+                    self.log.info("Lease %s of %s settled: %s", lease.id, lease.server, reason)
+                case Unknown(lease, reason):
+                    self.log.debug("Lease %s of %s left: %s", lease.id, lease.server, reason)
+                case Remove():
+                    await self._remove(action)
+        return actions
+
+    async def _servers(self) -> dict[ServerRef, HubState] | None:
+        try:
+            servers = await self.hub.servers()
+        except Unavailable as error:
+            self.trouble("Hub", error)
+            return None
+        self.well("Hub")
+        return servers
+
+    async def _remove(self, action: Remove) -> None:
+        """End a server, unless it belongs to another hub or its own Hub knows it after all."""
+        sighting = action.sighting
+        part = f"end of {sighting.ref}"
+        try:
+            lease = await self.broker.run(self.broker.lease, sighting.lease_id)
+            # Its labels are not proof enough: the store's own word on the server counts.
+            if lease.state is not LeaseState.ENDED and await self.hub.server(lease.server):
+                return
+            await asyncio.to_thread(self.engines[action.engine].end, sighting)
+        except UnknownLease:
+            self.log.debug("%s carries a lease of another hub: left alone", sighting.ref)
+        except Unavailable as error:
+            self.trouble(part, error)
+        else:
+            self.well(part)
+            self.log.warning(
+                "Ended %s of %s (%s): %s",
+                sighting.ref[:12],
+                sighting.server,
+                action.engine,
+                action.reason,
+            )
+
+    # What the log says of parts that do not answer: a sentence when it begins, one when it ends.
+
+    def trouble(self, part: str, error: Exception, *, trace: bool = False) -> None:
+        """Say once that a part does not answer, with a traceback when nobody foresaw it."""
+        said = f"{type(error).__name__}: {error}" if trace else str(error)
+        if self._trouble.get(part) != said:
+            self._trouble[part] = said
+            self.log.warning("%s: %s", part, said, exc_info=error if trace else None)
+
+    def well(self, part: str) -> None:
+        """Say once that a part answers again."""
+        if self._trouble.pop(part, None) is not None:
+            self.log.info("%s: all is well again", part)
+
+    def _note(self, part: str, error: Exception | None) -> None:
+        if error is None:
+            self.well(part)
+        else:
+            self.trouble(part, error)
+
+
+def by_account(leases: Collection[Lease]) -> dict[str, list[Lease]]:
+    """The running leases that cost something, by who pays."""
+    found: dict[str, list[Lease]] = {}
+    for lease in leases:
+        if lease.state is LeaseState.RUNNING and lease.rate > 0:
+            found.setdefault(lease.account, []).append(lease)
+    return found

@@ -1,0 +1,52 @@
+"""The pages and the JSON that members and admins read. Nothing here changes anything."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jupyterhub.services.auth import HubOAuth
+from tornado import web
+
+from ..broker import Broker
+from . import api, pages
+from .base import Context
+
+STATIC = Path(__file__).parent / "static"
+
+
+def make_app(
+    broker: Broker, *, hub_auth: HubOAuth, warn_minutes: Sequence[float] = ()
+) -> web.Application:
+    """The service's web application, below the prefix that the Hub gave it."""
+    prefix = hub_auth.base_url
+    context = Context(broker=broker, hub_auth=hub_auth, warn_minutes=tuple(warn_minutes))
+    handlers: list[tuple[Any, ...]] = [
+        (prefix + path, handler, {"context": context})
+        for path, handler in (*pages.HANDLERS, *api.HANDLERS)
+    ]
+    handlers.append((prefix + "static/(.*)", web.StaticFileHandler, {"path": str(STATIC)}))
+    handlers.append((prefix.rstrip("/"), web.RedirectHandler, {"url": prefix}))
+    return web.Application(
+        handlers,
+        default_handler_class=pages.NotFound,
+        default_handler_args={"context": context},
+        # A new one at every start: browsers then sign in again by themselves, unseen.
+        cookie_secret=secrets.token_bytes(32),
+        xsrf_cookies=True,
+        log_function=_log_request,
+    )
+
+
+def _log_request(handler: web.RequestHandler) -> None:
+    """One line for what failed. The path alone: a query may hold what nobody should read."""
+    status = handler.get_status()
+    request = handler.request
+    level = logging.WARNING if status >= 500 else logging.DEBUG
+    seconds = request.request_time()
+    logging.getLogger("tornado.access").log(
+        level, "%d %s %s (%.0f ms)", status, request.method, request.path, 1000 * seconds
+    )

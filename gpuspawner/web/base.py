@@ -1,0 +1,104 @@
+"""What all handlers share: who asks, headers, and errors as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jupyterhub.services.auth import HubOAuth, HubOAuthenticated
+from tornado import web
+
+from ..broker import Broker
+from ..errors import GPUSpawnerError
+
+T = TypeVar("T")
+
+POLICY = (
+    "default-src 'none'; style-src 'self'; img-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'"
+)
+
+SENTENCES = {
+    400: "The address is not complete or not valid. Go back, and follow the link again.",
+    403: "This page is not for you. Sign in as somebody who may see it, or ask your admin.",
+    404: "There is no such page.",
+    405: "This page can only be read.",
+    503: "A part of the hub does not answer. Try again in a moment.",
+}
+OTHERWISE = "Something went wrong. Try again in a moment, and tell your admin if it stays."
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What every handler is given."""
+
+    broker: Broker
+    hub_auth: HubOAuth
+    warn_minutes: tuple[float, ...] = ()
+
+    @property
+    def prefix(self) -> str:
+        """Where the service lies, such as ``/services/gpu/``."""
+        return str(self.hub_auth.base_url)
+
+    @property
+    def hub_url(self) -> str:
+        """Where the Hub's own pages lie, such as ``/hub/``."""
+        return str(self.hub_auth.hub_host + self.hub_auth.hub_prefix)
+
+
+class Handler(HubOAuthenticated, web.RequestHandler):
+    """A handler that knows who asks. Subclasses decorate ``get`` with ``web.authenticated``."""
+
+    def initialize(self, context: Context) -> None:
+        self.context = context
+        self.broker = context.broker
+        self.hub_auth = context.hub_auth
+
+    def set_default_headers(self) -> None:
+        self.set_header("Content-Security-Policy", POLICY)
+        self.set_header("X-Content-Type-Options", "nosniff")
+        self.set_header("Referrer-Policy", "same-origin")
+        self.set_header("Cache-Control", "no-store")
+
+    async def prepare(self) -> None:
+        # Off the event loop's way: JupyterHub's own look-up would block it while the Hub is slow.
+        await self.hub_auth.get_user(self, sync=False)
+
+    def check_hub_user(self, model: dict[str, Any]) -> dict[str, Any] | None:
+        """Only people have accounts: a service that bears a member's name is not the member."""
+        if model.get("kind") != "user":
+            raise web.HTTPError(403)
+        allowed: dict[str, Any] | None = super().check_hub_user(model)
+        return allowed
+
+    @property
+    def user(self) -> str:
+        """The member who asks."""
+        return str(self.current_user["name"])
+
+    @property
+    def admin(self) -> bool:
+        """Whether the member is an admin of the Hub."""
+        return bool(self.current_user.get("admin"))
+
+    def need_admin(self) -> None:
+        """Refuse everybody but admins."""
+        if not self.admin:
+            raise web.HTTPError(403)
+
+    async def read(self, work: Callable[..., T], *args: Any) -> T:
+        """Ask the broker off the event loop; what it refuses becomes the page's sentence."""
+        try:
+            return await self.broker.run(work, *args)
+        except GPUSpawnerError as error:
+            raise web.HTTPError(error.status_code, "%s", error.message) from error
+
+    def sentence(self, status: int, **kwargs: Any) -> tuple[str, str]:
+        """Reason and sentence for an error; never anything that was not written for people."""
+        exception = kwargs.get("exc_info", (None, None, None))[1]
+        cause = getattr(exception, "__cause__", None)
+        if isinstance(cause, GPUSpawnerError):
+            return cause.reason, cause.message
+        return f"http_{status}", SENTENCES.get(status, OTHERWISE)

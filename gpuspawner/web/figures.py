@@ -1,0 +1,197 @@
+"""What the pages and the JSON show, read from the broker. Blocks: use :meth:`Broker.run`.
+
+The accounting service charges once a minute; what is shown here is up to the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from itertools import groupby
+
+from ..broker import Broker, DeviceView, Overview
+from ..errors import UnknownAccount
+from ..ledger import rules
+from ..ledger.entries import TransferKind
+from ..model import Account, Lease, LeaseState
+from ..store.book import Line
+
+SESSIONS = 20
+LINES = 1000
+
+USE = (TransferKind.CHARGE.value, TransferKind.REFUND.value)
+"""The kinds of a statement's lines that a lease makes, one a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFigures:
+    """An open or ended lease, and what it cost so far."""
+
+    lease: Lease
+    cost: int
+    """Microcredits, up to now or to its end."""
+    stops_at: datetime | None = None
+    """When the server is stopped unless credits are given: its account ran dry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Funds:
+    """An account right now."""
+
+    account: Account
+    rate: int
+    """Microcredits per hour of its running leases together."""
+    lasts: timedelta | None
+    """How long the balance lasts at that rate; None when nothing is running that costs."""
+    dry_at: datetime | None
+    warning: float | None = None
+    """The warning that is due, in minutes left; None while there is time enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """All that a member sees of their own."""
+
+    now: datetime
+    funds: Funds
+    running: tuple[LeaseFigures, ...]
+    sessions: tuple[LeaseFigures, ...]
+    statement: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Everyone:
+    """What admins see."""
+
+    now: datetime
+    accounts: tuple[Funds, ...]
+    running: tuple[LeaseFigures, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFigures:
+    """A device as one member may see it."""
+
+    view: DeviceView
+    rate: int
+    lease: Lease | None
+    """The lease on it, when the reader may know: their own, or any for an admin."""
+    detail: str
+
+
+def member(broker: Broker, user: str, warn_minutes: Sequence[float]) -> Member:
+    """The figures of one member."""
+    now = broker.clock()
+    opened = broker.open_leases()
+    account = broker.member(user)
+    past = broker.leases_of(account.name, SESSIONS)
+    return Member(
+        now=now,
+        funds=funds(account, opened, now, warn_minutes),
+        running=lease_figures(broker, [s for s in opened if s.server.user == user], now),
+        sessions=lease_figures(broker, [s for s in past if s.state is LeaseState.ENDED], now),
+        statement=_statement(broker, account.name),
+    )
+
+
+def everyone(broker: Broker, warn_minutes: Sequence[float]) -> Everyone:
+    """The figures of all accounts and open leases."""
+    now = broker.clock()
+    opened = broker.open_leases()
+    return Everyone(
+        now=now,
+        accounts=tuple(funds(a, opened, now, warn_minutes) for a in broker.accounts()),
+        running=lease_figures(broker, opened, now),
+    )
+
+
+def devices(broker: Broker, user: str, admin: bool) -> tuple[Overview, tuple[DeviceFigures, ...]]:
+    """All devices; whose a leased one is, is told to its member and to admins."""
+    overview = broker.overview()
+    opened = {lease.id: lease for lease in broker.open_leases()}
+    found = []
+    for view in overview.devices:
+        lease = opened.get(view.lease_id or "")
+        told = lease if lease and (admin or lease.server.user == user) else None
+        detail = view.detail if admin else ""
+        rate = broker.rates.rate_of(view.device.model)
+        found.append(DeviceFigures(view, rate, told, detail))
+    return overview, tuple(found)
+
+
+def lease_figures(
+    broker: Broker, leases: Collection[Lease], now: datetime
+) -> tuple[LeaseFigures, ...]:
+    """Leases with their cost up to ``now``."""
+    grace = timedelta(seconds=broker.grace_seconds)
+    return tuple(
+        LeaseFigures(
+            lease=lease,
+            cost=lease.charged + rules.charge_due(lease, now),
+            stops_at=lease.warned_at + grace if lease.warned_at and _is_open(lease) else None,
+        )
+        for lease in leases
+    )
+
+
+def funds(
+    account: Account, opened: Collection[Lease], now: datetime, warn_minutes: Sequence[float]
+) -> Funds:
+    """An account with all that its running leases owe up to ``now`` taken off."""
+    mine = [lease for lease in opened if lease.account == account.name]
+    rate = sum(lease.rate for lease in mine if lease.state is LeaseState.RUNNING)
+    dues = {lease.id: rules.charge_due(lease, now) for lease in mine}
+    held = sum(max(0, lease.hold - lease.charged - dues[lease.id]) for lease in mine)
+    current = replace(account, balance=account.balance - sum(dues.values()), held=held)
+    lasts = rules.time_left(current.balance, rate)
+    return Funds(
+        account=current,
+        rate=rate,
+        lasts=lasts,
+        dry_at=rules.runs_dry_at(current.balance, rate, now),
+        warning=due_warning(warn_minutes, lasts),
+    )
+
+
+def folded(lines: Sequence[Line]) -> list[Line]:
+    """A statement for people: the charges of each minute, one line a lease.
+
+    Only charges with no other event between them are put together, and every balance is
+    the one below it plus the amount, as in the statement itself.
+    """
+    result: list[Line] = []
+    for use, together in groupby(lines, key=lambda line: line.kind in USE):
+        found = list(together)
+        if not use:
+            result += found
+            continue
+        leases: dict[str | None, Line] = {}
+        for line in found:
+            newer = leases.get(line.lease_id)
+            leases[line.lease_id] = (
+                replace(line, at=newer.at, amount=line.amount + newer.amount) if newer else line
+            )
+        balance = found[0].balance
+        for line in leases.values():
+            result.append(replace(line, balance=balance))
+            balance -= line.amount
+    return result
+
+
+def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | None:
+    """The smallest of ``minutes`` that covers the time left; None when none does."""
+    if left is None:
+        return None
+    return min((m for m in minutes if left <= timedelta(minutes=m)), default=None)
+
+
+def _statement(broker: Broker, account: str) -> tuple[Line, ...]:
+    try:
+        return tuple(broker.statement(account, LINES))
+    except UnknownAccount:  # it opens with the member's first sign-in
+        return ()
+
+
+def _is_open(lease: Lease) -> bool:
+    return lease.state is not LeaseState.ENDED

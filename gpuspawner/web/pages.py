@@ -1,0 +1,170 @@
+"""The pages: a member's own, and everybody's for admins."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timedelta
+from typing import Any
+
+import jinja2
+from jupyterhub.services.auth import HubOAuthCallbackHandler
+from markupsafe import Markup, escape
+from tornado import web
+
+from ..broker.view import clock
+from ..model import LeasedDevice, format_credits
+from . import figures
+from .api import instant
+from .base import Handler
+
+STATES = {
+    "free": "free",
+    "leased": "leased",
+    "occupied": "occupied",
+    "unknown": "unknown",
+    "parent": "split (MIG)",
+    "prohibited": "closed",
+}
+"""A device's state in a word."""
+
+
+class Page(Handler):
+    """A handler that answers with a page, errors too."""
+
+    def show(self, template: str, **values: Any) -> None:
+        """Send a page."""
+        page = TEMPLATES.get_template(template)
+        self.finish(page.render(prefix=self.context.prefix, hub=self.context.hub_url, **values))
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        _, sentence = self.sentence(status_code, **kwargs)
+        self.show("error.html", status=status_code, sentence=sentence)
+
+
+class MemberPage(Page):
+    """My balance, my servers, the devices, my sessions, my statement."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        mine = await self.read(figures.member, self.broker, self.user, self.context.warn_minutes)
+        overview, found = await self.read(figures.devices, self.broker, self.user, False)
+        self.show(
+            "member.html",
+            user=self.user,
+            admin=self.admin,
+            mine=mine,
+            statement=figures.folded(mine.statement),
+            overview=overview,
+            devices=found,
+            credits_help=self.broker.credits_help,
+        )
+
+
+class AdminPage(Page):
+    """Everybody's leases and balances, and the devices in full."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        self.need_admin()
+        warn_minutes = self.context.warn_minutes
+        all_of_them = await self.read(figures.everyone, self.broker, warn_minutes)
+        overview, found = await self.read(figures.devices, self.broker, self.user, True)
+        self.show(
+            "admin.html",
+            user=self.user,
+            admin=True,
+            everyone=all_of_them,
+            overview=overview,
+            devices=found,
+        )
+
+
+class SignedIn(Page, HubOAuthCallbackHandler):
+    """Where the Hub sends a browser back to; its errors are pages like ours."""
+
+
+class NotFound(Page):
+    """Whatever else is asked for."""
+
+    async def prepare(self) -> None:
+        raise web.HTTPError(404)
+
+
+# Values to words.
+
+
+def credit(micro: int, places: int = 2) -> str:
+    """Microcredits as credits; what is not nothing is never shown as nothing."""
+    if micro and abs(micro) < 10 ** (6 - places):
+        places = 6
+    text = format_credits(micro, places)
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def span(length: timedelta) -> str:
+    """``3 h 20 min``, rounded down to the minute."""
+    minutes = int(length.total_seconds()) // 60
+    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min" if minutes else "less than a minute"
+
+
+def moment(at: datetime) -> Markup:
+    """Date and time of day in the hub's own zone."""
+    return _time(at, at.astimezone().strftime("%Y-%m-%d %H:%M"))
+
+
+def until(at: datetime, now: datetime) -> Markup:
+    """A time to come, with its day when that is not today."""
+    return _time(at, clock(at, now))
+
+
+def memory(size: int) -> str:
+    """Bytes as GB, as GPUs are sold."""
+    return f"{round(size / 2**30)} GB"
+
+
+def device_names(devices: tuple[LeasedDevice, ...]) -> str:
+    """``2 x A100-80GB (GPU 0, 1)``; the index is for people to read."""
+    if not devices:
+        return "No GPU"
+    models: dict[str, list[str]] = {}
+    for device in devices:
+        models.setdefault(device.model, []).append(str(device.index))
+    return "; ".join(
+        f"{len(found)} \N{MULTIPLICATION SIGN} {model} (GPU {', '.join(found)})"
+        for model, found in models.items()
+    )
+
+
+def _time(at: datetime, text: str) -> Markup:
+    return Markup('<time datetime="{}">{}</time>').format(instant(at), escape(text))
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("gpuspawner.web"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {
+        "credit": credit,
+        "span": span,
+        "moment": moment,
+        "until": until,
+        "memory": memory,
+        "device_names": device_names,
+        "state": lambda state: STATES.get(state, state),
+    }
+    environment.globals["zone"] = lambda: time.strftime("%Z (UTC%z)")
+    return environment
+
+
+TEMPLATES = _environment()
+
+HANDLERS = [("", MemberPage), ("admin", AdminPage), ("oauth_callback", SignedIn)]

@@ -1,0 +1,187 @@
+"""The services of gpuspawner, added to the configuration of a hub that is there already.
+
+The last lines of an admin's ``jupyterhub_config.py``::
+
+    c.JupyterHub.spawner_class = "gpu-docker"
+    c.Broker.database_url = "sqlite:////srv/jupyterhub/gpuspawner.sqlite"
+    import gpuspawner; gpuspawner.add_services(c)
+
+What the admin set before stays as it is. The services hear of the ``c.Broker`` and
+``c.Accounting`` settings through their environment: a command line can be read by every
+user of the machine, and a database URL may hold a password. JupyterHub keeps the
+environment of a service in its own database; who does not want the password there
+leaves it out of the URL and uses a PostgreSQL password file (``PGPASSFILE``).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import ArgumentError
+from traitlets.config import Config
+from traitlets.config.loader import LazyConfigValue
+
+from .errors import ConfigError
+from .store import default_url
+
+ACCOUNTING_SCOPES = ("list:users", "read:servers", "delete:servers")
+"""All that the accounting service may do: see which servers there are, and stop one."""
+
+CULLER_SCOPES = ("list:users", "read:users:activity", "read:servers", "delete:servers")
+"""All that the idle culler may do."""
+
+CULLER = "idle-culler"
+
+PASSED_ON = ("HOME", "TZ", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_CONFIG")
+"""Of the hub's environment, what a service needs to reach the engine and to tell local time.
+PostgreSQL's own variables (``PG...``) are passed on too."""
+
+
+def add_services(
+    c: Config,
+    *,
+    name: str = "gpu",
+    url: str = "http://127.0.0.1:10190",
+    cull_idle_after: int | None = None,
+) -> None:
+    """Add the accounting service, and the idle culler when ``cull_idle_after`` is given.
+
+    ``name`` is the service's place on the hub (``/services/gpu/``), ``url`` where it listens:
+    a free port of this machine. Servers without activity for ``cull_idle_after`` seconds are
+    stopped. Call it after the ``c.Broker`` and ``c.Accounting`` settings, and once.
+    """
+    _add_service(
+        c,
+        {
+            "name": name,
+            "url": url,
+            "command": [sys.executable, "-m", "gpuspawner.accounting"],
+            "environment": _environment(c),
+            "oauth_no_confirm": True,
+        },
+        ACCOUNTING_SCOPES,
+    )
+    _let_members_in(c, f"access:services!service={name}")
+    if cull_idle_after is not None:
+        if cull_idle_after <= 0:
+            raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
+        culler = [sys.executable, "-m", "jupyterhub_idle_culler", f"--timeout={cull_idle_after}"]
+        _add_service(c, {"name": CULLER, "command": culler}, CULLER_SCOPES)
+
+
+def _add_service(c: Config, service: dict[str, Any], scopes: tuple[str, ...]) -> None:
+    name = service["name"]
+    if any(other.get("name") == name for other in _entries(c.JupyterHub.services)):
+        what = f"there are two services named {name!r}; call add_services once, or pass a name="
+        raise ConfigError(what=what)
+    role = {"name": f"service-{name}", "scopes": list(scopes), "services": [name]}
+    _append(c, "services", service)
+    _append(c, "load_roles", role)
+
+
+def _let_members_in(c: Config, scope: str) -> None:
+    """Let every member open the service, without touching what else they may do."""
+    roles = _entries(c.JupyterHub.load_roles)
+    role = next((r for r in roles if r.get("name") == "user"), None)
+    if role is not None:
+        scopes = list(role.get("scopes", ["self"]))
+        role["scopes"] = scopes if scope in scopes else [*scopes, scope]
+    elif "extra_user_scopes" in c.JupyterHub:  # JupyterHub ignores it beside a role of ours
+        _extend_user_scopes(c, scope)
+    else:
+        _append(c, "load_roles", {"name": "user", "scopes": ["self", scope]})
+
+
+def _extend_user_scopes(c: Config, scope: str) -> None:
+    extra = c.JupyterHub.extra_user_scopes
+    if isinstance(extra, LazyConfigValue):
+        extra.update({scope})
+    else:
+        c.JupyterHub.extra_user_scopes = {*extra, scope}
+
+
+def _entries(value: Any) -> list[dict[str, Any]]:
+    """The dictionaries in a list setting, whether it is a list yet or only additions to one."""
+    if isinstance(value, LazyConfigValue):
+        parts = [entry for part in value.to_dict().values() for entry in part]
+        return [entry[1] if isinstance(entry, tuple) else entry for entry in parts]  # insert()
+    return list(value)
+
+
+def _append(c: Config, setting: str, entry: dict[str, Any]) -> None:
+    value = c.JupyterHub[setting]
+    if isinstance(value, (list, LazyConfigValue)):
+        value.append(entry)
+    else:
+        c.JupyterHub[setting] = [*value, entry]
+
+
+# What the service is told.
+
+
+def _environment(c: Config) -> dict[str, str]:
+    settings = {section: _plain_section(c, section) for section in ("Broker", "Accounting")}
+    database = settings["Broker"].pop("database_url", None) or default_url()
+    kept = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith("PG")}
+    return kept | {
+        "GPUSPAWNER_DATABASE_URL": _absolute(database),
+        "GPUSPAWNER_CONFIG": json.dumps(settings, sort_keys=True),
+        "GPUSPAWNER_HUB_PID": str(os.getpid()),
+    }
+
+
+def _plain_section(c: Config, section: str) -> dict[str, Any]:
+    """A section's settings as JSON can hold them. Raises ConfigError naming what cannot."""
+    if section not in c:
+        return {}
+    plain = {}
+    for setting, value in c[section].items():
+        if isinstance(value, LazyConfigValue):
+            value = _resolved(section, setting, value)
+        try:
+            plain[setting] = json.loads(json.dumps(value, default=_plain_value))
+        except TypeError:
+            what = (
+                f"c.{section}.{setting} is {value!r}, which cannot be handed to the accounting "
+                "service; use numbers, text, lists and dictionaries"
+            )
+            raise ConfigError(what=what) from None
+    return plain
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    raise TypeError
+
+
+def _resolved(section: str, setting: str, value: LazyConfigValue) -> Any:
+    """The default with the additions of, say, ``c.Broker.gpu_rates.update(...)``."""
+    from .broker import Broker
+
+    known = Broker.class_traits(config=True) if section == "Broker" else {}
+    if setting not in known:
+        what = f"c.{section}.{setting} can only be set as a whole: c.{section}.{setting} = ..."
+        raise ConfigError(what=what)
+    # A copy: the value must stay open for additions that come after this line.
+    return copy.deepcopy(value).get_value(known[setting].default())
+
+
+def _absolute(database: str) -> str:
+    """A URL that means the same file from every working directory."""
+    try:
+        url = sa.make_url(database)
+    except ArgumentError:
+        return database  # the service says what is wrong with it, as the hub does
+    name = url.database
+    if url.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
+        return database
+    return url.set(database=os.path.abspath(name)).render_as_string(hide_password=False)
