@@ -23,6 +23,7 @@ from .base import spawn_exception
 from .container import ContainerSettings, build
 from .gone import Proof
 from .injecting import injection_mode
+from .keeping import Kept, keep
 from .limits import allowed_ulimits
 from .mixin import GPUSpawnerMixin
 from .pulling import Pulls
@@ -93,6 +94,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     )
 
     _changing: asyncio.Future[Any] | None = None
+    _kept = Kept()
 
     # Docker, without one call blocking another.
 
@@ -173,7 +175,8 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             injection=await injection_mode(self, lease.uuids),
             shm_size=chosen or self.shm_size,
             ulimits=await allowed_ulimits(self),
-            binds=self._storage().binds(),
+            binds=[*self._storage().binds(), *self._kept.binds],
+            image=self._kept.image,
             environment=self.with_lease_environment({}),
         )
 
@@ -187,6 +190,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     async def start(self) -> Any:
         """Start as DockerSpawner does; whatever fails is said in words."""
         try:
+            self._kept = Kept() if self.remove else await keep(self)
             return await super().start()
         except ImageNotFound as error:
             cause = f"the image {self.image} is not on this machine"

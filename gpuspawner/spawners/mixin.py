@@ -105,7 +105,6 @@ class GPUSpawnerMixin(GPUSpawnerBase):
     async def _acquire_then_hook(self) -> None:
         self.said = Progress()
         self.stopped_at = None
-        self.touched = False
         try:
             environment, request = self.resolve_options()
             self.apply_environment(environment)
@@ -119,6 +118,7 @@ class GPUSpawnerMixin(GPUSpawnerBase):
 
     async def _acquire(self, request: Request) -> Lease:
         await self._settle_previous()
+        self.touched = False
         work = self.broker.run(
             self.broker.acquire, self.server_ref, request, engine=self.engine_name
         )
