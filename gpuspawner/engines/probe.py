@@ -28,6 +28,8 @@ PATIENCE = 30
 LEFTOVER_AFTER = 600
 """Seconds after which a check's container belongs to a check that was killed."""
 
+_SYSTEM_ERROR = re.compile(r"\b\w*Error\(\d+, ['\"]([^'\"]+)['\"]\)")
+
 
 class Status(str, Enum):
     """What a check found. What was not checked is never counted as good."""
@@ -103,6 +105,8 @@ def words_of(error: Exception) -> str:
         text = str(error.explanation)
     else:
         text = str(error) or type(error).__name__
+    if system := _SYSTEM_ERROR.search(text):
+        return system[1]  # the rest is the library's own stack of errors
     text = re.sub(r"OCI runtime create failed: (?:.*?: )?(?=error running|nvidia|exec)", "", text)
     return " ".join(text.split()).rstrip(".")[:400]
 

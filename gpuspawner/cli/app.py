@@ -1,0 +1,169 @@
+"""The command's grammar, and the one place where errors become sentences and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from sqlalchemy.exc import SQLAlchemyError
+from traitlets import TraitError
+
+from .. import __version__
+from ..errors import ConfigError, GPUSpawnerError, StoreUnavailable
+from .check import check
+from .config import DEFAULT_FILE, Settings, load, passwords, redact
+from .credits import accounts, amount_of, grant, statement
+from .devices import devices
+from .leases import leases
+from .release import release
+
+OK, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+Command = Callable[[argparse.Namespace, Settings], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Errors are one sentence on stderr."""
+    try:
+        arguments = parser().parse_args(argv)
+    except SystemExit as done:  # argparse has said what is wrong, or printed the help
+        return int(done.code or 0)
+    secrets: tuple[str, ...] = passwords(arguments.database or "")
+    try:
+        settings = load(arguments.config, arguments.database)
+        secrets = passwords(settings.database_url, arguments.database or "")
+        command: Command = arguments.command
+        code = command(arguments, settings)
+        sys.stdout.flush()
+        return code
+    except ConfigError as error:
+        return _fail(error.message, USAGE, arguments.debug, secrets)
+    except StoreUnavailable as error:
+        why = f" It says: {_cause(error.__cause__)}" if error.__cause__ else ""
+        return _fail(f"{error.message}{why}", REFUSED, arguments.debug, secrets)
+    except GPUSpawnerError as error:
+        return _fail(error.message, REFUSED, arguments.debug, secrets)
+    except SQLAlchemyError as error:
+        return _fail(f"The database refused: {_cause(error)}", REFUSED, arguments.debug, secrets)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough of it; nothing more can be said there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except TraitError as error:
+        return _fail(f"The configuration is not valid: {error}", USAGE, arguments.debug, secrets)
+    except Exception as error:  # never a traceback
+        sentence = f"Something unexpected went wrong ({type(error).__name__}: {error})."
+        sentence += " Run it again with --debug for the details."
+        return _fail(sentence, REFUSED, arguments.debug, secrets)
+
+
+def _fail(sentence: str, code: int, debug: bool, secrets: tuple[str, ...]) -> int:
+    if debug:
+        print(redact(traceback.format_exc(), secrets), file=sys.stderr)
+    print(f"gpuspawner: {redact(sentence, secrets)}", file=sys.stderr)
+    return code
+
+
+def _cause(error: BaseException) -> str:
+    """A database error in the database's own words, on one line."""
+    return " ".join(str(getattr(error, "orig", None) or error).split())
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole grammar."""
+    top = argparse.ArgumentParser(
+        prog="gpuspawner",
+        description="Look after the GPUs, leases and credits of a hub.",
+        epilog="Exit codes: 0 done, 1 refused or a check is red, 2 bad usage.",
+    )
+    top.add_argument("--version", action="version", version=f"gpuspawner {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, command: Command, what: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=what, description=what, parents=[_common()])
+        sub.set_defaults(command=command)
+        return sub
+
+    quick = add("check", check, "Check everything that a hub needs, line by line.")
+    quick.add_argument(
+        "--no-containers",
+        action="store_true",
+        help="start no containers: what they would prove is then not checked",
+    )
+    add("devices", devices, "List the GPUs and what they are doing.")
+
+    listing = add("leases", leases, "List the open leases: who has which GPUs.")
+    listing.add_argument("--all", action="store_true", help="also leases that have ended")
+    listing.add_argument("--member", metavar="NAME", help="only this member's")
+    listing.add_argument("--limit", type=_positive, default=50, metavar="N", help=_NEWEST)
+
+    freeing = add("release", release, "Free a lease by hand, after its server is gone.")
+    freeing.add_argument("lease", metavar="LEASE", help="the lease's id, or its first letters")
+    freeing.add_argument("--yes", action="store_true", help="do not ask")
+    freeing.add_argument(
+        "--force",
+        action="store_true",
+        help="even when the server lives or nobody can say whether it does",
+    )
+
+    giving = add("grant", grant, "Give credits to a member or a group (minus takes back).")
+    giving.add_argument("account", metavar="ACCOUNT", help=_ACCOUNT)
+    giving.add_argument("amount", type=amount_of, metavar="AMOUNT", help="credits, such as 12.5")
+    giving.add_argument(
+        "--reason", type=_words, required=True, metavar="TEXT", help="why, for the statement"
+    )
+    giving.add_argument(
+        "--actor", type=_words, metavar="NAME", help="who gives (default: who runs this)"
+    )
+    giving.add_argument("--open", action="store_true", help="open the account if it is not there")
+    giving.add_argument(
+        "--key", metavar="TEXT", help="do this once only, however often it is run with this key"
+    )
+
+    lines = add("statement", statement, "Show the credits that came and went.")
+    lines.add_argument("account", metavar="MEMBER", help=_ACCOUNT)
+    lines.add_argument("--limit", type=_positive, default=50, metavar="N", help=_NEWEST)
+
+    add("accounts", accounts, "List everybody's balance.")
+    return top
+
+
+_ACCOUNT = "a member's name, or member:NAME or group:NAME"
+_NEWEST = "the newest N (default: 50)"
+
+
+def _common() -> argparse.ArgumentParser:
+    """Options of every command."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "-f", "--config", metavar="FILE", help=f"the hub's configuration (default: {DEFAULT_FILE})"
+    )
+    common.add_argument(
+        "--database",
+        metavar="URL",
+        help="the hub's database (default: what the configuration or GPUSPAWNER_DATABASE_URL says)",
+    )
+    common.add_argument("--json", action="store_true", help="for scripts")
+    common.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
+    return common
+
+
+def _words(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: say it in words")
+    return text.strip()
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines: write 1 or more")
+    return number

@@ -1,0 +1,184 @@
+"""Is the database ready: reachable, writable, up to date, and does it forbid the impossible?
+
+Whatever is written to find out is rolled back.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import secrets
+from datetime import datetime, timezone
+from pathlib import Path
+
+import sqlalchemy as sa
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util.exc import CommandError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from ..engines.probe import Finding, Status
+from ..errors import GPUSpawnerError
+from ..store import Store
+from ..store.migrate import config as alembic_config
+from ..store.migrate import upgrade
+from ..store.schema import accounts, lease_places, leases, postings, tickets, transfers
+from .config import passwords, redact, shown_url, sqlite_path
+
+NAME = "database"
+NETWORK_FILE_SYSTEMS = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "glusterfs"}
+    | {"gpfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "smb3", "smbfs"}
+)
+
+
+def check_database(url: str) -> tuple[Finding, bool]:
+    """The finding, and whether the database can be read by the checks that follow."""
+    path = sqlite_path(url)
+    try:
+        if path is None:
+            return _check(url, shown_url(url))
+        if kind := network_file_system(path):
+            return _on_network(path, kind), False
+        if path.exists():
+            return _check(url, f"SQLite at {path}")
+        return _check_place(path), False
+    except GPUSpawnerError as error:
+        return Finding(NAME, Status.FAIL, redact(error.message, passwords(url))), False
+
+
+def network_file_system(path: Path, mounts: str | None = None) -> str:
+    """The kind of the network file system that ``path`` lies on; empty for a local one.
+
+    ``mounts`` is the text of ``/proc/self/mounts``.
+    """
+    if mounts is None:
+        table = Path("/proc/self/mounts")
+        mounts = table.read_text(encoding="utf-8", errors="replace") if table.exists() else ""
+    kind, longest = "", -1
+    for line in mounts.splitlines():
+        fields = line.split()
+        point = fields[1].replace("\\040", " ") if len(fields) > 2 else ""
+        if point and path.is_relative_to(point) and len(point) >= longest:
+            kind, longest = fields[2], len(point)  # a later mount hides an earlier one
+    return kind if kind in NETWORK_FILE_SYSTEMS else ""
+
+
+def _on_network(path: Path, kind: str) -> Finding:
+    text = f"{path} lies on a network file system ({kind}): SQLite's locks do not hold there."
+    remedy = "Put the file on a disk of this machine, or use PostgreSQL (c.Broker.database_url)."
+    return Finding(NAME, Status.FAIL, text, remedy)
+
+
+def _check_place(path: Path) -> Finding:
+    """There is no file yet: make one beside its place, as the hub will, and remove it again."""
+    trial = path.with_name(f".gpuspawner-check-{secrets.token_hex(6)}.sqlite")
+    try:
+        finding, _ = _check(f"sqlite:///{trial}", f"SQLite at {path}")
+    finally:
+        for ending in ("", "-wal", "-shm", "-journal"):
+            Path(f"{trial}{ending}").unlink(missing_ok=True)
+    if finding.status is not Status.OK:
+        return finding
+    text = f"SQLite at {path}: not there yet, the hub can make it (tried as {_user()})"
+    return Finding(NAME, Status.OK, text)
+
+
+def _check(url: str, where: str) -> tuple[Finding, bool]:
+    store = Store(url)
+    try:
+        with store.engine.connect() as connection:
+            connection = connection.execution_options(gpuspawner_write=True)
+            transaction = connection.begin()
+            try:
+                return _check_schema(connection, where)
+            finally:
+                transaction.rollback()
+    except (SQLAlchemyError, OSError, CommandError) as error:
+        why = redact(str(getattr(error, "orig", None) or error).strip(), passwords(url))
+        text = f"{where} cannot be used by {_user()}: {' '.join(why.split())}."
+        return Finding(NAME, Status.FAIL, text, _remedy(url)), False
+    finally:
+        store.close()
+
+
+def _check_schema(connection: sa.Connection, where: str) -> tuple[Finding, bool]:
+    scripts = ScriptDirectory.from_config(alembic_config())
+    head = scripts.get_current_head()
+    now = MigrationContext.configure(connection).get_current_revision()
+    if now is None:
+        upgrade(connection)
+    elif now not in {script.revision for script in scripts.walk_revisions()}:
+        text = f"{where} is of version {now}, which this gpuspawner does not know."
+        return Finding(NAME, Status.FAIL, text, "Install the newer gpuspawner again."), False
+    elif now != head:
+        text = f"{where} is of version {now}, this gpuspawner needs {head}."
+        remedy = "Make a backup and restart the hub: it brings the database up to date."
+        return Finding(NAME, Status.FAIL, text, remedy), False
+    if allowed := _what_it_allows(connection):
+        text = f"{where} does not forbid {', '.join(allowed)}: constraints are missing."
+        remedy = "Restore a backup, or start with an empty database. Grant nothing until then."
+        return Finding(NAME, Status.FAIL, text, remedy), False
+    state = "empty, the hub fills it at its start" if now is None else f"version {now}"
+    text = f"{where}: {state}, writable, refuses double leases and changes to the ledger"
+    return Finding(NAME, Status.OK, f"{text} (tried as {_user()})"), now is not None
+
+
+def _what_it_allows(connection: sa.Connection) -> list[str]:
+    """Try the impossible, rolled back each time. What succeeded is named."""
+    mark = f"check-{secrets.token_hex(6)}"
+    now = datetime.now(timezone.utc)
+    account = f"member:{mark}"
+    lease = {"user": mark, "account": account, "rate": 0, "hold": 0, "state": "granted"}
+    lease |= {"granted_at": now}
+    place = {"uuid": mark, "slot": 0, "index": 0, "model": "", "memory_bytes": 0, "open": True}
+    ticket = {"user": mark, "request": "{}", "state": "waiting", "created_at": now}
+    transfer = {"key": mark, "kind": "grant", "at": now, "actor": mark, "reason": mark}
+    connection.execute(sa.insert(accounts).values(name=account, balance=0, opened_at=now))
+    connection.execute(sa.insert(leases).values(id=f"{mark}-1", **lease))
+    connection.execute(
+        sa.insert(leases).values(id=f"{mark}-2", **{**lease, "server_name": "other"})
+    )
+    connection.execute(sa.insert(lease_places).values(lease_id=f"{mark}-1", **place))
+    connection.execute(sa.insert(tickets).values(id=f"{mark}-1", **ticket))
+    connection.execute(sa.insert(transfers).values(id=f"{mark}-1", **transfer))
+    posting = {"transfer_id": f"{mark}-1", "account": account, "amount": 0}
+    connection.execute(sa.insert(postings).values(posting))
+    mine, ours = transfers.c.key == mark, postings.c.transfer_id == f"{mark}-1"
+    impossible = {
+        "two leases of one server": sa.insert(leases).values(id=f"{mark}-3", **lease),
+        "two leases of one device": sa.insert(lease_places).values(lease_id=f"{mark}-2", **place),
+        "two tickets of one server": sa.insert(tickets).values(id=f"{mark}-2", **ticket),
+        "one transfer twice": sa.insert(transfers).values(id=f"{mark}-2", **transfer),
+        "a changed transfer": sa.update(transfers).where(mine).values(reason="changed"),
+        "a changed posting": sa.update(postings).where(ours).values(amount=1),
+        "a deleted posting": sa.delete(postings).where(ours),
+    }
+    return [what for what, statement in impossible.items() if _succeeds(connection, statement)]
+
+
+def _succeeds(connection: sa.Connection, statement: sa.Executable) -> bool:
+    try:
+        with connection.begin_nested():
+            connection.execute(statement)
+    except DBAPIError:
+        return False
+    return True
+
+
+def _remedy(url: str) -> str:
+    path = sqlite_path(url)
+    if path is None:
+        return (
+            "See whether PostgreSQL runs and lets this user in: psql with the same host, name "
+            "and user. The user must own the database."
+        )
+    return f"The hub's user must be able to write {path.parent} and the files in it."
+
+
+def _user() -> str:
+    """Who runs the check: another user than the hub's may be allowed more."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"

@@ -1,0 +1,221 @@
+"""What the hub itself needs: its proxy, its services, and to be reached by servers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import docker
+import requests
+from jupyterhub.scopes import expand_scopes
+from traitlets import TraitError
+
+from ..engines.probe import Finding, Status
+from ..engines.surroundings import check_hub_reachable
+from .hub import Hub
+
+SERVICES = {
+    "accounting": (
+        ("gpuspawner.accounting", "gpuspawner-accounting"),
+        {"list:users", "read:servers", "delete:servers"},
+        "Nobody is charged, and leases of servers that die unseen are not settled.",
+        "Put this last in jupyterhub_config.py: import gpuspawner; gpuspawner.add_services(c)",
+    ),
+    "idle culler": (
+        ("jupyterhub_idle_culler", "jupyterhub-idle-culler", "cull_idle_servers"),
+        {"list:users", "read:users:activity", "read:servers", "delete:servers"},
+        "Servers that nobody uses keep their GPUs.",
+        "Say after how many seconds: gpuspawner.add_services(c, cull_idle_after=3600)",
+    ),
+}
+"""By name: how its command is recognised, the scopes it needs, what its absence means, and
+what to do."""
+
+
+# The way from servers to the Hub.
+
+
+def check_reachable(client: docker.APIClient, image: str, hub: Hub) -> Finding:
+    """Whether a container on the servers' network reaches the Hub's API, also when the hub
+    does not run now: then this process listens in its place."""
+    name, url = "hub API", hub.api_url
+    network = hub.spawner.network_name
+    hosts = dict((hub.spawner.extra_host_config or {}).get("extra_hosts") or {})
+    if hub.app.internal_ssl:
+        text = f"{url} wants certificates (internal_ssl), which this check does not have."
+        return Finding(name, Status.UNCHECKED, text)
+    if not url.startswith("http://") or listens(*hub.bind_address):
+        return check_hub_reachable(client, image, network, url, hosts)
+    try:
+        with in_place_of_hub(*hub.bind_address):
+            finding = check_hub_reachable(client, image, network, url, hosts)
+    except OSError as error:
+        text = (
+            f"The hub does not run, and this check cannot listen in its place at "
+            f"{_address(*hub.bind_address)}: {error.strerror or error}."
+        )
+        remedy = "Start the hub and check again. If that is no address of this machine, set "
+        return Finding(name, Status.UNCHECKED, text, remedy + "c.JupyterHub.hub_ip.")
+    text = f"{finding.text.rstrip('.')} (the hub does not run: this check listened in its place)"
+    return Finding(name, finding.status, text, finding.remedy)
+
+
+def listens(ip: str, port: int) -> bool:
+    """Whether somebody listens at an address of this machine."""
+    try:
+        with socket.create_connection((_one_address(ip), port), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def in_place_of_hub(ip: str, port: int) -> Iterator[None]:
+    """Answer like the Hub's API as long as the block runs. Raises OSError."""
+
+    class Server(socketserver.ThreadingTCPServer):
+        allow_reuse_address = True
+        daemon_threads = True
+        address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+
+    with Server((ip if ip != "*" else "", port), _Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = json.dumps({"version": "gpuspawner check"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: who asks is the check itself."""
+
+
+def _one_address(ip: str) -> str:
+    return {"": "127.0.0.1", "*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(ip, ip)
+
+
+def _address(ip: str, port: int) -> str:
+    return f"{ip or 'every address'}:{port}"
+
+
+# Proxy.
+
+
+def check_proxy(hub: Hub) -> Finding:
+    """Whether the proxy can be started, or answers when somebody else starts it."""
+    name, cls = "proxy", hub.app.proxy_class
+    if "ConfigurableHTTPProxy" not in {c.__name__ for c in cls.__mro__}:
+        text = f"{cls.__name__} is not configurable-http-proxy: this check does not know it."
+        return Finding(name, Status.UNCHECKED, text)
+    try:
+        proxy = cls(app=hub.app, config=hub.app.config)
+        if not proxy.should_start:
+            return _check_running_proxy(proxy.api_url, proxy.auth_token)
+        return _check_proxy_program(list(proxy.command))
+    except TraitError as error:
+        return Finding(name, Status.FAIL, f"The proxy's settings are not valid: {error}.")
+
+
+def _check_proxy_program(command: list[str]) -> Finding:
+    program = shutil.which(command[0])
+    beside = shutil.which(command[0], path=str(Path(sys.executable).parent))
+    remedy = "Install Node.js, then: npm install -g configurable-http-proxy"
+    if not (program or beside):
+        text = f"The proxy's program {command[0]} is not on the PATH."
+        return Finding("proxy", Status.FAIL, text, remedy)
+    try:
+        done = subprocess.run(
+            [program or str(beside), *command[1:], "--version"],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("proxy", Status.FAIL, f"{command[0]} does not run: {error}.", remedy)
+    said = (done.stdout + done.stderr).strip().splitlines() or [""]
+    if done.returncode:
+        return Finding("proxy", Status.FAIL, f"{command[0]} does not run: {said[-1]}.", remedy)
+    text = f"{command[0]} {said[-1]}"
+    if not program:
+        text += f" (only in {Path(str(beside)).parent}: have that on the hub's PATH too)"
+    return Finding("proxy", Status.OK, text)
+
+
+def _check_running_proxy(api_url: str, token: str) -> Finding:
+    url = f"{api_url.rstrip('/')}/api/routes"
+    remedy = "Start the proxy, or let the hub start it (c.ConfigurableHTTPProxy.should_start)."
+    if not token:
+        text = "The hub does not start the proxy itself, and has no token for it."
+        return Finding("proxy", Status.FAIL, text, "Set CONFIGPROXY_AUTH_TOKEN for both of them.")
+    try:
+        with requests.Session() as session:
+            session.trust_env = False  # no HTTP proxy lies between a hub and its own
+            answer = session.get(url, headers={"Authorization": f"token {token}"}, timeout=5)
+    except requests.RequestException:
+        text = f"The proxy, which the hub does not start itself, does not answer at {api_url}."
+        return Finding("proxy", Status.FAIL, text, remedy)
+    if answer.status_code == 403:
+        text = f"The proxy at {api_url} does not take the hub's token."
+        return Finding("proxy", Status.FAIL, text, "Give both the same CONFIGPROXY_AUTH_TOKEN.")
+    if answer.status_code != 200:
+        text = f"What answers at {api_url} is no configurable-http-proxy ({answer.status_code})."
+        return Finding("proxy", Status.FAIL, text, remedy)
+    return Finding("proxy", Status.OK, f"The proxy answers at {api_url}")
+
+
+# Services.
+
+
+def check_services(hub: Hub) -> Iterator[Finding]:
+    """Whether the services that keep leases honest are wired, with the scopes they need."""
+    for name, (commands, scopes, absence, remedy) in SERVICES.items():
+        service = next((s for s in hub.app.services if _runs(s, commands)), None)
+        if service is None:
+            text = f"No such service is in c.JupyterHub.services. {absence}"
+            yield Finding(name, Status.FAIL, text, remedy)
+        elif missing := scopes - _scopes_of(hub, service):
+            text = f"The service {service['name']!r} lacks {', '.join(sorted(missing))}."
+            advice = f"Add a role to c.JupyterHub.load_roles with services=[{service['name']!r}] "
+            yield Finding(name, Status.FAIL, text, advice + "and these scopes.")
+        else:
+            text = f"The service {service['name']!r} is configured with its scopes"
+            yield Finding(name, Status.OK, text)
+
+
+def _runs(service: dict[str, Any], commands: tuple[str, ...]) -> bool:
+    words = service.get("command") or []
+    text = words if isinstance(words, str) else " ".join(map(str, words))
+    # A service that is started elsewhere has no command here: its name has to do.
+    return any(command in (text or str(service.get("name", ""))) for command in commands)
+
+
+def _scopes_of(hub: Hub, service: dict[str, Any]) -> set[str]:
+    roles = [r for r in hub.app.load_roles if service["name"] in r.get("services", ())]
+    if service.get("admin") or any(r["name"] == "admin" for r in roles):
+        return set().union(*(scopes for _, scopes, _, _ in SERVICES.values()))
+    named = {scope for role in roles for scope in role.get("scopes", ())}
+    plain = {scope for scope in named if "!" not in scope}
+    return set(expand_scopes(plain)) | named

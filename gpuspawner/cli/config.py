@@ -1,0 +1,137 @@
+"""The hub's own configuration, read so that the command sees what the hub sees."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import sqlalchemy as sa
+from traitlets import TraitError
+from traitlets.config import Config
+from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
+
+from ..broker import Broker
+from ..broker.settings import BrokerSettings
+from ..errors import ConfigError, StoreUnavailable
+
+DEFAULT_FILE = "jupyterhub_config.py"
+_PASSWORD = re.compile(r"://[^\s:/@]*:([^\s@]+)@")
+
+# The broker's traits without its database. A class's name says which section it reads.
+_BrokerTraits = type("Broker", (BrokerSettings,), {})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a configuration file and the command line say."""
+
+    config: Config
+    file: Path | None
+    """The configuration file, None when there is none."""
+    broker: BrokerSettings
+    """The broker's traits; no database is opened for them."""
+
+    @property
+    def database_url(self) -> str:
+        return self.broker.database_url
+
+    def open_broker(self) -> Broker:
+        """The broker on the hub's database. Raises StoreUnavailable when there is none yet:
+        a mistyped name must not make an empty database."""
+        if (missing := self.missing_database()) is not None:
+            raise StoreUnavailable(
+                f"There is no database at {missing}. Run this in the hub's working directory, name "
+                "the database with --database, or start the hub once: it makes the database."
+            )
+        return Broker(config=self.config)
+
+    def missing_database(self) -> Path | None:
+        """The absolute path of the SQLite file when it is not there."""
+        path = sqlite_path(self.database_url)
+        return path if path is not None and not path.exists() else None
+
+
+def load(file: str | None, database: str | None) -> Settings:
+    """Read the configuration. Raises ConfigError with a sentence.
+
+    Without ``file`` it is ``jupyterhub_config.py`` in this directory, if that is there.
+    ``database`` goes before what the file says.
+    """
+    path = Path(file) if file else Path(DEFAULT_FILE)
+    found = bool(file) or path.is_file()
+    config = read_file(path) if found else Config()
+    if database:
+        config.Broker.database_url = database
+    try:
+        broker = _BrokerTraits(config=config)
+    except TraitError as error:
+        raise ConfigError(what=f"{error} ({path})") from None
+    _check_url(broker.database_url)
+    return Settings(config, path.resolve() if found else None, broker)
+
+
+def read_file(path: Path) -> Config:
+    """Run a configuration file as JupyterHub does: with ``c``, ``get_config`` and
+    ``load_subconfig`` at hand. Raises ConfigError."""
+    loader = PyFileConfigLoader(path.name, path=str(path.resolve().parent))
+    try:
+        return loader.load_config()
+    except ConfigFileNotFound:
+        raise ConfigError(f"There is no configuration file {path}. Name it with -f.") from None
+    except (Exception, SystemExit) as error:
+        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        line = _line(error.__traceback__, path)
+        raise ConfigError(
+            f"The configuration file {path}{line} does not load: {why}. "
+            "The hub would stop here too."
+        ) from error
+
+
+def _check_url(url: str) -> None:
+    try:
+        sa.make_url(url)
+    except (sa.exc.ArgumentError, ValueError):
+        what = (
+            "the database URL cannot be read; write it like sqlite:////srv/hub.sqlite or "
+            "postgresql://USER:PASSWORD@HOST/NAME, with special characters of the password as %XX"
+        )
+        raise ConfigError(what=what) from None
+
+
+def sqlite_path(url: str) -> Path | None:
+    """The absolute path of the file that an SQLite URL names; None for anything else."""
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() != "sqlite" or not parsed.database:
+        return None
+    return Path(parsed.database).resolve()
+
+
+def shown_url(url: str) -> str:
+    """A database URL as it may be shown: without its password."""
+    return redact(url, passwords(url))
+
+
+def passwords(*texts: str) -> tuple[str, ...]:
+    """The passwords in URLs, also in one that cannot be parsed."""
+    found = [match for text in texts for match in _PASSWORD.findall(text)]
+    for text in texts:
+        try:
+            found.append(str(sa.make_url(text).password or ""))  # without its %-escapes
+        except (sa.exc.ArgumentError, ValueError):
+            continue
+    return tuple(sorted({p for p in found if p}, key=len, reverse=True))
+
+
+def redact(text: str, secrets: tuple[str, ...]) -> str:
+    """The text with every secret blotted out."""
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text
+
+
+def _line(trace: TracebackType | None, path: Path) -> str:
+    lines = [f.lineno for f in traceback.extract_tb(trace) if Path(f.filename).name == path.name]
+    return f", line {lines[-1]}," if lines else ""

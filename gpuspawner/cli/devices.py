@@ -1,0 +1,96 @@
+"""``gpuspawner devices``: every device, what it is doing and for whom."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from ..broker import DeviceView, Overview
+from ..broker.broker import utcnow
+from ..broker.view import count_models, device_views
+from ..devices import open_source
+from ..ledger.pricing import RateCard
+from ..model import Lease
+from ..pool import format_memory
+from .config import Settings
+from .output import count, exact, note, show, table
+
+
+def devices(arguments: argparse.Namespace, settings: Settings) -> int:
+    """List the devices."""
+    if (missing := settings.missing_database()) is None:
+        broker = settings.open_broker()
+        overview, leases = broker.overview(), broker.open_leases()
+    else:
+        note(f"There is no database at {missing} yet: what is leased is not known.")
+        overview, leases = _without_database(settings), []
+    holders = {lease.id: lease for lease in leases}
+    show(arguments.json, _plain(overview, holders), _text(overview, holders))
+    return 1 if overview.error else 0
+
+
+def _without_database(settings: Settings) -> Overview:
+    inventory = open_source(settings.broker.device_source).observe(utcnow())
+    views = device_views(inventory.devices, {})
+    return Overview(
+        devices=views,
+        models=count_models(views, RateCard.from_config(settings.broker.gpu_rates)),
+        source=inventory.source,
+        error=inventory.error,
+        driver_version=inventory.driver_version,
+        cuda_version=inventory.cuda_version,
+    )
+
+
+def _text(overview: Overview, leases: dict[str, Lease]) -> str:
+    lines = []
+    if overview.devices:
+        headers = ("INDEX", "MODEL", "MEMORY", "STATE", "UUID", "DETAIL")
+        rows = [
+            (
+                str(view.device.index),
+                view.device.model,
+                format_memory(view.device.memory_bytes),
+                view.state,
+                view.device.uuid,
+                _detail(view, leases),
+            )
+            for view in overview.devices
+        ]
+        lines += [table(headers, rows, right=("INDEX", "MEMORY")), ""]
+    if overview.error:
+        lines.append(f"The devices cannot be seen: {overview.error}")
+    free = f"{overview.free} of {count(overview.total, 'device')} free"
+    seen_by = "NVML" if overview.source == "nvml" else overview.source
+    lines.append(f"{free} ({seen_by})" if overview.total else f"No devices ({seen_by})")
+    return "\n".join(lines)
+
+
+def _detail(view: DeviceView, leases: dict[str, Lease]) -> str:
+    lease = leases.get(view.lease_id or "")
+    return f"{lease.server}, {view.detail}" if lease else view.detail
+
+
+def _plain(overview: Overview, leases: dict[str, Lease]) -> dict[str, Any]:
+    return {
+        "source": overview.source,
+        "error": overview.error,
+        "driver_version": overview.driver_version,
+        "cuda_version": overview.cuda_version,
+        "total": overview.total,
+        "free": overview.free,
+        "devices": [_plain_device(view, leases) for view in overview.devices],
+        "models": [asdict(model) | {"rate": exact(model.rate)} for model in overview.models],
+    }
+
+
+def _plain_device(view: DeviceView, leases: dict[str, Lease]) -> dict[str, Any]:
+    lease = leases.get(view.lease_id or "")
+    device = asdict(view.device) | {"status": view.device.status.value}
+    return device | {
+        "state": view.state,
+        "detail": view.detail,
+        "lease": view.lease_id,
+        "member": lease.server.user if lease else None,
+    }

@@ -1,0 +1,91 @@
+"""The hub's settings as JupyterHub itself understands them. Importing JupyterHub is slow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import docker
+from docker.utils import kwargs_from_env
+from jupyterhub.app import JupyterHub
+from traitlets import TraitError
+from traitlets.config import Config
+
+from ..errors import ConfigError
+
+DEFAULT_HOST = "unix:///var/run/docker.sock"
+ENGINE_SECONDS = 20
+"""How long the engine may take to answer one question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """A hub that is configured and not started, and one of its spawners."""
+
+    app: Any
+    spawner: Any
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The names of the classes that the spawner is made from."""
+        return frozenset(cls.__name__ for cls in type(self.spawner).__mro__)
+
+    @property
+    def leases_gpus(self) -> bool:
+        return "GPUSpawnerMixin" in self.kinds
+
+    @property
+    def uses_docker(self) -> bool:
+        return "DockerSpawner" in self.kinds
+
+    @property
+    def api_url(self) -> str:
+        """The Hub's API as servers are told."""
+        path = self.app.hub.base_url + "api/"
+        own = getattr(self.spawner, "hub_connect_url", None)
+        if own:
+            return own.rstrip("/") + path
+        return str(self.app.hub.api_url).rstrip("/") + "/"
+
+    @property
+    def bind_address(self) -> tuple[str, int]:
+        """Where the Hub listens; an empty address is every one of this machine."""
+        return self.app.hub.ip, self.app.hub.port
+
+    @property
+    def engine_address(self) -> str:
+        """Where the Docker Engine is, for people."""
+        own = self.spawner.client_kwargs.get("base_url") if self.uses_docker else ""
+        return str(own or os.environ.get("DOCKER_HOST") or DEFAULT_HOST)
+
+    @property
+    def engine_is_local(self) -> bool:
+        """Whether the engine runs on this machine, as far as its address tells."""
+        return self.engine_address.startswith(("unix:", "/", "http+unix:"))
+
+    def connect(self) -> docker.APIClient:
+        """A client with the spawner's own settings."""
+        settings: dict[str, Any] = {"version": "auto", "timeout": ENGINE_SECONDS}
+        if self.uses_docker and self.spawner.tls_config:
+            settings["tls"] = docker.tls.TLSConfig(**self.spawner.tls_config)
+        settings.update(kwargs_from_env())
+        if self.uses_docker:
+            settings.update(self.spawner.client_kwargs)
+        return docker.APIClient(**settings)
+
+
+def open_hub(config: Config) -> Hub:
+    """Make the hub's objects without starting anything. Raises ConfigError."""
+    try:
+        app = JupyterHub(config=config, log_level="ERROR")
+        app.init_hub()
+        return Hub(app, app.spawner_class(config=config))
+    except (TraitError, ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(what=f"JupyterHub says: {error}") from error
+
+
+def engine_client(config: Config) -> Callable[[], docker.APIClient]:
+    """How to reach the Docker Engine of this configuration. Raises ConfigError."""
+    return open_hub(config).connect
