@@ -104,9 +104,14 @@ class GPUSpawnerBase(Spawner):
 
     # Options.
 
+    @property
+    def own_form_traits(self) -> tuple[str, ...]:
+        """Traits that, once configured, put the spawner's own form above ours."""
+        return ("options_form",)
+
     def takes_foreign_options(self) -> bool:
         """Whether the admin's own configuration reads options of its own."""
-        names = ("options_form", "options_from_form", "apply_user_options")
+        names = (*self.own_form_traits, "options_from_form", "apply_user_options")
         return any(self.is_configured(name) for name in names)
 
     def is_configured(self, trait: str) -> bool:
@@ -169,7 +174,7 @@ class GPUSpawnerBase(Spawner):
 
     def shows_own_form(self) -> bool:
         """Whether JupyterHub's or DockerSpawner's form goes above ours."""
-        return self.is_configured("options_form")
+        return any(self.is_configured(name) for name in self.own_form_traits)
 
     def render_form(
         self, catalog: Catalog, usual: Environment, overview: Overview, account: Account

@@ -96,6 +96,11 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     _changing: asyncio.Future[Any] | None = None
     _kept = Kept()
 
+    @property
+    def own_form_traits(self) -> tuple[str, ...]:
+        """A catalog says which images there are; without one, ``allowed_images`` does."""
+        return ("options_form",) if self.catalog else ("options_form", "allowed_images")
+
     # Docker, without one call blocking another.
 
     @property
@@ -306,9 +311,12 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     async def end_leftover(self) -> None:
         """The Hub believes it stopped and starts it anew: end it."""
-        await self.get_object()
-        if self.object_id:
-            await self.stop_object()
+        try:
+            await self.get_object()
+            if self.object_id:
+                await self.stop_object()
+        except (DockerException, requests.RequestException, OSError) as error:
+            raise EngineUnavailable() from error
 
     async def failure_detail(self) -> str:
         """How the container ended; its last words go to the hub's log, for the admin."""

@@ -145,8 +145,6 @@ class GPUSpawnerMixin(GPUSpawnerBase):
             return
         self.lease, self.lease_id = previous, previous.id
         self.log.warning("%s still has lease %s: settling it first", self._log_name, previous.id)
-        if not (await self.prove_gone()).gone:
-            await self.end_leftover()
         await self._release("left over from an earlier start")
         if self.lease is not None:
             raise ServerHasLease()
@@ -252,23 +250,24 @@ class GPUSpawnerMixin(GPUSpawnerBase):
     async def _release(self, reason: str) -> None:
         if self._acquiring is not None and not self._acquiring.done():
             await asyncio.wait([self._acquiring])
-        lease_id = self.lease_id or await self._open_lease_id()
-        if not lease_id:
+        if self.lease is None:
+            self.lease = await self.broker.run(self.broker.lease_of, self.server_ref)
+        if self.lease is None:
             return
-        self.lease_id = lease_id
+        self.lease_id = self.lease.id
         proof = await self.prove_gone()
+        if not proof.gone:
+            # The Hub has let go of it, so nobody can reach it any more: end it.
+            await self.end_leftover()
+            proof = await self.prove_gone()
         if not proof.gone:
             self.log.warning("%s is not proved gone: its lease stays", self._log_name)
             return
         ended = self.stopped_at or proof.ended_at or self.seen_alive_at
         await self.broker.run(
-            self.broker.release, lease_id, ended_at=ended, reason=proof.detail or reason
+            self.broker.release, self.lease_id, ended_at=ended, reason=proof.detail or reason
         )
         self.lease, self.lease_id, self.seen_alive_at = None, "", None
-
-    async def _open_lease_id(self) -> str:
-        lease = await self.broker.run(self.broker.lease_of, self.server_ref)
-        return lease.id if lease else ""
 
     # State and environment.
 
@@ -315,7 +314,8 @@ class GPUSpawnerMixin(GPUSpawnerBase):
             environment.default_url != "/lab" or not self.is_configured("default_url")
         ):
             self.default_url = environment.default_url
-        self.environment = {**self.environment, **environment.environment}
+        configured: dict[str, Any] = dict(self.environment)
+        self.environment = configured | dict(environment.environment)
         self.chosen = environment
         if environment.spawner_override:
             self._apply_overrides(dict(environment.spawner_override))

@@ -54,7 +54,10 @@ class Pulls:
             for say in self._listeners.get(image, []):
                 say(message)
 
-        return lambda message: loop.call_soon_threadsafe(to_all, message) and None
+        def tell(message: str) -> None:
+            loop.call_soon_threadsafe(to_all, message)
+
+        return tell
 
     def _pull(self, repository: str, tag: str, tell: Callable[[str], None]) -> None:
         client = self._connect()
