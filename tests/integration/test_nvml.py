@@ -232,6 +232,15 @@ def test_nvlinks_are_counted_and_outweigh_pcie(machine: Machine) -> None:
     assert found == {(0, 1): base.nvlinks(4), (0, 2): base.nvlinks(2), (2, 3): base.PIX}
 
 
+@pytest.mark.parametrize("mute", [0, 1])
+def test_a_link_that_only_one_side_tells_of_counts(machine: Machine, mute: int) -> None:
+    fleet = gpus(2)
+    fleet[0].nvlinks, fleet[1].nvlinks = [fleet[1].bus] * 3, [fleet[0].bus] * 3
+    fleet[mute].fails = {"nvmlDeviceGetNvLinkState": nvml.NOT_SUPPORTED}
+    machine.has(*fleet)
+    assert links(machine.look(), fleet) == {(0, 1): base.nvlinks(3)}
+
+
 def test_links_to_a_switch_join_everyone_on_it(machine: Machine) -> None:
     fleet = gpus(3)
     for gpu, count in zip(fleet, (12, 12, 6), strict=True):

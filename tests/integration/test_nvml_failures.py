@@ -148,6 +148,11 @@ def test_while_a_device_is_unknown_nvml_is_opened_anew_each_minute(machine: Mach
     machine.has(sick, fleet[1], fails=cannot_open)
     assert machine.look(timedelta(seconds=59))["error"] == ""
     assert "not loaded" in machine.look()["error"]
+    assert nvml.times_open(machine.fleet) == 0
+    machine.has(sick, fleet[1])
+    for _ in range(3):
+        machine.look(timedelta(hours=1))
+        assert nvml.times_open(machine.fleet) == 1
 
 
 def test_a_failing_instance_hides_no_other(machine: Machine) -> None:
@@ -294,7 +299,9 @@ def test_a_version_that_cannot_be_read_hides_nothing(machine: Machine) -> None:
 def test_closing_lets_go_and_the_next_look_opens_again(machine: Machine) -> None:
     machine.has(*gpus(1))
     machine.look()
+    assert nvml.times_open(machine.fleet) == 1
     machine.tell("close")
+    assert nvml.times_open(machine.fleet) == 0
     machine.has(*gpus(1), fails={"nvmlInitWithFlags": nvml.DRIVER_NOT_LOADED})
     assert "not loaded" in machine.look()["error"]
     machine.has(*gpus(1))

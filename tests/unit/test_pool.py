@@ -174,6 +174,19 @@ def test_of_equal_sums_the_better_worst_pair_wins() -> None:
     assert indices(chosen) == [3, 4, 5]
 
 
+@pytest.mark.parametrize("models", [("A", "B"), ("B", "A"), ("A", "A")])
+def test_models_of_equal_memory_compete_by_connection(models: tuple[str, str]) -> None:
+    devices = fleet((3, models[0], 80), (3, models[1], 80))
+    three = Request(devices=3)
+    weak = {(0, 1): 100, (0, 2): 100}
+    strong = {(3, 4): 100, (3, 5): 100, (4, 5): 50}
+    assert indices(pool.choose(three, devices, (), links_of(weak | strong))) == [3, 4, 5]
+    uneven = {(0, 1): 200, (0, 2): 40, (1, 2): 10}
+    assert indices(pool.choose(three, devices, (), links_of(uneven | strong))) == [3, 4, 5]
+    assert indices(pool.choose(three, devices, (), links_of({(0, 1): 900} | strong))) == [0, 1, 2]
+    assert indices(pool.choose(three, devices, (), {})) == [0, 1, 2]
+
+
 def test_one_lease_never_mixes_models() -> None:
     devices = fleet((1, "T4", 16), (2, "L4", 24), (2, "A100-40GB", 40))
     assert indices(pool.choose(Request(devices=2), devices, (), {})) == [1, 2]

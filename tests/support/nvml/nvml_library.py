@@ -140,6 +140,11 @@ def write_fleet(
     new.replace(path)
 
 
+def times_open(path: Path) -> int:
+    """How often the program that sees this fleet has NVML open."""
+    return int(path.with_name(f"{path.name}.opened").read_text())
+
+
 def environment(library: Path, fleet: Path) -> dict[str, str]:
     """What to set for a program that is to see the fleet (over ``os.environ``)."""
     found = os.environ.get("LD_LIBRARY_PATH")

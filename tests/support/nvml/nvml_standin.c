@@ -14,6 +14,8 @@
  *   bus 00000000:3B:00.0        mode NUMBER            migmode 0|1 (absent: not supported)
  *   compute PID BYTES           graphics PID BYTES     (BYTES -1: not available)
  *   nvlink LINK BUS|switch
+ *
+ * How often NVML is open is written to the file's name with ".opened" added.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -183,18 +185,30 @@ static nvmlReturn_t begin_for(const char *function, nvmlDevice_t handle, device 
     if (answer) return end(answer)
 #define WHOLE_GPU_ONLY(handle) if (part_of(handle) >= 0) return end(NOT_SUPPORTED)
 
+static void count_open(int change) {
+    const char *path = getenv("GPUSPAWNER_STANDIN_NVML");
+    char name[4096];
+    FILE *file;
+    opened += change;
+    if (!path) return;
+    snprintf(name, sizeof name, "%s.opened", path);
+    if (!(file = fopen(name, "w"))) return;
+    fprintf(file, "%d\n", opened);
+    fclose(file);
+}
+
 nvmlReturn_t nvmlInitWithFlags(unsigned int flags) {
     nvmlReturn_t answer;
     (void)flags;
     pthread_mutex_lock(&lock);
     answer = read_fleet() ? ruled("nvmlInitWithFlags", DRIVER, DRIVER) : DRIVER_NOT_LOADED;
-    if (!answer) opened++;
+    if (!answer) count_open(1);
     return end(answer);
 }
 nvmlReturn_t nvmlShutdown(void) {
     pthread_mutex_lock(&lock);
     if (!opened) return end(UNINITIALIZED);
-    opened--;
+    count_open(-1);
     return end(SUCCESS);
 }
 const char *nvmlErrorString(nvmlReturn_t code) {
