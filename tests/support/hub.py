@@ -137,9 +137,7 @@ class HubProcess:
             processes.end_process(self._proxy.pid)
             self._proxy.wait()
             self._proxy = None
-        for process in list(self.children_left()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        processes.kill_all(self.children_left())
 
     def kill9(self, *, services: bool = False) -> None:
         """Kill the hub's process on the spot, and nothing else.
@@ -154,9 +152,7 @@ class HubProcess:
         self._hub.kill()
         self._hub.wait()
         self._hub = None
-        for process in managed:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        processes.kill_all(managed)
 
     def restart(self, timeout: float = 60.0) -> None:
         """Stop the hub if it runs, and start it again on the same ports and database.

@@ -14,7 +14,7 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -224,10 +224,10 @@ def _proxies() -> dict[str, str]:
     return {n: os.environ[n] for n in names if os.environ.get(n)}
 
 
-def _follow(tag: str, lines: object) -> None:
+def _follow(tag: str, lines: Iterable[Mapping[str, str]]) -> None:
     """Read the build to its end; its last lines go into the error when it failed."""
     seen: list[str] = []
-    for line in lines:  # type: ignore[attr-defined]  # docker-py returns an untyped generator
+    for line in lines:
         seen.append(line.get("stream", "") or line.get("error", ""))
         if "error" in line:
             raise RuntimeError(f"building {tag} failed:\n{''.join(seen)[-4000:]}")

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import psutil
 
@@ -47,7 +47,7 @@ def as_root(argv: Sequence[str]) -> list[str]:
     return list(argv) if os.geteuid() == 0 else ["sudo", "-n", *argv]
 
 
-def run(argv: Sequence[str | Path], **kwargs: object) -> str:
+def run(argv: Sequence[str | Path], **kwargs: Any) -> str:
     """Run to the end and return what it printed; a failure raises with that text in it."""
     done = subprocess.run(
         [str(a) for a in argv],
@@ -56,11 +56,11 @@ def run(argv: Sequence[str | Path], **kwargs: object) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        **kwargs,  # type: ignore[call-overload]  # passed through to subprocess
+        **kwargs,
     )
     if done.returncode != 0:
         raise RuntimeError(f"{argv[0]} ended with {done.returncode}:\n{done.stdout[-4000:]}")
-    return str(done.stdout)
+    return done.stdout
 
 
 def die_with_us(argv: Sequence[str]) -> list[str]:
@@ -123,6 +123,15 @@ def end_process(pid: int, *, timeout: float = 20.0) -> None:
     except TimeoutError:
         signal_pid(pid, signal.SIGKILL)
         wait_for(lambda: not alive(pid), f"killed process {pid} to end", timeout=10)
+
+
+def kill_all(doomed: Iterable[psutil.Process]) -> None:
+    """SIGKILL, and wait until each has really ended."""
+    doomed = list(doomed)
+    for process in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_for(lambda: not any(alive(p.pid) for p in doomed), "killed processes to end")
 
 
 def with_descendants(pids: Iterable[int]) -> Iterator[int]:
