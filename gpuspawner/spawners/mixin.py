@@ -314,8 +314,8 @@ class GPUSpawnerMixin(GPUSpawnerBase):
             environment.default_url != "/lab" or not self.is_configured("default_url")
         ):
             self.default_url = environment.default_url
-        configured: dict[str, Any] = dict(self.environment)
-        self.environment = configured | dict(environment.environment)
+        configured: dict[str, Any] = getattr(self, "environment")  # noqa: B009
+        self.set_trait("environment", {**configured, **environment.environment})
         self.chosen = environment
         if environment.spawner_override:
             self._apply_overrides(dict(environment.spawner_override))
