@@ -56,6 +56,8 @@ def add_services(
     a free port of this machine. Servers without activity for ``cull_idle_after`` seconds are
     stopped. Call it after the ``c.Broker`` and ``c.Accounting`` settings, and once.
     """
+    if cull_idle_after is not None and cull_idle_after <= 0:
+        raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
     _add_service(
         c,
         {
@@ -69,8 +71,6 @@ def add_services(
     )
     _let_members_in(c, f"access:services!service={name}")
     if cull_idle_after is not None:
-        if cull_idle_after <= 0:
-            raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
         culler = [sys.executable, "-m", "jupyterhub_idle_culler", f"--timeout={cull_idle_after}"]
         _add_service(c, {"name": CULLER, "command": culler}, CULLER_SCOPES)
 

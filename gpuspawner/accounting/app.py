@@ -107,7 +107,7 @@ class Accounting(Application):
         for name in ("tornado.access", "tornado.application", "tornado.general"):
             logger = logging.getLogger(name)
             logger.parent = self.log
-            logger.setLevel(max(self.log_level, logging.WARNING))  # every sign-in is no news
+            logger.setLevel(max(self.log.level, logging.WARNING))  # every sign-in is no news
         if unknown := set(self.engines) - set(ENGINES):
             what = f"c.Accounting.engines names {sorted(unknown)}; there are {sorted(ENGINES)}"
             raise ConfigError(what=what)

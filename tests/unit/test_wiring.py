@@ -1,0 +1,259 @@
+"""Real here: traitlets configuration objects, as an admin's jupyterhub_config.py fills them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from traitlets.config import Config
+from traitlets.config.loader import LazyConfigValue
+
+import gpuspawner
+from gpuspawner.errors import ConfigError
+from gpuspawner.wiring import ACCOUNTING_SCOPES, CULLER_SCOPES, add_services
+
+USER_SCOPE = "access:services!service=gpu"
+
+
+def value_of(c: Config, setting: str) -> Any:
+    """What JupyterHub will see of a list setting."""
+    value = c.JupyterHub[setting]
+    return value.get_value([]) if isinstance(value, LazyConfigValue) else value
+
+
+def service_of(c: Config, name: str = "gpu") -> dict[str, Any]:
+    (found,) = [s for s in value_of(c, "services") if s["name"] == name]
+    return dict(found)
+
+
+def role_of(c: Config, name: str) -> dict[str, Any]:
+    (found,) = [r for r in value_of(c, "load_roles") if r["name"] == name]
+    return dict(found)
+
+
+def told(c: Config) -> dict[str, Any]:
+    """The settings that reach the service."""
+    return dict(json.loads(service_of(c)["environment"]["GPUSPAWNER_CONFIG"]))
+
+
+def test_an_empty_configuration_gets_service_role_and_access() -> None:
+    c = Config()
+    gpuspawner.add_services(c)
+
+    service = service_of(c)
+    assert service["command"] == [sys.executable, "-m", "gpuspawner.accounting"]
+    assert service["url"] == "http://127.0.0.1:10190"
+    assert service["oauth_no_confirm"] is True
+    role = role_of(c, "service-gpu")
+    assert role["services"] == ["gpu"]
+    assert role["scopes"] == list(ACCOUNTING_SCOPES)
+    assert set(ACCOUNTING_SCOPES) == {"list:users", "read:servers", "delete:servers"}
+    assert role_of(c, "user")["scopes"] == ["self", USER_SCOPE]
+    assert len(value_of(c, "services")) == 1
+
+
+@pytest.mark.parametrize("how", ["list", "append", "extend", "insert", "prepend", "tuple"])
+def test_services_and_roles_of_the_admin_stay(how: str) -> None:
+    c = Config()
+    for setting, entry in (
+        ("services", {"name": "theirs", "url": "http://127.0.0.1:1"}),
+        ("load_roles", {"name": "theirs", "scopes": ["list:users"], "services": ["theirs"]}),
+    ):
+        match how:
+            case "list":
+                c.JupyterHub[setting] = [entry]
+            case "tuple":
+                c.JupyterHub[setting] = (entry,)
+            case "append":
+                c.JupyterHub[setting].append(entry)
+            case "extend":
+                c.JupyterHub[setting].extend([entry])
+            case "prepend":
+                c.JupyterHub[setting].prepend([entry])
+            case _:
+                c.JupyterHub[setting].insert(0, entry)
+    add_services(c)
+    c.JupyterHub.services.append({"name": "later"})
+
+    assert {s["name"] for s in value_of(c, "services")} == {"theirs", "gpu", "later"}
+    assert {r["name"] for r in value_of(c, "load_roles")} == {"theirs", "service-gpu", "user"}
+    assert role_of(c, "theirs")["scopes"] == ["list:users"]
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_user_role_of_the_admin_is_extended(lazy: bool) -> None:
+    c = Config()
+    theirs = {"name": "user", "description": "Us", "scopes": ["self", "access:services"]}
+    if lazy:
+        c.JupyterHub.load_roles.append(theirs)
+    else:
+        c.JupyterHub.load_roles = [theirs]
+    add_services(c)
+
+    role = role_of(c, "user")
+    assert role["scopes"] == ["self", "access:services", USER_SCOPE]
+    assert role["description"] == "Us"
+
+
+def test_a_user_role_without_scopes_keeps_jupyterhubs_own() -> None:
+    c = Config()
+    c.JupyterHub.load_roles = [{"name": "user", "description": "Us"}]
+    add_services(c)
+    assert role_of(c, "user")["scopes"] == ["self", USER_SCOPE]
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_extra_user_scopes_go_on_counting(lazy: bool) -> None:
+    """JupyterHub ignores them as soon as there is a role named user."""
+    c = Config()
+    if lazy:
+        c.JupyterHub.extra_user_scopes.update({"shares!user"})
+    else:
+        c.JupyterHub.extra_user_scopes = {"shares!user"}
+    add_services(c)
+
+    extra = c.JupyterHub.extra_user_scopes
+    extra = extra.get_value(set()) if lazy else extra
+    assert extra == {"shares!user", USER_SCOPE}
+    assert "user" not in {r["name"] for r in value_of(c, "load_roles")}
+
+
+def test_the_database_url_reaches_the_service_by_environment_alone() -> None:
+    c = Config()
+    c.Broker.database_url = "postgresql://gpu:s3cret@db.example/gpu"
+    c.Broker.grace_seconds = 7
+    add_services(c)
+
+    service = service_of(c)
+    assert service["environment"]["GPUSPAWNER_DATABASE_URL"] == c.Broker.database_url
+    assert "s3cret" not in " ".join(service["command"])
+    assert told(c)["Broker"] == {"grace_seconds": 7}
+    assert c.Broker.database_url == "postgresql://gpu:s3cret@db.example/gpu"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("sqlite:///gpu.sqlite", "sqlite:///{here}/gpu.sqlite"),
+        ("sqlite:///sub/gpu.sqlite?timeout=5", "sqlite:///{here}/sub/gpu.sqlite?timeout=5"),
+        ("sqlite:////srv/gpu.sqlite", "sqlite:////srv/gpu.sqlite"),
+        ("no url at all", "no url at all"),
+    ],
+)
+def test_a_relative_file_is_the_hubs(
+    given: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    c = Config()
+    c.Broker.database_url = given
+    add_services(c)
+    found = service_of(c)["environment"]["GPUSPAWNER_DATABASE_URL"]
+    assert found == meant.format(here=tmp_path)
+
+
+def test_the_default_database_is_the_hubs_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GPUSPAWNER_DATABASE_URL", raising=False)
+    c = Config()
+    add_services(c)
+    found = service_of(c)["environment"]["GPUSPAWNER_DATABASE_URL"]
+    assert found == f"sqlite:///{tmp_path}/gpuspawner.sqlite"
+
+    monkeypatch.setenv("GPUSPAWNER_DATABASE_URL", "postgresql:///gpu")
+    c = Config()
+    add_services(c)
+    assert service_of(c)["environment"]["GPUSPAWNER_DATABASE_URL"] == "postgresql:///gpu"
+
+
+def test_settings_of_every_plain_kind_reach_the_service() -> None:
+    c = Config()
+    c.Broker.gpu_rates.update({"A100": 4})
+    c.Broker.opening_grant = "12.5"
+    c.Broker.device_source = Path("nvml")
+    c.Accounting.charge_seconds = 5
+    c.Accounting.engines = {"docker"}
+    add_services(c)
+
+    assert told(c) == {
+        "Broker": {
+            "gpu_rates": {"*": 1, "A100": 4},
+            "opening_grant": "12.5",
+            "device_source": "nvml",
+        },
+        "Accounting": {"charge_seconds": 5, "engines": ["docker"]},
+    }
+    c.Broker.gpu_rates.update({"T4": 2})
+    assert c.Broker.gpu_rates.get_value({"*": 1}) == {"*": 1, "A100": 4, "T4": 2}
+
+
+def test_a_setting_that_cannot_be_handed_on_is_named() -> None:
+    c = Config()
+    c.Broker.credits_help = lambda: "ask me"
+    with pytest.raises(ConfigError, match=r"c\.Broker\.credits_help"):
+        add_services(c)
+
+    c = Config()
+    c.Accounting.warn_minutes.append(5)
+    with pytest.raises(ConfigError, match=r"c\.Accounting\.warn_minutes = "):
+        add_services(c)
+
+
+def test_what_docker_and_postgresql_need_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:2376")
+    monkeypatch.setenv("DOCKER_TLS_VERIFY", "1")
+    monkeypatch.setenv("DOCKER_CERT_PATH", "/etc/docker/client")
+    monkeypatch.setenv("PGPASSFILE", "/etc/gpu.pgpass")
+    monkeypatch.setenv("CONFIGPROXY_AUTH_TOKEN", "not yours")
+    c = Config()
+    add_services(c)
+
+    environment = service_of(c)["environment"]
+    assert environment["DOCKER_HOST"] == "tcp://127.0.0.1:2376"
+    assert environment["DOCKER_TLS_VERIFY"] == "1"
+    assert environment["DOCKER_CERT_PATH"] == "/etc/docker/client"
+    assert environment["PGPASSFILE"] == "/etc/gpu.pgpass"
+    assert environment["GPUSPAWNER_HUB_PID"] == str(os.getpid())
+    assert "CONFIGPROXY_AUTH_TOKEN" not in environment
+    assert all(isinstance(value, str) for value in environment.values())
+
+
+def test_the_idle_culler_comes_when_asked() -> None:
+    c = Config()
+    add_services(c, cull_idle_after=3600)
+    assert service_of(c, "idle-culler")["command"] == [
+        *(sys.executable, "-m", "jupyterhub_idle_culler", "--timeout=3600")
+    ]
+    role = role_of(c, "service-idle-culler")
+    assert role["scopes"] == list(CULLER_SCOPES)
+    assert role["services"] == ["idle-culler"]
+
+
+def test_mistakes_are_sentences() -> None:
+    c = Config()
+    with pytest.raises(ConfigError, match="cull_idle_after is 0"):
+        add_services(c, cull_idle_after=0)
+    c = Config()
+    add_services(c)
+    with pytest.raises(ConfigError, match="two services named 'gpu'"):
+        add_services(c)
+    add_services(c, name="gpu2", url="http://127.0.0.1:10191")
+    assert USER_SCOPE in role_of(c, "user")["scopes"]
+    assert "access:services!service=gpu2" in role_of(c, "user")["scopes"]
+
+
+def test_the_package_itself_is_cheap_to_import() -> None:
+    code = (
+        "import sys, gpuspawner; print(gpuspawner.__version__); "
+        "print(sorted({'sqlalchemy', 'tornado', 'traitlets', 'docker'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == [gpuspawner.__version__, "[]"]
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = gpuspawner.no_such_name  # type: ignore[attr-defined]  # that it is absent is the test
