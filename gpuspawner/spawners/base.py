@@ -222,4 +222,6 @@ def _lasts(available: int, rate: int) -> str:
 
 def spawn_exception(error: GPUSpawnerError) -> SpawnException:
     """A domain error as JupyterHub shows it: a sentence, never a traceback."""
-    return SpawnException(error.message, reason=error.reason, status_code=error.status_code)
+    refusal = SpawnException(error.message, reason=error.reason, status_code=error.status_code)
+    refusal.jupyterhub_message = error.message  # else pages show the exception's own text
+    return refusal

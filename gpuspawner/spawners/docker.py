@@ -199,15 +199,15 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             return await super().start()
         except ImageNotFound as error:
             cause = f"the image {self.image} is not on this machine"
-            raise self._failed(cause, error) from error
+            raise self._did_not_start(cause, error) from error
         except (APIError, DockerException) as error:
             cause = _explanation(error)
-            raise self._failed(cause, error) from error
+            raise self._did_not_start(cause, error) from error
         except (requests.RequestException, OSError) as error:
             self.log.error("The Docker Engine does not answer: %s", error)
             raise spawn_exception(EngineUnavailable()) from error
 
-    def _failed(self, cause: str, error: Exception) -> Exception:
+    def _did_not_start(self, cause: str, error: Exception) -> Exception:
         self.log.error("%s did not start: %s", self._log_name, error)
         return spawn_exception(StartFailed(cause=cause))
 
