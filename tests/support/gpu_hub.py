@@ -1,0 +1,201 @@
+"""A real hub whose members get simulated devices in real containers, and what its store holds."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import requests
+import sqlalchemy as sa
+
+from gpuspawner.devices.simulated import SimulatedDevices
+from gpuspawner.engines.base import LABEL_LEASE
+from gpuspawner.model import Lease, LeaseState, Place, member_account
+from gpuspawner.store import leases as lease_rows
+from gpuspawner.store import schema
+from tests.support import images
+from tests.support.engine import PrivateEngine
+from tests.support.hub import NAVIGATION, HubProcess
+
+CATALOG = f"""
+environments:
+  - slug: instant
+    display_name: Instant
+    description: A server that answers at once.
+    image: {images.INSTANT}
+    default: true
+    devices: {{default: 1, max: 8}}
+  - slug: cpu
+    display_name: Without a GPU
+    image: {images.INSTANT}
+    devices: {{max: 0}}
+"""
+"""What members choose from unless a test says otherwise; both answer in a moment."""
+
+CONFIG = """
+c.JupyterHub.spawner_class = "gpuspawner.spawners.docker.GPUDockerSpawner"
+c.JupyterHub.allow_named_servers = True
+c.Broker.database_url = {database_url!r}
+c.Broker.device_source = "simulated:{fleet}"
+c.GPUDockerSpawner.gpu_injection = "device_requests"
+c.GPUDockerSpawner.catalog = {catalog!r}
+c.DockerSpawner.remove = True
+c.DockerSpawner.use_internal_ip = True
+"""
+
+RECORDS = (
+    schema.leases,
+    schema.lease_places,
+    schema.accounts,
+    schema.transfers,
+    schema.postings,
+    schema.tickets,
+)
+"""The tables that a refusal must leave as they are."""
+
+
+class GPUHub(HubProcess):
+    """``with GPUHub(folder, engine, "c....", fleet="2xT4") as hub``.
+
+    The fleet is simulated, and the engine's stand-in hook has the same devices: what a
+    container sees of them went through real device requests.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: PrivateEngine,
+        config: str = "",
+        *,
+        fleet: str = "2xA100-80GB",
+        catalog: str = CATALOG,
+        database_url: str = "",
+        docker_host: str = "",
+        environment: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "catalog.yaml").write_text(catalog, encoding="utf-8")
+        self.engine = engine
+        self.database_url = database_url or f"sqlite:///{folder}/gpuspawner.sqlite"
+        self.devices = simulated_uuids(fleet)
+        ours = CONFIG.format(
+            database_url=self.database_url, fleet=fleet, catalog=str(folder / "catalog.yaml")
+        )
+        super().__init__(
+            folder,
+            ours + config,
+            hub_ip=engine.gateway,
+            environment={"DOCKER_HOST": docker_host or engine.url, **(environment or {})},
+            **kwargs,
+        )
+        self._database = sa.create_engine(self.database_url, poolclass=sa.NullPool)
+        self._sessions: dict[str, requests.Session] = {}
+
+    def start(self, timeout: float = 60.0) -> None:
+        """As a hub starts, after the engine heard which devices there are."""
+        self.engine.set_devices(self.devices)
+        super().start(timeout)
+
+    # What the store holds.
+
+    def leases(self, user: str = "") -> list[Lease]:
+        """All leases, or a member's; newest first."""
+        account = member_account(user) if user else None
+        with self._database.connect() as connection:
+            return lease_rows.of_account(connection, account, limit=1000)
+
+    def open_leases(self, user: str = "") -> list[Lease]:
+        """Those that have not ended."""
+        return [lease for lease in self.leases(user) if lease.state is not LeaseState.ENDED]
+
+    def taken(self) -> dict[Place, str]:
+        """The places under open leases, with the lease's id."""
+        with self._database.connect() as connection:
+            return lease_rows.taken(connection)
+
+    def balance(self, user: str) -> int:
+        """Microcredits on a member's account; the sum of its postings must say the same."""
+        name = member_account(user)
+        with self._database.connect() as connection:
+            kept = connection.execute(
+                sa.select(schema.accounts.c.balance).where(schema.accounts.c.name == name)
+            ).scalar_one()
+            query = sa.select(sa.func.sum(schema.postings.c.amount))
+            posted = connection.execute(query.where(schema.postings.c.account == name)).scalar()
+        assert kept == (posted or 0), f"{name} has {kept}, and its postings say {posted}"
+        return int(kept)
+
+    def records(self) -> dict[str, list[Any]]:
+        """Every row of leases and credits: two of these are equal when nothing changed."""
+        with self._database.connect() as connection:
+            return {
+                table.name: sorted(map(repr, connection.execute(sa.select(table))))
+                for table in RECORDS
+            }
+
+    # What runs, and what members see.
+
+    def containers(self) -> list[dict[str, Any]]:
+        """Every container that carries a lease's id, also those that have exited."""
+        found: list[dict[str, Any]] = self.engine.client.containers(
+            all=True, filters={"label": LABEL_LEASE}
+        )
+        return found
+
+    def environment_of(self, user: str, server: str = "") -> dict[str, str]:
+        """The variables inside a server of the image ``instant``."""
+        lines = self.get(user, "env", server).text.splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
+
+    def device_nodes(self, user: str, server: str = "") -> list[str]:
+        """The NVIDIA devices inside a server of the image ``instant``."""
+        return self.get(user, "devices", server).text.split()
+
+    def browser_of(self, user: str) -> requests.Session:
+        """The session of a member who signed in by the form; one for each member."""
+        if user not in self._sessions:
+            self._sessions[user] = self.login(user)
+        return self._sessions[user]
+
+    def send_form(self, user: str, fields: Mapping[str, Any]) -> requests.Response:
+        """Open the spawn form as this member and send it with these fields."""
+        return self.post_form(self.browser_of(user), "/hub/spawn", fields)
+
+    def open_page(self, user: str, path: str, **query: Any) -> requests.Response:
+        """Go to a page as this member, as by a link."""
+        url = f"{self.url}/{path.lstrip('/')}"
+        return self.browser_of(user).get(url, params=query, headers=NAVIGATION, timeout=60)
+
+
+def simulated_uuids(fleet: str) -> list[str]:
+    """The UUIDs of a simulated fleet, by index."""
+    seen = SimulatedDevices(fleet).observe(datetime.now(timezone.utc))
+    return [device.uuid for device in seen.devices]
+
+
+def message_of(answer: requests.Response) -> str:
+    """The sentence of a refused REST call."""
+    return str(answer.json()["message"])
+
+
+def error_on(page: str) -> str:
+    """The sentence in the red box of the form; empty when there is no box."""
+    found = re.search(r'class="spawn-error-msg[^"]*">\s*(.*?)\s*</p>', page, re.DOTALL)
+    return text_of(found[1]) if found else ""
+
+
+def text_of(page: str) -> str:
+    """The words of a page, without its tags and scripts, on one line."""
+    page = re.sub(r"<(script|style)\b.*?</\1>", " ", page, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
+
+
+def assert_in_words(text: str) -> None:
+    """No page and no answer shows a member what only a developer can read."""
+    for trace in ("Traceback", "Exception", "Error(", ".py", "object at 0x"):
+        assert trace not in text, f"{trace!r} in: {text[:2000]}"
