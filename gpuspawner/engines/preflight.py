@@ -46,16 +46,16 @@ def check_engine(connect: Connect, where: str) -> tuple[Finding, docker.APIClien
     return Finding(name, Status.OK, text), client
 
 
-def check_image(client: docker.APIClient, image: str) -> Finding:
+def check_image(client: docker.APIClient, image: str, name: str = "image") -> Finding:
     """Whether the engine has the image, so that nobody's first start waits for a pull."""
     try:
         found = client.inspect_image(image)
     except ImageNotFound:
         text = f"The image {image} is not on this engine: the first start would wait for a pull."
-        return Finding("image", Status.FAIL, text, f"docker pull {image}")
+        return Finding(name, Status.FAIL, text, f"docker pull {image}")
     except (DockerException, requests.RequestException) as error:
-        return no_answer("image", error)
-    return Finding("image", Status.OK, f"{image} ({found['Size'] / 1e9:.1f} GB)")
+        return no_answer(name, error)
+    return Finding(name, Status.OK, f"{image} ({found['Size'] / 1e9:.1f} GB)")
 
 
 def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) -> Finding:
@@ -77,6 +77,8 @@ def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) 
             client.start(other)
             seen = _Seen.of(output_of(client, one))
             seen_without = _Seen.of(output_of(client, other))
+    except ImageNotFound:
+        return check_image(client, image, name)
     except (DockerException, requests.RequestException) as error:
         if lacks_shell(str(error)):
             text = f"The image {image} has no shell to look around with."
@@ -124,8 +126,9 @@ class _Seen:
 
 def _judge(seen: _Seen, uuid: str) -> str:
     """What is wrong with a container that was given one device; nothing when all is well."""
-    kind = uuid.partition("-")[0]  # a MIG instance is listed below the GPU that it is part of
-    named = {u for u in seen.uuids if u.startswith(kind)}
+    # A MIG instance is listed below the GPU that it is part of.
+    instance = uuid.startswith("MIG-")
+    named = {u for u in seen.uuids if u.startswith("MIG-") or not instance}
     if not seen.complete:
         return "the container ended before it had looked around"
     if seen.uuids and named != {uuid}:
