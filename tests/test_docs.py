@@ -1,0 +1,97 @@
+"""The README against the code: every setting, command, scope, field and variable is in it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from traitlets.config import Configurable
+
+from gpuspawner import wiring
+from gpuspawner.accounting.app import Accounting
+from gpuspawner.auth import MemberOAuthenticator
+from gpuspawner.broker import Broker
+from gpuspawner.cli.app import parser
+from gpuspawner.spawners import options
+from gpuspawner.spawners.docker import GPUDockerSpawner
+from gpuspawner.spawners.local import GPULocalSpawner
+
+REPO = Path(__file__).parents[1]
+README = (REPO / "README.md").read_text(encoding="utf-8")
+CLASSES = (Accounting, Broker, GPUDockerSpawner, GPULocalSpawner, MemberOAuthenticator)
+
+
+def own_traits(cls: type[Configurable]) -> list[tuple[str, object]]:
+    """The settings that we add to a class, and not those that it inherits from others."""
+    return [
+        (name, trait)
+        for name, trait in cls.class_traits(config=True).items()
+        if trait.this_class.__module__.startswith("gpuspawner")
+    ]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_setting_is_in_the_table_and_has_help_with_an_example(
+    cls: type[Configurable],
+) -> None:
+    for name, trait in own_traits(cls):
+        assert re.search(rf"`c\.\w+\.{name}`", README), f"{cls.__name__}.{name} is not in README"
+        text = getattr(trait, "help", "")
+        assert re.search(rf"c\.\w+\.{name}", text), f"{cls.__name__}.{name} shows no example"
+
+
+def test_every_setting_of_the_table_exists() -> None:
+    known = {name for cls in CLASSES for name, _ in own_traits(cls)}
+    named = set(re.findall(r"`c\.(?:\w+)\.(\w+)`", README))
+    assert named - known == set()
+
+
+def test_every_command_is_named() -> None:
+    listed = re.findall(r"^    (\w+)", parser().format_help(), flags=re.MULTILINE)
+    commands = [word for word in listed if word not in ("COMMAND",)]
+    assert len(commands) >= 6
+    for command in commands:
+        assert f"`gpuspawner {command}" in README
+
+
+def test_every_scope_is_named() -> None:
+    for scope in (*wiring.ACCOUNTING_SCOPES, *wiring.CULLER_SCOPES):
+        assert f"`{scope}`" in README
+
+
+def test_every_field_of_the_form_is_named() -> None:
+    for field in options.FIELDS:
+        assert f"| `{field}` |" in README
+
+
+def test_every_variable_of_a_server_is_named() -> None:
+    spawner = GPUDockerSpawner.__new__(GPUDockerSpawner)
+    spawner.lease = None
+    for name in spawner.with_lease_environment({}):
+        assert f"`{name}`" in README
+
+
+def test_every_target_of_the_makefile_is_named() -> None:
+    text = (REPO / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^(\w+):", text, flags=re.MULTILINE)) - {"parts"}
+    assert {"demo", "test"} <= targets
+    for target in targets:
+        assert re.search(rf"`(?:make )?{target}\b|make {target}\b", README), target
+
+
+def test_every_file_that_is_named_exists() -> None:
+    named = re.findall(r"`((?:hub_config|benchmarks|images)/[\w./-]+)`", README)
+    assert named
+    for path in [*named, *re.findall(r"\(`([a-z_/]+\.py)`", README)]:
+        assert (REPO / path).exists() or (REPO / "gpuspawner" / path).exists(), path
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.split():
+        with open(REPO / name, encoding="utf-8") as file:
+            assert sum(1 for _ in file) <= 400, name
