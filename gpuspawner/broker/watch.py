@@ -6,6 +6,8 @@ import threading
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
+import sqlalchemy as sa
+
 from ..devices.base import DeviceSource
 from ..model import Device, Inventory
 from ..store import Store, devices
@@ -42,7 +44,7 @@ class Watch:
                 return last
             inventory = self.source.observe(now)
             if self._known is None:
-                self._known = self.store.run(devices.load)
+                self._known = self.store.run(self._rows)
             seen = devices.as_seen(self._known, inventory)
             if self._must_save(seen, now):
                 self._save(inventory)
@@ -58,16 +60,19 @@ class Watch:
                 stale = replace(self._look.inventory, observed_at=_LONG_AGO)
                 self._look = replace(self._look, inventory=stale)
 
+    def _rows(self, connection: sa.Connection) -> tuple[Device, ...]:
+        return devices.load(connection, self.source.name)
+
     def _must_save(self, seen: tuple[Device, ...], now: datetime) -> bool:
         late = self._saved_at is None or now - self._saved_at >= SAVE_EVERY
         return late or seen != self._known
 
     def _save(self, inventory: Inventory) -> None:
         # Another process may have written what it saw: compare with the rows themselves.
-        known = self.store.run(devices.load)
+        known = self.store.run(self._rows)
         if devices.as_seen(known, inventory) != known:
             with self.store.write() as connection:
-                devices.save(connection, devices.load(connection), inventory)
+                devices.save(connection, self._rows(connection), inventory)
 
 
 _LONG_AGO = datetime.fromisoformat("1970-01-01T00:00:00+00:00")

@@ -14,34 +14,35 @@ from .schema import devices
 GONE = "not there any more"
 
 
-def load(connection: sa.Connection) -> tuple[Device, ...]:
-    """Every device ever seen, by index."""
-    rows = connection.execute(sa.select(devices).order_by(devices.c.index, devices.c.uuid))
+def load(connection: sa.Connection, source: str) -> tuple[Device, ...]:
+    """Every device that a source has ever shown, by index."""
+    query = sa.select(devices).where(devices.c.source == source)
+    rows = connection.execute(query.order_by(devices.c.index, devices.c.uuid))
     return tuple(_device(row) for row in rows.mappings())
 
 
-def source(connection: sa.Connection) -> tuple[str, Any]:
-    """The name of the source and the time of the newest look, or ``("", None)``."""
-    query = sa.select(devices.c.source, devices.c.observed_at)
-    row = connection.execute(query.order_by(devices.c.observed_at.desc()).limit(1)).first()
-    return (row[0], row[1]) if row else ("", None)
-
-
 def as_seen(known: tuple[Device, ...], inventory: Inventory) -> tuple[Device, ...]:
-    """The known devices brought up to date: one that was not seen is unknown, never free."""
+    """The known devices brought up to date: one that was not seen is unknown, never free.
+
+    Only a MIG instance may be gone for good: an admin takes them apart and makes new ones.
+    """
     seen = {device.uuid: device for device in inventory.devices}
     reason = inventory.error or GONE
     missing = (
         replace(device, status=DeviceStatus.UNKNOWN, reason=reason, processes=())
         for device in known
-        if device.uuid not in seen
+        if device.uuid not in seen and (inventory.error or device.parent_uuid is None)
     )
     merged = [*inventory.devices, *missing]
     return tuple(sorted(merged, key=lambda device: (device.index, device.uuid)))
 
 
 def save(connection: sa.Connection, known: tuple[Device, ...], inventory: Inventory) -> None:
-    """Write what changed between ``known`` and ``inventory``."""
+    """Write what changed between ``known`` and ``inventory``; forget what can be forgotten."""
+    kept = {device.uuid for device in as_seen(known, inventory)}
+    gone = [device.uuid for device in known if device.uuid not in kept]
+    other_source = devices.c.source != inventory.source
+    connection.execute(sa.delete(devices).where(other_source | devices.c.uuid.in_(gone)))
     before = {device.uuid: device for device in known}
     for device in as_seen(known, inventory):
         old = before.get(device.uuid)
