@@ -1,0 +1,117 @@
+"""Brokers with a clock that tests set, and everything that must always hold in their store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import sqlalchemy as sa
+
+from gpuspawner.broker import Broker
+from gpuspawner.devices.simulated import SimulatedDevices
+from gpuspawner.ledger.checks import Books, PostingRow, check_all
+from gpuspawner.ledger.entries import TransferKind
+from gpuspawner.model import Account, Lease, LeaseState, Request, ServerRef
+from gpuspawner.store import Store, leases
+from gpuspawner.store.schema import accounts, lease_places, postings, transfers
+
+T0 = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
+"""When simulated clocks begin."""
+
+
+class Clock:
+    """A broker's clock that stands still until the test moves it."""
+
+    def __init__(self, now: datetime = T0) -> None:
+        self.now = now
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def forward(self, **time: float) -> datetime:
+        """Move on by ``timedelta(**time)``, and say what time it is then."""
+        self.now += timedelta(**time)
+        return self.now
+
+
+def open_broker(url: str, clock: Clock | None = None, **settings: Any) -> Broker:
+    """A broker of four simulated A100s; ``settings`` are its traits. Close its store."""
+    settings.setdefault("device_source", "simulated:4xA100-80GB")
+    if clock is not None:
+        settings["clock"] = clock
+    return Broker(database_url=url, **settings)
+
+
+def fleet(broker: Broker) -> SimulatedDevices:
+    """The broker's devices, to fail, occupy and restore."""
+    source = broker.watch.source
+    assert isinstance(source, SimulatedDevices)
+    return source
+
+
+def acquire(broker: Broker, user: str, devices: int = 1, server: str = "", **wants: Any) -> Lease:
+    """A lease for a server of this member on the Docker Engine."""
+    request = Request(devices=devices, environment="pytorch", **wants)
+    return broker.acquire(ServerRef(user, server), request, engine="docker")
+
+
+def running(broker: Broker, user: str, devices: int = 1, server: str = "", **wants: Any) -> Lease:
+    """The same for a server that answered."""
+    lease = acquire(broker, user, devices, server, **wants)
+    return broker.confirm(lease.id, f"container-{lease.id}")
+
+
+def books(store: Store, failed: Collection[str] = ()) -> Books:
+    """The whole ledger and every lease in one view; ``failed``: leases whose start failed."""
+    with store.read() as connection:
+        every = leases.of_account(connection, None, limit=1_000_000)
+        rows = connection.execute(
+            sa.select(postings.c.transfer_id, postings.c.account, postings.c.amount)
+            .add_columns(transfers.c.key, transfers.c.kind, transfers.c.lease_id)
+            .join(transfers, transfers.c.id == postings.c.transfer_id)
+        ).mappings()
+        return Books(
+            postings=tuple(
+                PostingRow(**{**row, "kind": TransferKind(row["kind"])}) for row in rows
+            ),
+            accounts=tuple(
+                Account(name=name, balance=balance, held=leases.held(connection, name))
+                for name, balance in connection.execute(
+                    sa.select(accounts.c.name, accounts.c.balance)
+                ).all()
+            ),
+            leases=tuple(every),
+            failed=frozenset(failed),
+        )
+
+
+def problems(store: Store, failed: Collection[str] = ()) -> list[str]:
+    """What does not hold in the store; empty when all is well.
+
+    Beside the ledger's own checks: no transfer is half-written, no device is leased twice,
+    no server holds two leases, and a place is taken exactly as long as its lease is open.
+    """
+    seen = books(store, failed)
+    found = check_all(seen)
+    total = sum(account.balance for account in seen.accounts)
+    if total:
+        found.append(f"The balances of all accounts sum to {total}.")
+    open_leases = [lease for lease in seen.leases if lease.state is not LeaseState.ENDED]
+    found += _twice("The server", [lease.server for lease in open_leases])
+    found += _twice("The place", [(d.uuid, d.slot) for lease in open_leases for d in lease.devices])
+    with store.read() as connection:
+        whole = {row.transfer_id for row in seen.postings}
+        bare = set(connection.execute(sa.select(transfers.c.id)).scalars()) - whole
+        query = sa.select(lease_places.c.lease_id).where(lease_places.c.open).distinct()
+        taken_by = set(connection.execute(query).scalars())
+    found += [f"The transfer {name} has no postings." for name in bare]
+    expected = {lease.id for lease in open_leases if lease.devices}
+    found += [f"Lease {name} has ended and takes places." for name in taken_by - expected]
+    found += [f"Lease {name} is open and takes no place." for name in expected - taken_by]
+    return found
+
+
+def _twice(what: str, names: list[Any]) -> list[str]:
+    return [f"{what} {name} is leased {n} times." for name, n in Counter(names).items() if n > 1]

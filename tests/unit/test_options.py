@@ -1,0 +1,206 @@
+"""What a member may ask for. Real: everything, it is pure; every field is text from a stranger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuspawner.catalog import Catalog, DeviceLimits, Environment
+from gpuspawner.errors import GPUSpawnerError, InvalidRequest, Refused, TooMuchAsked
+from gpuspawner.model import Request
+from gpuspawner.spawners.options import FIELDS, Choice, parse, resolve
+
+GB = 10**9
+PYTORCH = Environment(
+    slug="pytorch",
+    display_name="PyTorch",
+    devices=DeviceLimits(default=1, max=4),
+    models=("A100", "H100"),
+    min_memory=40 * GB,
+)
+PLAIN = Environment(slug="plain", display_name="Plain Python", devices=DeviceLimits(0, 0))
+
+
+# Parsing.
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice"),
+    [
+        ({}, Choice()),
+        ({"environment": "pytorch", "gpus": 2}, Choice(environment="pytorch", gpus=2)),
+        (
+            {"environment": ["pytorch"], "gpus": ["2"], "gpu_model": ["A100"], "gpu_memory": "40"},
+            Choice(environment="pytorch", gpus=2, gpu_model="A100", gpu_memory=40),
+        ),
+        ({"gpus": "0"}, Choice(gpus=0)),
+        ({"gpus": [" 3 "]}, Choice(gpus=3)),
+        ({"gpus": [""], "gpu_model": [""], "environment": [""]}, Choice()),
+        ({"gpus": [], "gpu_model": None}, Choice()),
+        ({"environment": "  pytorch "}, Choice(environment="pytorch")),
+        ({"_xsrf": ["2|abc"], "gpus": ["1"]}, Choice(gpus=1)),
+    ],
+)
+def test_values_as_forms_links_and_rest_send_them(fields: Any, choice: Choice) -> None:
+    assert parse(fields) == choice
+
+
+def test_what_is_stored_is_what_was_said_and_reads_back_the_same() -> None:
+    choice = parse({"environment": ["pytorch"], "gpus": ["0"], "gpu_model": [""]})
+    assert choice.as_user_options() == {"environment": "pytorch", "gpus": 0}
+    assert parse(choice.as_user_options()) == choice
+
+
+SMUGGLED = [
+    {"image": "evil/image"},
+    {"devices": ["GPU-1234"]},
+    {"device_ids": "GPU-1234"},
+    {"NVIDIA_VISIBLE_DEVICES": "all"},
+    {"volumes": {"/": "/host"}},
+    {"mounts": ["/etc:/etc"]},
+    {"mem_limit": "1T"},
+    {"spawner_override": {"privileged": True}},
+    {"profile": "root"},
+    {"gpus ": 1},
+    {"GPUS": 1},
+]
+
+
+@pytest.mark.parametrize("fields", SMUGGLED)
+def test_nothing_else_can_be_smuggled_in(fields: dict[str, Any]) -> None:
+    (name,) = fields
+    with pytest.raises(InvalidRequest) as caught:
+        parse({"gpus": 1, **fields})
+    assert repr(name) in caught.value.message
+    assert "environment, gpus, gpu_model, gpu_memory" in caught.value.message
+    assert caught.value.fields["field"] == name
+
+
+@pytest.mark.parametrize("fields", SMUGGLED)
+def test_fields_of_an_admins_own_form_pass_and_change_nothing(fields: dict[str, Any]) -> None:
+    assert parse({"gpus": 1, **fields}, foreign=True) == Choice(gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("gpus", "two", "whole number from 0, not 'two'"),
+        ("gpus", "-1", "whole number from 0, not '-1'"),
+        ("gpus", "1.5", "whole number"),
+        ("gpus", 1.5, "whole number"),
+        ("gpus", True, "whole number"),
+        ("gpus", "\u0661", "whole number"),
+        ("gpus", "1e3", "whole number"),
+        ("gpus", "9" * 5000, "whole number"),
+        ("gpus", {"count": 1}, "whole number"),
+        ("gpus", ["1", "2"], "given more than once"),
+        ("gpu_memory", "80GB", "whole number"),
+        ("environment", 7, "short text"),
+        ("environment", ["a", "b"], "given more than once"),
+        ("environment", {"slug": "a"}, "short text"),
+        ("environment", "a\nb", "short text"),
+        ("environment", "a\x00", "short text"),
+        ("gpu_model", "A" * 129, "short text"),
+        ("gpu_model", ["A100", "T4"], "given more than once"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(field: str, value: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse({field: value})
+    assert f"The field {field!r} " in caught.value.message and words in caught.value.message
+    assert len(caught.value.message) < 200, "a flood is not sent back"
+    assert caught.value.fields["field"] == field
+
+
+@pytest.mark.parametrize("fields", [None, [], "gpus=1", 3])
+def test_what_is_no_fields_at_all_is_refused(fields: Any) -> None:
+    with pytest.raises(InvalidRequest, match="must be fields with values"):
+        parse(fields)
+
+
+def test_nobody_gets_thousands() -> None:
+    with pytest.raises(TooMuchAsked, match="You asked for 1025 GPUs"):
+        parse({"gpus": 1025})
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS) | st.text(), anything), st.booleans())
+def test_whatever_is_sent_is_understood_or_refused_in_words(fields: Any, foreign: bool) -> None:
+    try:
+        choice = parse(fields, foreign=foreign)
+    except GPUSpawnerError as error:
+        assert isinstance(error, Refused) and error.message.endswith((".", "?"))
+        return
+    assert choice.gpus is None or 0 <= choice.gpus <= 1024
+    assert choice.environment is None or choice.environment.isprintable()
+    assert parse(choice.as_user_options()) == choice
+
+
+# From the choice to the request.
+
+
+def test_what_is_not_said_is_the_environments() -> None:
+    assert resolve(Choice(), PYTORCH, limit=8) == Request(
+        devices=1, environment="pytorch", models=("A100", "H100"), memory_bytes=40 * GB
+    )
+
+
+def test_what_is_said_is_asked_for_within_what_the_environment_needs() -> None:
+    choice = Choice(environment="pytorch", gpus=2, gpu_model="A100", gpu_memory=80)
+    assert resolve(choice, PYTORCH, limit=8) == Request(
+        devices=2,
+        environment="pytorch",
+        model="A100",
+        models=("A100", "H100"),
+        memory_bytes=80 * GB,
+    )
+    assert resolve(Choice(gpus=1, gpu_memory=8), PYTORCH, limit=8).memory_bytes == 40 * GB
+
+
+@pytest.mark.parametrize("choice", [Choice(gpus=0), Choice(gpus=0, gpu_model="A100")])
+def test_without_a_gpu_nothing_of_gpus_is_asked(choice: Choice) -> None:
+    assert resolve(choice, PYTORCH, limit=8) == Request(environment="pytorch")
+
+
+def test_a_limit_below_the_default_gives_what_it_allows() -> None:
+    two = Environment(slug="two", display_name="Two", devices=DeviceLimits(default=2, max=4))
+    assert resolve(Choice(), two, limit=1).devices == 1
+    assert resolve(Choice(), two, limit=0) == Request(environment="two")
+    assert resolve(Choice(), PLAIN, limit=8) == Request(environment="plain")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "limit", "sentence"),
+    [
+        (
+            3,
+            PYTORCH,
+            2,
+            "You asked for 3 GPUs; your limit is 2 for one server. Ask for 2 or fewer.",
+        ),
+        (5, PYTORCH, 8, "You asked for 5 GPUs; PyTorch allows 4. Ask for 4 or fewer."),
+        (1, PLAIN, 8, "You asked for 1 GPU, but Plain Python runs without one. Ask for 0."),
+        (1, PYTORCH, 0, "You asked for 1 GPU; your limit is 0 for one server. Ask for 0."),
+        (1, PLAIN, 0, "You asked for 1 GPU; Plain Python allows 0. Ask for 0."),
+    ],
+)
+def test_too_much_says_which_limit_and_what_would_fit(
+    gpus: int, environment: Environment, limit: int, sentence: str
+) -> None:
+    with pytest.raises(TooMuchAsked) as caught:
+        resolve(Choice(gpus=gpus), environment, limit)
+    assert caught.value.message == sentence
+
+
+def test_the_built_in_catalog_takes_what_the_spawner_has() -> None:
+    only = Catalog.single(devices=DeviceLimits(default=1, max=1024)).environments[0]
+    assert resolve(Choice(), only, limit=8) == Request(devices=1, environment="default")
