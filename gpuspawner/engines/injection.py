@@ -18,6 +18,8 @@ from typing import Any
 CDI_KIND = "nvidia.com/gpu"
 MODES = ("cdi", "device_requests", "runtime", "none")
 VISIBLE = "NVIDIA_VISIBLE_DEVICES"
+CAPABILITIES = frozenset(("gpu", "nvidia", "compute", "utility", "graphics", "video", "display"))
+"""Any of these in a request for devices makes the engine hand it to NVIDIA's hook."""
 
 
 def candidates(info: dict[str, Any]) -> list[str]:
@@ -68,12 +70,12 @@ def gpu_environment(mode: str, uuids: Sequence[str]) -> dict[str, str]:
 
 
 def without_gpus(host_config: dict[str, Any]) -> dict[str, Any]:
-    """The HostConfig less every request for GPUs that somebody else put there."""
+    """The HostConfig less every request for GPUs, and every GPU, that somebody else put there."""
     cleaned = dict(host_config)
-    requests = cleaned.pop("DeviceRequests", None) or []
-    others = [request for request in requests if not _asks_for_gpus(request)]
-    if others:
-        cleaned["DeviceRequests"] = others
+    for name, is_gpu in (("DeviceRequests", _asks_for_gpus), ("Devices", _is_gpu)):
+        entries = cleaned.pop(name, None) or []
+        if others := [entry for entry in entries if not is_gpu(entry)]:
+            cleaned[name] = others
     return cleaned
 
 
@@ -82,4 +84,8 @@ def _asks_for_gpus(request: dict[str, Any]) -> bool:
         return True
     if any(str(name).startswith(CDI_KIND) for name in request.get("DeviceIDs") or []):
         return True
-    return any("gpu" in group for group in request.get("Capabilities") or [])
+    return any(CAPABILITIES.intersection(group) for group in request.get("Capabilities") or [])
+
+
+def _is_gpu(device: dict[str, Any]) -> bool:
+    return str(device.get("PathOnHost", "")).startswith("/dev/nvidia")

@@ -50,6 +50,7 @@ def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> 
     if settings.image:
         built["image"] = settings.image
     environment = {**_as_dict(create.get("environment")), **settings.environment}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)  # indices of the host mean nothing inside
     environment.update(gpu_environment(settings.injection, lease.uuids))
     built["environment"] = environment
     built["volumes"] = [*(create.get("volumes") or []), *(_target(b) for b in settings.binds)]
