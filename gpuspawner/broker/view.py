@@ -142,7 +142,7 @@ def free_by(ends: Sequence[datetime], wanted: int, now: datetime) -> str:
 
 def clock(moment: datetime, now: datetime) -> str:
     """A time of day in the hub's own zone, rounded up to the minute, with the day if not today."""
-    local = (moment + timedelta(seconds=59)).astimezone()
+    local = (moment + timedelta(minutes=1) - timedelta.resolution).astimezone()
     if local.date() == now.astimezone().date():
         return local.strftime("%H:%M")
     return local.strftime("%H:%M on %-d %B")

@@ -90,9 +90,10 @@ def _too_many(count: int, most: int, environment: Environment, limit: int) -> st
     asked = f"You asked for {count} GPU{'s' if count > 1 else ''}"
     if most == 0 and limit > 0:
         return f"{asked}, but {environment.display_name} runs without one. Ask for 0."
+    advice = f"Ask for {most} or fewer." if most else "Ask for 0."
     if limit < environment.devices.max:
-        return f"{asked}; your limit is {limit} for one server. Ask for {most} or fewer."
-    return f"{asked}; {environment.display_name} allows {most}. Ask for {most} or fewer."
+        return f"{asked}; your limit is {limit} for one server. {advice}"
+    return f"{asked}; {environment.display_name} allows {most}. {advice}"
 
 
 def _single(fields: Mapping[str, Any], name: str) -> Any:
