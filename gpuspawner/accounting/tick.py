@@ -119,7 +119,7 @@ class Tick:
         name, due = funds.account.name, funds.warning
         if due is not None and due < self._told.get(name, float("inf")) and funds.lasts:
             self.log.info(
-                "%s has %s credits, enough for %d more minutes",
+                "%s has %s credits left: enough for %d min",
                 name,
                 format_credits(funds.account.balance),
                 funds.lasts // timedelta(minutes=1),
@@ -141,7 +141,7 @@ class Tick:
             await self._stop(account, lease)
 
     async def _stop(self, account: Account, lease: Lease) -> None:
-        part = f"stop of {lease.server}"
+        part = f"Stop of {lease.server}"
         try:
             known = await self.hub.stop_server(lease.server)
         except Unavailable as error:
@@ -171,7 +171,7 @@ class Tick:
             self.broker.reconcile, sightings, servers, grace_seconds=grace
         )
         for name in asked:
-            self._note(f"engine {name}", sightings.errors.get(name))
+            self._note_engine(name, sightings.errors.get(name))
         for action in actions:
             match action:
                 case Confirm(lease):
@@ -196,7 +196,7 @@ class Tick:
     async def _remove(self, action: Remove) -> None:
         """End a server, unless it belongs to another hub or its own Hub knows it after all."""
         sighting = action.sighting
-        part = f"end of {sighting.ref}"
+        part = f"End of {sighting.ref}"
         try:
             lease = await self.broker.run(self.broker.lease, sighting.lease_id)
             # Its labels are not proof enough: the store's own word on the server counts.
@@ -231,11 +231,14 @@ class Tick:
         if self._trouble.pop(part, None) is not None:
             self.log.info("%s: all is well again", part)
 
-    def _note(self, part: str, error: Exception | None) -> None:
+    def _note_engine(self, name: str, error: EngineUnavailable | None) -> None:
+        part = f"Engine {name}"
         if error is None:
             self.well(part)
-        else:
-            self.trouble(part, error)
+            return
+        why = f" ({error.__cause__})" if error.__cause__ else ""
+        said = f"it does not answer{why}; its leases stay as they are until it does"
+        self.trouble(part, EngineUnavailable(said))
 
 
 def by_account(leases: Collection[Lease]) -> dict[str, list[Lease]]:
