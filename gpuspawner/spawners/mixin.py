@@ -26,7 +26,7 @@ from jupyterhub.utils import (
     make_ssl_context,
     maybe_future,
 )
-from tornado.httpclient import AsyncHTTPClient, HTTPRequest
+from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
 from traitlets import Any as AnyTrait
 from traitlets import default
 
@@ -339,6 +339,6 @@ async def _answers(url: str, ssl_context: Any) -> bool:
     )
     try:
         response = await AsyncHTTPClient().fetch(request, raise_error=False)
-    except OSError:
-        return False
+    except (OSError, HTTPClientError):
+        return False  # refused, too slow, or closed by Docker's proxy: nobody listens behind it yet
     return response.code < 500
