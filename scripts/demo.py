@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from contextlib import suppress
@@ -292,13 +291,11 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _answers(url: str) -> bool:
-    """Whether somebody answers there; being asked to sign in is an answer."""
+    """Whether a page comes from there; the proxy says 404 or 503 for whom it does not know yet."""
     plain = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         plain.open(url, timeout=5).close()
         return True
-    except urllib.error.HTTPError as error:
-        return error.code < 500
     except OSError:
         return False
 

@@ -1,0 +1,342 @@
+"""`make demo`'s script as a newcomer runs it. Real: all of it, once with a Docker Engine too."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gpuspawner.broker import Broker
+from gpuspawner.ledger.pricing import RateCard
+from gpuspawner.model import MICRO, Lease, LeaseState, format_credits
+from tests.support import images
+from tests.support.engine import PrivateEngine
+from tests.support.processes import LIVE, REPO, alive, free_port, wait_for
+from tests.support.visitor import Visitor, text_of
+
+NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
+OPENING_GRANT = 100 * MICRO
+LOOK = """
+import json, os
+home = os.listdir(os.path.expanduser("~"))
+print(json.dumps({"env": dict(os.environ), "cwd": os.getcwd(), "home": home}))
+"""
+
+
+class DemoProcess:
+    """``scripts/demo.py`` as a process, with a folder of its own."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self.name = "demo"
+        self.folder = folder
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.environment = dict(environment)
+        self.output = folder.parent / f"{folder.name}.output"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> float:
+        """Start it and wait for its word that it is ready; the seconds that took."""
+        began = time.monotonic()
+        self.launch()
+        wait_for(self._ready, "the demo", timeout=170)
+        return time.monotonic() - began
+
+    def launch(self) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("GPUSPAWNER_DEMO")}
+        environment |= {
+            "GPUSPAWNER_DEMO_DIR": str(self.folder),
+            "GPUSPAWNER_DEMO_PORT": str(self.port),
+            **self.environment,
+        }
+        with open(self.output, "wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(REPO / "scripts" / "demo.py")],
+                cwd=self.folder.parent,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        if self not in LIVE:
+            LIVE.append(self)
+
+    def interrupt(self, number: int = signal.SIGINT) -> int:
+        """What Ctrl-C does; the exit status."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(timeout=60)
+
+    def close(self) -> None:
+        """Whatever a failed test left running ends now."""
+        LIVE.remove(self)
+        if self.process is not None:
+            for process in [*self.below(), psutil.Process()]:
+                if process.pid != os.getpid():
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+            if self.process.poll() is None:
+                self.process.kill()
+            self.process.wait()
+
+    def below(self) -> list[psutil.Process]:
+        """The processes that came out of the demo, while it runs."""
+        assert self.process is not None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def said(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    def log_text(self) -> str:
+        log = self.folder / "hub.log"
+        return self.said() + (log.read_text(errors="replace") if log.exists() else "")
+
+    def password(self, of: str = "member") -> str:
+        """As the demo prints it."""
+        found = re.search(rf"{of}.*password +(\S+)", self.said())
+        assert found, self.said()
+        return found[1]
+
+    @contextlib.contextmanager
+    def broker(self) -> Iterator[Broker]:
+        broker = Broker(
+            database_url=f"sqlite:///{self.folder}/gpuspawner.sqlite",
+            device_source="simulated:2xA100-80GB,2xT4",
+        )
+        try:
+            yield broker
+        finally:
+            broker.store.close()
+
+    def leases(self) -> list[Lease]:
+        with self.broker() as broker:
+            return broker.leases_of("member:member1")
+
+    def balance(self) -> int:
+        with self.broker() as broker:
+            return broker.member("member1").balance
+
+    def _ready(self) -> bool:
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the demo ended with {self.process.returncode}:\n{self.said()}")
+        return "Ctrl-C ends the demo" in self.said()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[DemoProcess]:
+    """A demo on a machine without Docker."""
+    demo = DemoProcess(tmp_path / "demo", NO_ENGINE)
+    yield demo
+    demo.close()
+
+
+@pytest.fixture
+def docker(tmp_path: Path, clean_engine: PrivateEngine) -> Iterator[DemoProcess]:
+    """A demo on a machine with Docker."""
+    environment = {"DOCKER_HOST": clean_engine.url, "GPUSPAWNER_DEMO_IMAGE": images.BASE}
+    demo = DemoProcess(tmp_path / "demo", environment)
+    yield demo
+    demo.close()
+
+
+def use_a_gpu(demo: DemoProcess) -> dict[str, Any]:
+    """A member's way: sign in, choose, spawn, look around, write a file, stop."""
+    member = Visitor(demo.url, "member1", demo.password())
+    form = text_of(member.get("/hub/spawn"))
+    assert "4 of 4 GPUs free" in form
+    assert f"Your balance: {format_credits(demo.balance())} credits" in form
+
+    member.spawn({"environment": "notebook", "gpus": "1", "gpu_model": "T4"})
+    ready = time.monotonic()
+    seen: dict[str, Any] = json.loads(member.run(LOOK))
+    member.run("open('notes.txt', 'a').write('one more run\\n')")
+    other = Visitor(demo.url, "member2", demo.password())
+    assert "3 of 4 GPUs free" in text_of(other.get("/hub/spawn"))
+    time.sleep(1)
+    member.stop()
+    seen["seconds"] = time.monotonic() - ready
+    return seen
+
+
+def check_price(demo: DemoProcess, before: int, seconds: float) -> None:
+    """The balance is down by rate x time, to the second, and by nothing else."""
+    lease = demo.leases()[0]
+    assert lease.state is LeaseState.ENDED and lease.started_at and lease.ended_at
+    rate = RateCard.from_config({"T4": "0.5"}).lease_rate(["T4"])
+    lasted = lease.ended_at - lease.started_at
+    charged = before - demo.balance()
+    assert lease.rate == rate
+    assert charged == lease.charged == int(rate * lasted.total_seconds()) // 3600
+    assert abs(lasted.total_seconds() - seconds) < 2
+
+
+def check_environment(demo: DemoProcess, seen: Mapping[str, Any]) -> None:
+    lease = demo.leases()[0]
+    environment = seen["env"]
+    assert environment["GPUSPAWNER_LEASE_ID"] == lease.id
+    assert environment["GPUSPAWNER_GPU_COUNT"] == "1"
+    assert environment["GPUSPAWNER_GPU_MODELS"] == "T4"
+    assert environment["GPUSPAWNER_RATE"] == "0.500000"
+    assert environment["NVIDIA_VISIBLE_DEVICES"] == lease.uuids[0]
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert demo.password() not in json.dumps(environment)
+
+
+def check_nothing_runs(demo: DemoProcess, processes: list[psutil.Process]) -> None:
+    """Neither a process of the demo's, nor anybody at its port, nor an open lease."""
+    assert processes
+    assert [p for p in processes if alive(p.pid)] == []
+    with socket.socket() as trial, pytest.raises(ConnectionRefusedError):
+        trial.connect(("127.0.0.1", demo.port))
+    with demo.broker() as broker:
+        assert broker.open_leases() == []
+
+
+def test_without_docker(local: DemoProcess) -> None:
+    seconds = local.start()
+    said = local.said()
+    assert seconds < 60
+    assert "GPUs: simulating 4 (2 x A100-80GB, 2 x T4)" in said
+    assert "No Docker Engine answers here." in said and "as local processes" in said
+    for secret in ("password", "admin-password"):
+        assert stat.S_IMODE((local.folder / secret).stat().st_mode) == 0o600
+    assert stat.S_IMODE(local.folder.stat().st_mode) == 0o700
+    assert (local.folder / "password").read_text().strip() == local.password()
+
+    seen = use_a_gpu(local)
+    check_environment(local, seen)
+    check_price(local, OPENING_GRANT, seen["seconds"])
+    assert seen["cwd"] == str(local.folder / "workspaces" / "member1" / "work")
+    assert "datasets" in seen["home"]
+    sample = local.folder / "workspaces" / "member1" / "datasets" / "sample" / "iris.csv"
+    assert "setosa" in sample.read_text() and not sample.stat().st_mode & 0o222
+
+    # Ctrl-C while a server runs: it ends too, and what it cost is settled.
+    member = Visitor(local.url, "member1", local.password())
+    member.spawn({"environment": "several", "gpus": "2"})
+    processes = local.below()
+    names = " ".join(" ".join(p.cmdline()) for p in processes)
+    for part in ("jupyterhub -f", "proxy", "gpuspawner.accounting", "idle_culler", "singleuser"):
+        assert part in names, names
+    assert local.interrupt() == 0
+    check_nothing_runs(local, processes)
+    left = local.balance()
+    assert 0 < left < OPENING_GRANT
+    assert sum(lease.charged for lease in local.leases()) == OPENING_GRANT - left
+
+    # The second demo finds everything again.
+    password = local.password()
+    local.start()
+    assert local.password() == password and f"Found {local.folder}" in local.said()
+    assert local.balance() == left
+    seen = use_a_gpu(local)
+    check_price(local, left, seen["seconds"])
+    notes = local.folder / "workspaces" / "member1" / "work" / "notes.txt"
+    assert notes.read_text() == "one more run\n" * 2
+    processes = local.below()
+    assert local.interrupt(signal.SIGTERM) == 0
+    check_nothing_runs(local, processes)
+
+
+def test_with_docker(docker: DemoProcess, clean_engine: PrivateEngine) -> None:
+    docker.start()
+    assert f"Servers: in Docker, from the image {images.BASE}" in docker.said()
+
+    seen = use_a_gpu(docker)
+    check_environment(docker, seen)
+    check_price(docker, OPENING_GRANT, seen["seconds"])
+    assert seen["cwd"] == "/home/jovyan/work"
+
+    member = Visitor(docker.url, "member1", docker.password())
+    member.spawn({"environment": "cpu"})
+    assert "setosa" in member.run("print(open('/datasets/sample/iris.csv').read())")
+    read_only = "import os; print(os.statvfs('/datasets/sample').f_flag & os.ST_RDONLY)"
+    assert member.run(read_only).strip() == "1"
+    assert json.loads(member.run(LOOK))["env"]["NVIDIA_VISIBLE_DEVICES"] == "void"
+
+    processes = docker.below()
+    assert len(clean_engine.client.containers()) == 1
+    assert docker.interrupt() == 0
+    check_nothing_runs(docker, processes)
+    assert clean_engine.client.containers(all=True) == []
+
+    left = docker.balance()
+    docker.start()
+    assert docker.balance() == left
+    member = Visitor(docker.url, "member1", docker.password())
+    member.spawn({"environment": "cpu"})
+    assert member.run("print(open('notes.txt').read())") == "one more run\n\n"
+    assert docker.interrupt() == 0
+
+
+def test_a_hub_that_is_killed_leaves_nothing(local: DemoProcess) -> None:
+    """The demo ends what the dead hub left, and settles up to when it was last seen."""
+    local.start()
+    member = Visitor(local.url, "member1", local.password())
+    member.spawn({"environment": "notebook"})
+    processes = local.below()
+    hub = next(p for p in processes if "jupyterhub -f" in " ".join(p.cmdline()))
+    hub.kill()
+    assert local.process is not None
+    assert local.process.wait(timeout=60) == 1
+    assert "The hub ended." in local.said()
+    check_nothing_runs(local, processes)
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        (
+            {"GPUSPAWNER_DEMO_PASSWORD": "short"},
+            "GPUSPAWNER_DEMO_PASSWORD cannot be used: it needs",
+        ),
+        ({"GPUSPAWNER_DEMO_PORT": "many"}, "GPUSPAWNER_DEMO_PORT is 'many': write a port"),
+        ({"GPUSPAWNER_DEMO_DIR": "/proc/demo"}, "The folder /proc/demo cannot be used"),
+    ],
+)
+def test_what_cannot_be_used_is_a_sentence(
+    environment: dict[str, str], sentence: str, local: DemoProcess
+) -> None:
+    local.environment |= environment
+    local.launch()
+    assert local.process is not None and local.process.wait(timeout=30) == 1
+    assert sentence in local.said() and "Traceback" not in local.said()
+
+
+def test_a_taken_port_and_a_taken_folder_are_sentences(local: DemoProcess) -> None:
+    local.environment["GPUSPAWNER_DEMO_PASSWORD"] = "chosen by the newcomer"
+    local.start()
+    assert local.password() == "chosen"  # the words after it belong to the password too
+    assert Visitor(local.url, "member1", "chosen by the newcomer").server() is None
+    assert not (local.folder / "password").exists()
+
+    other = DemoProcess(local.folder.parent / "other", NO_ENGINE)
+    other.port = local.port
+    other.launch()
+    assert other.process is not None and other.process.wait(timeout=30) == 1
+    assert f"Port {local.port} cannot be used" in other.said()
+    assert f"GPUSPAWNER_DEMO_PORT={local.port + 100} make demo" in other.said()
+
+    other.folder, other.port = local.folder, free_port()
+    other.launch()
+    assert other.process.wait(timeout=30) == 1
+    assert f"A demo runs already with the folder {local.folder}." in other.said()
+    other.close()
+    assert local.interrupt(signal.SIGHUP) == 0
