@@ -116,7 +116,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> int:
         folder = Path(str(item.path)).relative_to(Path(__file__).parent).parts[0]
-        return ORDER.index(folder) if folder in ORDER else len(ORDER)
+        return ORDER.index(folder) if folder in ORDER else -1
 
     items.sort(key=place)
 

@@ -186,6 +186,8 @@ class PrivateEngine:
         for self.slot in range(SLOTS):
             self.directory = Path(tempfile.gettempdir(), f"gpuspawner-engine-{self.slot}")
             self.directory.mkdir(mode=0o755, exist_ok=True)
+            if self.directory.stat().st_uid != os.geteuid():
+                continue  # another user tests here too
             lock = open(self.directory / "lock", "a")  # noqa: SIM115 - held until stop()
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,7 +196,7 @@ class PrivateEngine:
                 continue
             self._lock, self.name = lock, f"engine {self.slot}"
             return
-        raise RuntimeError(f"{SLOTS} private engines run already on this machine")
+        raise RuntimeError(f"no slot is free for a private engine: {SLOTS} run on this machine")
 
     def _launch(self) -> None:
         self._make_bridge()
