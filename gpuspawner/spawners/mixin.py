@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, MutableMapping
 from datetime import datetime
 from functools import partial
@@ -158,6 +159,7 @@ class GPUSpawnerMixin(GPUSpawnerBase):
         """Start the server, wait until it answers, and confirm the lease."""
         if self.lease is None:
             raise spawn_exception(StartFailed(cause="it holds no lease"))
+        began = time.monotonic()
         try:
             url = await super().start()
             self.said.say("Waiting for the server to answer", 80)
@@ -167,9 +169,20 @@ class GPUSpawnerMixin(GPUSpawnerBase):
             )
         except GPUSpawnerError as error:
             raise spawn_exception(error) from error
+        except asyncio.CancelledError:
+            # The Hub cancels a start that takes too long, and one that its member stops.
+            if time.monotonic() - began < self.start_timeout - 1:
+                raise
+            raise spawn_exception(await self._too_slow()) from None
         self.seen_alive_at = self.broker.clock()
         self.said.say("The server answers", 95)
         return url
+
+    async def _too_slow(self) -> StartFailed:
+        """What to say of a start that ``start_timeout`` ended; JupyterHub would say nothing."""
+        await self.failure_detail()
+        took = f"it was not up within {self.start_timeout} seconds"
+        return StartFailed(cause=f"{took} (it got as far as: {self.said.last})")
 
     def engine_ref(self) -> str:
         """The engine's own name of this server."""

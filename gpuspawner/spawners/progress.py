@@ -24,6 +24,11 @@ class Progress:
         self._more.set()
         self._more = asyncio.Event()
 
+    @property
+    def last(self) -> str:
+        """The newest message."""
+        return str(self._events[-1]["message"]) if self._events else "nothing yet"
+
     async def follow(self) -> AsyncIterator[dict[str, Any]]:
         """Every message so far and those to come; ends when the reader goes away."""
         seen = 0

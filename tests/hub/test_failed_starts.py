@@ -1,0 +1,335 @@
+"""Starts that fail cost nothing and say why. Real: hub, proxy, Docker Engine, images, SQLite."""
+
+from __future__ import annotations
+
+import random
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gpuspawner.model import MICRO, Lease, LeaseState
+from tests.support import images
+from tests.support.engine import PrivateEngine
+from tests.support.gate import Gate
+from tests.support.gpu_hub import GPUHub, assert_in_words, error_on, message_of, text_of
+from tests.support.processes import wait_for
+
+GRANT = 100_000
+
+CATALOG = """
+environments:
+  - {{slug: instant, image: {instant}, default: true}}
+  - {{slug: cpu, image: {instant}, devices: {{max: 0}}}}
+  - {{slug: exits, image: {exits}}}
+  - slug: silent
+    image: {silent}
+    spawner_override: {{http_timeout: 2}}
+  - slug: slow
+    image: {silent}
+    spawner_override: {{start_timeout: 2, http_timeout: 60}}
+  - slug: patient
+    image: {silent}
+    spawner_override: {{start_timeout: 60, http_timeout: 60}}
+  - slug: absent
+    image: gpuspawner/nowhere:1
+    spawner_override: {{pull_policy: never}}
+  - slug: unreachable
+    image: 127.0.0.1:1/gpuspawner/nowhere:1
+  - slug: crawling
+    image: 127.0.0.1:{registry}/gpuspawner/nowhere:1
+    spawner_override: {{start_timeout: 2}}
+  - slug: hanging
+    image: 127.0.0.1:{registry}/gpuspawner/nowhere:1
+"""
+
+CONFIG = f"""
+c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second: what is charged by mistake shows
+c.Broker.opening_grant = {GRANT}
+"""
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[int]:
+    """A registry that takes every call and never answers; its port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def gate(engine: PrivateEngine) -> Iterator[Gate]:
+    """Between the hub and the engine."""
+    with Gate(engine.url) as gate:
+        yield gate
+
+
+@pytest.fixture(scope="module")
+def hub(
+    engine: PrivateEngine,
+    images: Any,
+    gate: Gate,
+    registry: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[GPUHub]:
+    """One device: whatever a failed start keeps, the next one misses."""
+    catalog = CATALOG.format(
+        instant=images.INSTANT, exits=images.EXITS, silent=images.SILENT, registry=registry
+    )
+    folder = tmp_path_factory.mktemp("failed") / "hub"
+    with GPUHub(folder, engine, CONFIG, fleet="1xT4", catalog=catalog, docker_host=gate.url) as hub:
+        yield hub
+    engine.clean()
+
+
+@pytest.fixture
+def member(request: pytest.FixtureRequest) -> str:
+    """A member whose account no other test has touched."""
+    return re.sub(r"[^a-z]+", "-", request.node.name).strip("-")
+
+
+def fails(hub: GPUHub, user: str, environment: str) -> tuple[int, str]:
+    """Start what cannot start, by REST: the status and the sentence."""
+    answer = hub.spawn(user, {"environment": environment, "gpus": 1})
+    assert_in_words(answer.text)
+    return answer.status_code, message_of(answer)
+
+
+def assert_cost_nothing(hub: GPUHub, user: str) -> Lease:
+    """The newest lease ended without a charge, and nothing of the start is left."""
+    wait_for(lambda: not hub.open_leases(user), "the release of the lease")
+    lease = hub.leases(user)[0]
+    assert lease.state is LeaseState.ENDED and lease.charged == 0
+    assert lease.devices, "it was a start with a device"
+    assert hub.balance(user) == GRANT * MICRO
+    assert not hub.taken()
+    assert not hub.containers()
+    assert hub.server(user) is None
+    return lease
+
+
+def assert_next_start_works(hub: GPUHub, user: str) -> None:
+    """Without a GPU, and without any trace of one; then another member gets the device."""
+    assert hub.spawn(user, {"environment": "cpu"}).status_code == 201
+    inside = hub.environment_of(user)
+    assert inside["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert inside["GPUSPAWNER_GPU_COUNT"] == "0"
+    assert hub.device_nodes(user) == []
+    assert hub.spawn("another", {"gpus": 1}).status_code == 201
+    assert hub.environment_of("another")["NVIDIA_VISIBLE_DEVICES"] == hub.devices[0]
+    hub.stop_server(user)
+    hub.stop_server("another")
+
+
+def test_image_missing(hub: GPUHub, member: str) -> None:
+    assert fails(hub, member, "absent") == (
+        500,
+        "Your server did not start: the image gpuspawner/nowhere:1 is not on this machine, and "
+        "pulling is off. Nothing was charged.",
+    )
+    assert_cost_nothing(hub, member)
+    assert_next_start_works(hub, member)
+
+
+def test_pull_fails(hub: GPUHub, member: str) -> None:
+    status, sentence = fails(hub, member, "unreachable")
+    start = "Your server did not start: the image 127.0.0.1:1/gpuspawner/nowhere:1 could not be "
+    assert status == 500 and sentence.startswith(f"{start}pulled (")
+    assert "connection refused" in sentence and sentence.endswith(". Nothing was charged.")
+    assert_cost_nothing(hub, member)
+    assert_next_start_works(hub, member)
+
+
+def test_container_exits_at_once(hub: GPUHub, member: str) -> None:
+    assert fails(hub, member, "exits") == (
+        500,
+        "Your server did not start: it exited at once with code 3. Nothing was charged.",
+    )
+    lease = assert_cost_nothing(hub, member)
+    assert "exit code 3" in lease.end_reason
+    # Its last words are for the admin.
+    assert "no module named jupyterhub: this image is made to fail" in hub.log_text()
+    assert_next_start_works(hub, member)
+
+
+def test_server_never_answers(hub: GPUHub, member: str) -> None:
+    assert fails(hub, member, "silent") == (
+        500,
+        "Your server did not start: it did not answer within 2 seconds. Nothing was charged.",
+    )
+    assert_cost_nothing(hub, member)
+    assert "running, and listening to nobody" in hub.log_text()
+    assert_next_start_works(hub, member)
+
+
+@pytest.mark.parametrize(
+    "environment, stage",
+    [("slow", "Waiting for the server to answer"), ("crawling", "Pulling 127.0.0.1:")],
+)
+def test_start_times_out(hub: GPUHub, member: str, environment: str, stage: str) -> None:
+    status, sentence = fails(hub, member, environment)
+    start = "Your server did not start: it was not up within 2 seconds (it got as far as: "
+    assert status == 500 and sentence.startswith(start + stage)
+    assert sentence.endswith("). Nothing was charged.")
+    assert_cost_nothing(hub, member)
+    assert_next_start_works(hub, member)
+
+
+@pytest.mark.parametrize(
+    "environment, sentence",
+    [
+        ("exits", "it exited at once with code 3"),
+        ("silent", "it did not answer within 2 seconds"),
+        ("slow", "it was not up within 2 seconds"),
+        ("absent", "pulling is off"),
+    ],
+)
+def test_pages_say_the_same(hub: GPUHub, member: str, environment: str, sentence: str) -> None:
+    """By the form: in its red box when it fails at once, else on the page that waits."""
+    page = hub.send_form(member, {"environment": environment, "gpus": "1"})
+    assert_in_words(page.text)
+    if "/spawn-pending/" in page.url:
+        assert page.ok and "progress-bar" in page.text
+        [*others, last] = hub.progress(member)
+        assert last["failed"] and last["message"].startswith("Spawn failed: Your server did not")
+        assert sentence in last["message"]
+        assert any("is yours" in event["message"] for event in others)
+        assert_in_words(last["message"])
+        again = hub.open_page(member, f"/hub/spawn-pending/{member}")
+        assert_in_words(again.text)
+        assert "Spawn failed" in again.text and sentence in text_of(again.text)
+    else:
+        assert sentence in error_on(page.text)
+    assert_cost_nothing(hub, member)
+    form = hub.open_page(member, "/hub/spawn")
+    assert form.ok and "1 of 1 GPU free" in text_of(form.text)
+
+
+def test_engine_down(hub: GPUHub, member: str, gate: Gate) -> None:
+    gate.shut()
+    try:
+        asked = time.monotonic()
+        assert fails(hub, member, "instant") == (
+            503,
+            "The container engine does not answer. Try again in a moment; nothing was charged.",
+        )
+        assert time.monotonic() - asked < 10
+        assert hub.open_page(member, "/hub/spawn").ok
+    finally:
+        gate.open()
+    assert_cost_nothing(hub, member)
+    assert_next_start_works(hub, member)
+
+
+def test_engine_dies_under_a_start(hub: GPUHub, member: str, gate: Gate) -> None:
+    """Nobody can say whether the container lives: the device stays, until somebody can."""
+    answers = _in_background(hub, member, {"environment": "patient", "gpus": 1})
+    wait_for(lambda: _running(hub), "the container")
+    gate.shut()
+    try:
+        stopped = hub.api("DELETE", f"users/{member}/server")
+        assert stopped.status_code in (202, 204)
+        wait_for(lambda: hub.server(member) is None, "the hub to let go of the server")
+        assert hub.taken(), "unknown is never free"
+        status, sentence = fails(hub, f"{member}-two", "instant")
+        assert status == 503 and sentence.startswith("The only GPU is in use")
+    finally:
+        gate.open()
+    assert _running(hub)
+    # Its member's next start ends what is left, and then has the device.
+    assert hub.spawn(member, {"gpus": 1}).status_code == 201
+    newest, oldest = hub.leases(member)[:2]
+    assert oldest.state is LeaseState.ENDED and oldest.charged == 0
+    assert [c["Image"] for c in hub.containers()] == [images.INSTANT]
+    assert list(newest.uuids) == hub.devices
+    hub.stop_server(member)
+    answers.join()
+
+
+def test_engine_killed_and_started_again(hub: GPUHub, member: str, engine: PrivateEngine) -> None:
+    engine.kill9()
+    try:
+        assert fails(hub, member, "instant")[0] == 503
+    finally:
+        engine.start()
+    assert_cost_nothing(hub, member)
+    assert_next_start_works(hub, member)
+
+
+# Cancelled.
+
+
+def test_cancelled_while_the_image_is_pulled(hub: GPUHub, member: str) -> None:
+    answers = _in_background(hub, member, {"environment": "hanging", "gpus": 1})
+    wait_for(lambda: hub.open_leases(member), "the lease")
+    assert "Pulling 127.0.0.1:" in _first_events(hub, member, 3)[-1]
+    hub.stop_server(member)
+    answers.join()
+    assert_cost_nothing(hub, member)
+    assert_next_start_works(hub, member)
+
+
+def test_cancelled_while_the_server_comes_up(hub: GPUHub, member: str) -> None:
+    answers = _in_background(hub, member, {"environment": "patient", "gpus": 1})
+    wait_for(lambda: _running(hub), "the container")
+    page = hub.open_page(member, f"/hub/spawn-pending/{member}")
+    assert "Stop Server" in page.text
+    hub.stop_server(member)
+    answers.join()
+    assert_cost_nothing(hub, member)
+    assert_next_start_works(hub, member)
+
+
+def test_cancelled_at_any_moment(hub: GPUHub, member: str) -> None:
+    """Stopped again and again after some hundredths of a second."""
+    moments = random.Random(2)
+    for _ in range(6):
+        answers = _in_background(hub, member, {"environment": "instant", "gpus": 1})
+        time.sleep(moments.uniform(0.0, 0.5))
+        hub.api("DELETE", f"users/{member}/server").raise_for_status()
+        answers.join()
+        wait_for(lambda: hub.server(member) is None, "the stop")
+        wait_for(lambda: not hub.open_leases(), "the release")
+        wait_for(lambda: not hub.containers(), "the container's removal")
+    # One that was up already costs what it ran; the others cost nothing.
+    leases = hub.leases(member)
+    assert len(leases) <= 6 and all(lease.charged <= 5 * MICRO for lease in leases)
+    assert not any(lease.charged for lease in leases if lease.started_at is None)
+    assert GRANT * MICRO - hub.balance(member) == sum(lease.charged for lease in leases)
+    assert_next_start_works(hub, member)
+
+
+# How.
+
+
+def _in_background(hub: GPUHub, member: str, options: dict[str, Any]) -> threading.Thread:
+    """Ask for the member's server and do not wait for the answer."""
+    hub.api("POST", f"users/{member}")
+
+    def ask() -> None:
+        hub.api("POST", f"users/{member}/server", json=options)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+def _running(hub: GPUHub) -> bool:
+    return any(c["State"] == "running" for c in hub.containers())
+
+
+def _first_events(hub: GPUHub, member: str, count: int) -> list[str]:
+    """The first messages of the member's pending page."""
+    seen = []
+    with hub.api("GET", f"users/{member}/server/progress", stream=True) as answer:
+        for line in answer.iter_lines():
+            if line.startswith(b"data: "):
+                seen.append(line.decode())
+                if len(seen) == count:
+                    break
+    return seen

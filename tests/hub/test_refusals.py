@@ -1,0 +1,361 @@
+"""What cannot be had is a sentence. Real: hub, proxy, Docker Engine, device requests, SQLite."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+
+from gpuspawner.broker import Broker
+from gpuspawner.engines.base import LABEL_LEASE
+from gpuspawner.model import MICRO, LeaseState, member_account
+from tests.support import images
+from tests.support.engine import PrivateEngine
+from tests.support.gpu_hub import (
+    GPUHub,
+    assert_in_words,
+    error_on,
+    message_of,
+    simulated_uuids,
+    text_of,
+)
+from tests.support.hub import ADMIN
+
+FLEET = "2xA100-80GB,1xT4"
+DEVICE = simulated_uuids(FLEET)[0]
+
+CATALOG = f"""
+environments:
+  - slug: instant
+    display_name: Instant
+    image: {images.INSTANT}
+    default: true
+    devices: {{default: 1, max: 8}}
+  - slug: small
+    display_name: Small things
+    image: {images.INSTANT}
+    devices: {{default: 0, max: 1}}
+  - slug: cpu
+    display_name: Without a GPU
+    image: {images.INSTANT}
+    devices: {{max: 0}}
+  - slug: staff
+    display_name: For the staff
+    image: {images.INSTANT}
+    allowed_groups: [staff]
+"""
+
+CONFIG = """
+c.Broker.gpu_rates = {"*": 60}
+c.Broker.opening_grant = 100
+c.Broker.credits_help = "Write to gpu@lab.example for more."
+c.GPUDockerSpawner.gpu_limit = lambda spawner: 8 if spawner.user.admin else 3
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(
+    engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GPUHub]:
+    """Three devices of two models; a balance lasts for an hour and 40 minutes of one."""
+    folder = tmp_path_factory.mktemp("refusals") / "hub"
+    with GPUHub(folder, engine, CONFIG, fleet=FLEET, catalog=CATALOG) as hub:
+        yield hub
+    engine.clean()
+
+
+@pytest.fixture(autouse=True)
+def nobody_runs(hub: GPUHub) -> Iterator[None]:
+    """Stop what a test left running, so that every test begins with free devices."""
+    yield
+    for lease in hub.open_leases():
+        hub.stop_server(lease.server.user, lease.server.name)
+    assert not hub.taken()
+
+
+def rest(hub: GPUHub, user: str, options: dict[str, Any]) -> tuple[int, str]:
+    """Ask by REST: the status and the sentence."""
+    answer = hub.spawn(user, options)
+    assert_in_words(answer.text)
+    return answer.status_code, message_of(answer) if answer.text else ""
+
+
+def form(hub: GPUHub, user: str, options: dict[str, Any]) -> tuple[int, str]:
+    """Ask by the form: the status and the sentence in the red box above the form."""
+    return _seen_on(hub.send_form(user, options))
+
+
+def link(hub: GPUHub, user: str, options: dict[str, Any]) -> tuple[int, str]:
+    """Ask by a link with ``opt-`` parameters."""
+    query = {f"opt-{name}": value for name, value in options.items()}
+    return _seen_on(hub.open_page(user, "/hub/spawn", **query))
+
+
+def stored(hub: GPUHub, user: str, options: dict[str, Any]) -> tuple[int, str]:
+    """Write the options where JupyterHub keeps those of the last start, then start anew."""
+    hub.browser_of(user).get(f"{hub.url}/hub/home")
+    assert hub.api("PATCH", f"users/{user}/server", json={"user_options": options}).ok
+    page = hub.open_page(user, "/hub/spawn")  # the form still opens, whatever is stored
+    assert page.status_code == 200 and "spawn_form" in page.text
+    assert_in_words(page.text)
+    answer = hub.api("POST", f"users/{user}/server")
+    assert_in_words(answer.text)
+    return answer.status_code, message_of(answer)
+
+
+def _seen_on(page: requests.Response) -> tuple[int, str]:
+    assert_in_words(page.text)
+    assert "spawn_form" in page.text, "the form is there to choose something else"
+    return page.status_code, error_on(page.text).removeprefix("Error: ")
+
+
+ENTRANCES = (rest, form, link, stored)
+
+
+@pytest.mark.parametrize("ask", [rest, form, link])
+def test_no_device_free(hub: GPUHub, ask: Any) -> None:
+    assert hub.spawn("holder", {"gpus": 2, "gpu_model": "A100"}).status_code == 201
+    assert hub.spawn("other", {"gpus": 1, "gpu_model": "T4"}).status_code == 201
+    held = hub.taken()
+    status, sentence = ask(hub, "member1", {"gpus": "1"})
+    assert status == 503
+    start, end = "All 3 GPUs are in use (", " at the latest). Start without a GPU, or try again."
+    assert sentence.startswith(start) and sentence.endswith(end)
+    assert " will be free by " in sentence
+    assert hub.taken() == held and not hub.open_leases("member1")
+    # Without a GPU it starts, as the sentence says.
+    assert hub.spawn("member1", {"gpus": 0}).status_code == 201
+    assert hub.environment_of("member1")["NVIDIA_VISIBLE_DEVICES"] == "void"
+
+
+def test_of_the_model_asked_for_none_is_free(hub: GPUHub) -> None:
+    assert hub.spawn("holder", {"gpus": 1, "gpu_model": "T4"}).status_code == 201
+    status, sentence = rest(hub, "member1", {"gpus": 1, "gpu_model": "T4"})
+    assert status == 503 and sentence.startswith("The only T4 GPU is in use")
+    status, sentence = rest(hub, "member1", {"gpus": 1, "gpu_memory": 100})
+    assert (status, sentence) == (
+        400,
+        "This hub has no GPU with 100 GB. The most is 80 GB: ask for less.",
+    )
+    assert not hub.open_leases("member1")
+
+
+@pytest.mark.parametrize("ask", [rest, form])
+def test_no_credits(hub: GPUHub, ask: Any) -> None:
+    user = f"poor-{ask.__name__}"
+    hub.browser_of(user)
+    broker = Broker(database_url=hub.database_url)
+    broker.open_account(user)
+    broker.grant(member_account(user), -95 * MICRO, actor="admin", reason="a poor member")
+    before = hub.records()
+    assert ask(hub, user, {"gpus": "1"}) == (
+        402,
+        "Your balance of 5.00 credits does not cover this: it costs 60.00 credits an hour, and "
+        "the first 10 minutes (10.00) must be there at the start. Write to gpu@lab.example for "
+        "more. You can start without a GPU: that is free.",
+    )
+    assert hub.records() == before
+    assert hub.spawn(user, {"environment": "cpu"}).status_code == 201
+    assert hub.balance(user) == 5 * MICRO
+    assert hub.device_nodes(user) == []
+
+
+@pytest.mark.parametrize(
+    "user, options, sentence",
+    [
+        (
+            "member1",
+            {"gpus": 4},
+            "You asked for 4 GPUs; your limit is 3 for one server. Ask for 3 or fewer.",
+        ),
+        (
+            "member1",
+            {"gpus": 2, "environment": "small"},
+            "You asked for 2 GPUs; Small things allows 1. Ask for 1 or fewer.",
+        ),
+        (
+            "member1",
+            {"gpus": 1, "environment": "cpu"},
+            "You asked for 1 GPU, but Without a GPU runs without one. Ask for 0.",
+        ),
+        (
+            ADMIN,
+            {"gpus": 4},
+            "You asked for 4 GPUs. This hub has 3 GPUs, and those of one server are of one "
+            "model: 2 A100-80GB and 1 T4. Ask for 2 at most.",
+        ),
+        (
+            "member1",
+            {"gpus": 2, "gpu_model": "T4"},
+            "You asked for 2 GPUs. This hub has 3 GPUs, of which 1 is T4. Ask for 1 at most.",
+        ),
+        ("member1", {"gpus": 2000}, "You asked for 2000 GPUs, and no server gets that many."),
+    ],
+)
+def test_more_than_allowed_or_existing(
+    hub: GPUHub, user: str, options: dict[str, Any], sentence: str
+) -> None:
+    hub.browser_of(user)
+    before = hub.records()
+    assert rest(hub, user, options) == (400, sentence)
+    assert form(hub, user, options) == (400, sentence)
+    assert hub.records() == before
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        ({"environment": "nope"}, "environment"),
+        ({"gpu_model": "H200", "gpus": "1"}, "H200"),
+        ({"gpus": "some"}, "gpus"),
+        ({"gpus": "-1"}, "gpus"),
+        ({"gpus": "1.5"}, "gpus"),
+        ({"gpus": "٣"}, "gpus"),
+        ({"gpu_memory": "lots"}, "gpu_memory"),
+        ({"gpu_model": "A100\x00"}, "gpu_model"),
+        ({"gpu_model": "A" * 200}, "gpu_model"),
+        ({"gpus": ["1", "1"]}, "gpus"),
+        ({"colour": "red"}, "colour"),
+        ({"devices": DEVICE}, "devices"),
+        ({"device_ids": DEVICE}, "device_ids"),
+        ({"NVIDIA_VISIBLE_DEVICES": "all"}, "NVIDIA_VISIBLE_DEVICES"),
+        ({"image": "evil:latest"}, "image"),
+        ({"volumes": "/:/host"}, "volumes"),
+        ({"mounts": "/:/host"}, "mounts"),
+        ({"extra_host_config": "privileged"}, "extra_host_config"),
+        ({"gpu_limit": "8"}, "gpu_limit"),
+        ({"spawner_override": "privileged"}, "spawner_override"),
+        ({"__class__": "x"}, "__class__"),
+        ({"<script>alert(1)</script>": "x"}, "<script>alert(1)</script>"),
+    ],
+)
+def test_unknown_or_smuggled_fields(hub: GPUHub, options: dict[str, Any], field: str) -> None:
+    hub.browser_of("member1")
+    before = hub.records()
+    for ask in ENTRANCES:
+        status, sentence = ask(hub, "member1", options)
+        assert status == 400, f"by {ask.__name__}: {status} {sentence}"
+        assert field in sentence, f"by {ask.__name__}: {sentence}"
+    assert hub.records() == before
+    assert not hub.containers()
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        ({"gpus": True}, "gpus"),
+        ({"gpus": 1.5}, "gpus"),
+        ({"gpus": {"count": 1}}, "gpus"),
+        ({"environment": {"slug": "instant"}}, "environment"),
+        ({"environment": 5}, "environment"),
+        ({"gpu_model": ["T4", DEVICE]}, "gpu_model"),
+        ({"gpu_model": [["T4"]]}, "gpu_model"),
+        ({"volumes": {"/": "/host"}}, "volumes"),
+        ({"extra_host_config": {"privileged": True}}, "extra_host_config"),
+        ({"extra_create_kwargs": {"user": "0"}}, "extra_create_kwargs"),
+        ({"devices": [DEVICE], "gpus": 0}, "devices"),
+    ],
+)
+def test_values_that_only_json_can_hold(hub: GPUHub, options: dict[str, Any], field: str) -> None:
+    hub.browser_of("member1")
+    before = hub.records()
+    for ask in (rest, stored):
+        status, sentence = ask(hub, "member1", options)
+        assert status == 400 and f"'{field}'" in sentence, f"by {ask.__name__}: {sentence}"
+    assert hub.records() == before
+    assert not hub.containers()
+
+
+def test_a_form_shows_a_smuggled_name_as_text(hub: GPUHub) -> None:
+    page = hub.send_form("member1", {"<script>alert(1)</script>": "x"}).text
+    assert "<script>alert(1)" not in page
+    assert "<script>alert(1)</script>" in text_of(page)
+
+
+def test_an_environment_for_others(hub: GPUHub) -> None:
+    hub.browser_of("member1")
+    before = hub.records()
+    for ask in ENTRANCES:
+        status, sentence = ask(hub, "member1", {"environment": "staff"})
+        assert status == 403 and "'staff'" in sentence and "ask your admin" in sentence
+    assert hub.records() == before
+    page = hub.open_page("member1", "/hub/spawn").text
+    assert "For the staff" not in page
+
+
+def test_after_a_refusal_the_next_start_is_a_plain_one(hub: GPUHub) -> None:
+    """Nothing of what was refused sticks: not the device, not the image, not the count."""
+    rest(hub, "member1", {"devices": DEVICE, "image": "evil:latest", "gpus": 2})
+    assert hub.send_form("member1", {"environment": "cpu"}).ok
+    hub.wait_server("member1")
+    [container] = hub.containers()
+    assert container["Image"] == images.INSTANT
+    [lease] = hub.open_leases("member1")
+    assert lease.devices == () and container["Labels"][LABEL_LEASE] == lease.id
+    assert hub.environment_of("member1")["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert hub.device_nodes("member1") == []
+
+
+def test_a_running_server_is_not_started_twice(hub: GPUHub) -> None:
+    assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+    [lease] = hub.open_leases("member1")
+    status, sentence = rest(hub, "member1", {"gpus": 1})
+    assert status == 400 and "already running" in sentence
+    assert [lease.id for lease in hub.open_leases("member1")] == [lease.id]
+    assert len(hub.containers()) == 1
+    # A named server is another one, with a lease of its own.
+    assert hub.spawn("member1", {"gpus": 1}, server="second").status_code == 201
+    assert len(hub.open_leases("member1")) == 2
+    assert len(set(hub.taken())) == 2
+
+
+def test_two_members_one_gpu_the_same_millisecond(hub: GPUHub) -> None:
+    members = ["member1", "member2"]
+    for member in members:
+        hub.browser_of(member)
+    for _ in range(5):
+        answers = _at_once(hub, members, {"gpus": 1, "gpu_model": "T4"})
+        assert sorted(a.status_code for a in answers.values()) == [201, 503]
+        winner = next(m for m in members if answers[m].status_code == 201)
+        loser = next(m for m in members if m != winner)
+        assert message_of(answers[loser]).startswith("The only T4 GPU is in use")
+        [lease] = hub.open_leases()
+        assert lease.server.user == winner and lease.state is LeaseState.RUNNING
+        assert len(hub.containers()) == 1
+        hub.stop_server(winner)
+    assert len(hub.leases("member1")) + len(hub.leases("member2")) >= 5
+
+
+def test_a_crowd_gets_exactly_what_there_is(hub: GPUHub) -> None:
+    members = [f"crowd{n}" for n in range(8)]
+    answers = _at_once(hub, members, {"gpus": 1})
+    assert sorted(a.status_code for a in answers.values()) == [201] * 3 + [503] * 5
+    assert len(hub.taken()) == 3
+    seen = {
+        hub.environment_of(lease.server.user)["NVIDIA_VISIBLE_DEVICES"]
+        for lease in hub.open_leases()
+    }
+    assert seen == set(hub.devices), "each one sees its own device and no other"
+
+
+def _at_once(
+    hub: GPUHub, members: list[str], options: dict[str, Any]
+) -> dict[str, requests.Response]:
+    for member in members:
+        hub.api("POST", f"users/{member}")
+    line = threading.Barrier(len(members))
+    answers: dict[str, requests.Response] = {}
+
+    def ask(member: str) -> None:
+        line.wait()
+        answers[member] = hub.api("POST", f"users/{member}/server", json=options)
+
+    threads = [threading.Thread(target=ask, args=(member,)) for member in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
