@@ -9,12 +9,14 @@ gone becomes :class:`~gpuspawner.errors.StoreUnavailable`.
 from __future__ import annotations
 
 import os
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy.exc import (
@@ -92,7 +94,7 @@ class Store:
         try:
             self._migrate()
             with self.engine.connect() as connection:
-                connection = connection.execution_options(gpuspawner_write=write)
+                connection = connection.execution_options(**self._options(write))
                 with connection.begin():
                     if write:
                         self._one_writer(connection)
@@ -101,6 +103,12 @@ class Store:
             raise  # a rule of ours or a mistake of ours: not the database's absence
         except (DBAPIError, PoolTimeout, OSError) as error:
             raise StoreUnavailable() from error
+
+    def _options(self, write: bool) -> dict[str, Any]:
+        if self.dialect == "postgresql" and not write:
+            # By default each statement of a transaction has a view of its own.
+            return {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        return {"gpuspawner_write": write}
 
     def _one_writer(self, connection: sa.Connection) -> None:
         """Writers wait for one another: no deadlocks between accounts, no lost race.
@@ -116,6 +124,8 @@ class Store:
             return
         with self._migrating:
             if not self._migrated:
+                if self.dialect == "sqlite":
+                    _create_private(self.engine.url.database)
                 with self.engine.connect() as connection:
                     connection = connection.execution_options(gpuspawner_write=True)
                     with connection.begin():
@@ -135,6 +145,8 @@ def _create_engine(url: str) -> sa.Engine:
         if parsed.get_backend_name() == "sqlite":
             return _create_sqlite(parsed)
         if parsed.get_backend_name() == "postgresql":
+            if parsed.drivername == "postgresql":  # whose driver differs between SQLAlchemys
+                parsed = parsed.set(drivername="postgresql+psycopg2")
             return sa.create_engine(
                 parsed,
                 pool_size=8,
@@ -143,6 +155,7 @@ def _create_engine(url: str) -> sa.Engine:
                 pool_pre_ping=True,
                 connect_args={
                     "connect_timeout": 5,
+                    "tcp_user_timeout": int(BUSY_SECONDS * 1000),
                     "options": f"-c lock_timeout={int(BUSY_SECONDS * 1000)}",
                 },
             )
@@ -160,20 +173,32 @@ def _create_sqlite(url: sa.URL) -> sa.Engine:
     if not url.database or url.database == ":memory:":
         what = "the SQLite database must be a file: the hub and its service share it"
         raise ConfigError(what=what)
-    if not Path(url.database).exists():
-        _create_private(Path(url.database))
+    path = os.path.abspath(url.database)
     engine = sa.create_engine(
-        url, pool_size=8, max_overflow=4, connect_args={"timeout": BUSY_SECONDS}
+        url.set(database=path), pool_size=8, max_overflow=4, connect_args={"timeout": BUSY_SECONDS}
     )
+
+    @sa.event.listens_for(engine, "do_connect")
+    def never_create(dialect: Any, record: Any, args: list[Any], options: dict[str, Any]) -> None:
+        # A database that went away must not come back as an empty one.
+        args[0] = f"file:{quote(path)}?mode=rw"
+        options["uri"] = True
 
     @sa.event.listens_for(engine, "connect")
     def prepare(dbapi_connection: Any, record: Any) -> None:
+        record.info["file"] = _file_at(path)
         dbapi_connection.isolation_level = None  # we say BEGIN ourselves, below
         cursor = dbapi_connection.cursor()
-        cursor.execute("PRAGMA journal_mode=WAL")
+        _use_wal(cursor)
         cursor.execute("PRAGMA synchronous=FULL")
         cursor.execute("PRAGMA foreign_keys=ON")
         cursor.close()
+
+    @sa.event.listens_for(engine, "checkout")
+    def still_there(dbapi_connection: Any, record: Any, proxy: Any) -> None:
+        # SQLite goes on writing to a file that was deleted, and nobody would ever read it.
+        if record.info["file"] != _file_at(path):
+            raise sa.exc.DisconnectionError("the database file was moved, replaced or deleted")
 
     @sa.event.listens_for(engine, "begin")
     def begin(connection: sa.Connection) -> None:
@@ -183,11 +208,33 @@ def _create_sqlite(url: sa.URL) -> sa.Engine:
     return engine
 
 
-def _create_private(path: Path) -> None:
+def _use_wal(cursor: sqlite3.Cursor) -> None:
+    """Set the journal mode. SQLite's own timeout does not cover several that do so at once."""
+    end = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > end:
+                raise
+            time.sleep(0.005)
+
+
+def _file_at(path: str) -> tuple[int, int] | None:
+    """Which file is there now, whatever it is called; None when there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _create_private(path: str | None) -> None:
     """Make the database file readable by the hub alone: it says who used what."""
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        os.close(os.open(path or "", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
     except FileExistsError:
-        pass  # another process was faster
+        pass  # it is there, or another process was faster
     except OSError:
-        pass  # said as StoreUnavailable at the first transaction
+        pass  # said as StoreUnavailable when the first transaction begins

@@ -1,0 +1,40 @@
+"""Database URLs as admins write them, on a real PostgreSQL and real files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.errors import ConfigError
+from gpuspawner.store import Store, book
+from tests.support.postgres import PrivatePostgres
+
+
+def test_a_plain_postgresql_url_works_with_every_sqlalchemy(postgres: PrivatePostgres) -> None:
+    url = sa.make_url(postgres.fresh_database()).set(drivername="postgresql")
+    store = Store(url.render_as_string(hide_password=False))
+    assert store.run(book.all_accounts) == []
+    store.close()
+
+
+def test_the_file_is_for_the_hub_alone(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/hub.sqlite")
+    assert store.run(book.all_accounts) == []
+    assert (tmp_path / "hub.sqlite").stat().st_mode & 0o777 == 0o600
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("sqlite://", "must be a file"),
+        ("sqlite:///:memory:", "must be a file"),
+        ("mysql://localhost/x", "no supported database"),
+        ("not a url", "write it like"),
+    ],
+)
+def test_what_cannot_be_used_is_said(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Store(url)

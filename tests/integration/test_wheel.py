@@ -1,0 +1,133 @@
+"""A real wheel in a real environment outside the checkout, with the oldest versions we allow."""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import BIN, REPO, cache_dir
+
+TOOLS = ("hypothesis", "psutil", "psycopg2-binary", "pytest", "pytest-asyncio", "requests")
+"""What the unit tests need beside gpuspawner, in whatever version there is."""
+
+PROBE = """
+    import json, pathlib, sys
+    import gpuspawner
+    from importlib.metadata import entry_points
+    from gpuspawner.broker import Broker
+    from gpuspawner.model import Request, ServerRef
+    from gpuspawner.spawners import base
+    from gpuspawner.web import pages
+
+    broker = Broker(device_source="simulated:2xT4")
+    lease = broker.acquire(ServerRef("alice"), Request(devices=1), engine="local")
+    names = [
+        point.name
+        for group in ("jupyterhub.spawners", "jupyterhub.authenticators")
+        for point in sorted(entry_points(group=group))
+        if point.value.startswith("gpuspawner") and point.load()
+    ]
+    print(json.dumps({
+        "at": gpuspawner.__file__,
+        "devices": len(lease.devices),
+        "form": bool(base._templates.get_template("form.html")),
+        "gpu": names,
+        "files": sorted(
+            path.suffix for path in pathlib.Path(gpuspawner.__file__).parent.rglob("*")
+            if path.suffix in (".html", ".css", ".mako")
+        ),
+    }))
+"""
+
+
+def lower_bounds() -> dict[str, str]:
+    """Each requirement of setup.cfg with the oldest version that it allows."""
+    config = configparser.ConfigParser()
+    config.read(REPO / "setup.cfg")
+    lines = config["options"]["install_requires"].split()
+    return dict(line.split(">=") for line in lines)
+
+
+def test_every_requirement_has_a_lower_bound() -> None:
+    assert {"jupyterhub", "dockerspawner", "oauthenticator", "nvidia-ml-py"} <= set(lower_bounds())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy, so that nothing of a build stays in the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(REPO / "gpuspawner", source / "gpuspawner", ignore=ignored)
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPO / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, source]
+    subprocess.run(command, check=True)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def oldest(wheel: Path) -> Iterator[Path]:
+    """The Python of an environment with the wheel and the lower bounds, kept between runs."""
+    bounds = [f"{name}=={version}" for name, version in lower_bounds().items()]
+    key = hashlib.sha256(json.dumps([sys.version, bounds]).encode()).hexdigest()[:16]
+    folder = cache_dir() / f"oldest-{key}"
+    python = folder / "bin" / "python"
+    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    if not (folder / "ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run([*pip, *bounds, *TOOLS], check=True)
+        (folder / "ready").touch()
+    subprocess.run([*pip, "--no-deps", "--force-reinstall", wheel], check=True)
+    yield python
+
+
+def run(python: Path, *arguments: str, cwd: Path) -> str:
+    """Run the environment's Python away from the checkout, without its modules."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    environment["PATH"] = f"{python.parent}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [python, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_runs_outside_the_checkout(oldest: Path, tmp_path: Path) -> None:
+    found = json.loads(run(oldest, "-c", textwrap.dedent(PROBE), cwd=tmp_path).splitlines()[-1])
+    assert str(REPO / "gpuspawner") not in found["at"]
+    assert found["devices"] == 1, "the migrations are not in the wheel"
+    assert found["form"]
+    assert set(found["files"]) == {".css", ".html", ".mako"}
+    assert found["gpu"] == [
+        "gpu-docker",
+        "gpu-local",
+        "gpu-members-oauth",
+        "gpu-members-shared-password",
+    ]
+    accounts = run(oldest, "-m", "gpuspawner", "accounts", "--json", cwd=tmp_path)
+    assert "member:alice" in accounts
+
+
+def test_the_unit_tests_pass_with_the_oldest_versions(oldest: Path) -> None:
+    installed = run(oldest, "-m", "pip", "list", "--format=json", cwd=REPO)
+    versions = {entry["name"].lower(): entry["version"] for entry in json.loads(installed)}
+    for name, bound in lower_bounds().items():
+        assert re.match(rf"{re.escape(bound)}(\.0)*$", versions[name]), (name, versions[name])
+    chosen = ("tests/unit", "tests/integration/test_broker.py", "tests/integration/test_store.py")
+    there = [path for path in chosen if (REPO / path).exists()]
+    output = run(
+        oldest, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *there, cwd=REPO
+    )
+    assert " passed" in output
