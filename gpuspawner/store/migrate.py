@@ -9,6 +9,9 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.util.exc import CommandError
+
+from ..errors import ConfigError
 
 SCRIPTS = Path(__file__).parent / "migrations"
 
@@ -21,10 +24,21 @@ def config() -> Config:
 
 
 def upgrade(connection: sa.Connection) -> None:
-    """Bring the schema to the newest version, inside the connection's transaction."""
+    """Bring the schema to the newest version, inside the connection's transaction.
+
+    Raises ConfigError for a database that a newer gpuspawner has upgraded.
+    """
     settings = config()
     head = ScriptDirectory.from_config(settings).get_current_head()
-    if MigrationContext.configure(connection).get_current_revision() == head:
+    current = MigrationContext.configure(connection).get_current_revision()
+    if current == head:
         return
     settings.attributes["connection"] = connection
-    command.upgrade(settings, "head")
+    try:
+        command.upgrade(settings, "head")
+    except CommandError as error:
+        what = (
+            f"the database is of version {current}, which this gpuspawner does not know ({error}); "
+            "install the newer gpuspawner again, or restore the database from before its upgrade"
+        )
+        raise ConfigError(what=what) from None

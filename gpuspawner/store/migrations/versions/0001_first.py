@@ -186,7 +186,8 @@ def _append_only(dialect: str) -> list[str]:
         ]
     function = (
         "CREATE FUNCTION gpuspawner_append_only() RETURNS trigger AS $$ "
-        f"BEGIN RAISE EXCEPTION '{sentence}'; END $$ LANGUAGE plpgsql"
+        f"BEGIN RAISE EXCEPTION '{sentence}' USING ERRCODE = 'integrity_constraint_violation'; "
+        "END $$ LANGUAGE plpgsql"
     )
     return [function] + [
         f"CREATE TRIGGER {table}_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON {table} "

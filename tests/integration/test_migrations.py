@@ -1,0 +1,161 @@
+"""From an empty database to the newest schema. Real: SQLite, PostgreSQL, Alembic, processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from gpuspawner.errors import ConfigError
+from gpuspawner.store import Store, book, migrate, schema
+from tests.support.brokers import T0
+
+APPEND_ONLY = {
+    "sqlite": {
+        "transfers_never_update",
+        "transfers_never_delete",
+        "postings_never_update",
+        "postings_never_delete",
+    },
+    "postgresql": {"transfers_append_only", "postings_append_only"},
+}
+
+
+def is_ours(name: str | None, kind: str, parents: Any) -> bool:
+    return not (kind == "table" and name == "alembic_version")
+
+
+def differences(connection: sa.Connection) -> list[Any]:
+    """What an admin's `alembic check` would say."""
+    options = {"compare_type": True, "compare_server_default": True, "include_name": is_ours}
+    context = MigrationContext.configure(connection, opts=options)
+    found: list[Any] = compare_metadata(context, schema.metadata)
+    return found
+
+
+def conditions(inspector: sa.Inspector) -> dict[str, Any]:
+    """What Alembic does not compare: the conditions of partial indexes, and the checks."""
+    found: dict[str, Any] = {}
+    for table in sorted(set(inspector.get_table_names()) - {"alembic_version"}):
+        for index in inspector.get_indexes(table):
+            options = index.get("dialect_options", {})
+            found[str(index["name"])] = {k: str(v) for k, v in options.items() if "where" in k}
+        for check in inspector.get_check_constraints(table):
+            found[str(check["name"])] = check["sqltext"]
+    return found
+
+
+def triggers(connection: sa.Connection) -> set[str]:
+    query = {
+        "sqlite": "SELECT name FROM sqlite_master WHERE type = 'trigger'",
+        "postgresql": "SELECT tgname FROM pg_trigger WHERE NOT tgisinternal",
+    }[connection.dialect.name]
+    return set(connection.execute(sa.text(query)).scalars())
+
+
+def head() -> str:
+    return str(ScriptDirectory.from_config(migrate.config()).get_current_head())
+
+
+def test_the_migrations_make_the_schema(database_url: str) -> None:
+    store = Store(database_url)
+    with store.read() as connection:
+        assert differences(connection) == []
+        assert triggers(connection) == APPEND_ONLY[store.dialect]
+        made = conditions(sa.inspect(connection))
+    store.close()
+    assert made["one_open_lease_a_slot"] and made["one_open_lease_a_server"]
+
+    # The same from the tables as the code has them, beside it.
+    bare = sa.create_engine(database_url)
+    with bare.begin() as connection:
+        for table in sa.inspect(connection).get_table_names():
+            cascade = " CASCADE" if store.dialect == "postgresql" else ""
+            connection.execute(sa.text(f"DROP TABLE {table}{cascade}"))
+        schema.metadata.create_all(connection)
+        assert conditions(sa.inspect(connection)) == made
+    bare.dispose()
+
+
+def test_a_difference_would_be_seen(database_url: str) -> None:
+    """The comparison above is not blind."""
+    store = Store(database_url)
+    with store.write() as connection:
+        connection.execute(sa.text("ALTER TABLE accounts ADD COLUMN nickname TEXT"))
+        connection.execute(sa.text("DROP INDEX one_open_lease_a_server"))
+        kinds = {difference[0] for difference in differences(connection)}
+    store.close()
+    assert kinds == {"remove_column", "add_index"}
+
+
+def test_running_twice_changes_nothing(database_url: str) -> None:
+    for number in range(2):
+        store = Store(database_url)
+        with store.write() as connection:
+            assert book.open_account(connection, "member:anna", T0) is (number == 0)
+            migrate.upgrade(connection)
+            assert MigrationContext.configure(connection).get_current_revision() == head()
+            assert differences(connection) == []
+        store.close()
+
+
+def _open_account(url: str, gate: Any, name: str, said: Any) -> None:
+    """In a process of its own: migrate what is there, together with the others."""
+    store = Store(url)
+    gate.wait(60)
+    try:
+        with store.write() as connection:
+            book.open_account(connection, name, T0)
+        said.put("")
+    except Exception as error:
+        said.put(repr(error))
+    finally:
+        store.close()
+
+
+def test_several_processes_find_an_empty_database_at_once(database_url: str) -> None:
+    names = [f"member:user{number}" for number in range(6)]
+    spawn = multiprocessing.get_context("spawn")
+    gate, said = spawn.Barrier(len(names)), spawn.Queue()
+    workers = [
+        spawn.Process(target=_open_account, args=(database_url, gate, name, said)) for name in names
+    ]
+    for worker in workers:
+        worker.start()
+    assert [said.get(timeout=90) for _ in workers] == [""] * len(workers)
+    for worker in workers:
+        worker.join(timeout=30)
+    store = Store(database_url)
+    with store.read() as connection:
+        assert [account.name for account in book.all_accounts(connection)] == names
+        assert differences(connection) == []
+    store.close()
+
+
+def test_a_database_of_a_newer_gpuspawner_is_left_alone(database_url: str) -> None:
+    store = Store(database_url)
+    with store.write() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    store.close()
+    older = Store(database_url)
+    with pytest.raises(ConfigError, match="of version 9999, which this gpuspawner does"):
+        older.run(book.all_accounts)
+    older.close()
+
+
+def test_an_sqlite_database_is_the_hubs_alone(tmp_path: Path) -> None:
+    """Who used what is nobody else's business, the log beside the database included."""
+    path = tmp_path / "gpu spawner #1 100%.sqlite"
+    store = Store(f"sqlite:///{path}")
+    with store.write() as connection:
+        book.open_account(connection, "member:anna", T0)
+        modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()}
+    store.close()
+    assert modes == {path.name + end: 0o600 for end in ("", "-wal", "-shm")}

@@ -1,0 +1,356 @@
+"""What the database itself forbids. Real: SQLite and PostgreSQL; the rows go past our checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from gpuspawner.errors import (
+    LedgerError,
+    NoDeviceFree,
+    ServerHasLease,
+    UnknownAccount,
+    UnknownLease,
+)
+from gpuspawner.ledger import rules
+from gpuspawner.model import Lease, LeasedDevice, LeaseState, Place, ServerRef
+from gpuspawner.store import Store, book, leases, schema
+from tests.support.brokers import T0
+
+ANNA = "member:anna"
+
+
+@pytest.fixture
+def store(database_url: str) -> Iterator[Store]:
+    """An empty store in which anna has an account."""
+    store = Store(database_url)
+    with store.write() as connection:
+        book.open_account(connection, ANNA, T0)
+    yield store
+    store.close()
+
+
+def insert(store: Store, table: sa.Table, **row: Any) -> None:
+    """One row, as it is, in a transaction of its own."""
+    with store.write() as connection:
+        connection.execute(sa.insert(table).values(row))
+
+
+def count(store: Store, table: sa.Table) -> int:
+    with store.read() as connection:
+        return int(connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one())
+
+
+def lease_row(name: str, **changes: Any) -> dict[str, Any]:
+    row = {
+        "id": name,
+        "user": name,
+        "server_name": "",
+        "account": ANNA,
+        "rate": 1,
+        "hold": 1,
+        "state": "granted",
+        "granted_at": T0,
+    }
+    return row | changes
+
+
+def place_row(lease: str, uuid: str = "GPU-1", slot: int = 0, **changes: Any) -> dict[str, Any]:
+    row = {"lease_id": lease, "uuid": uuid, "slot": slot, "index": 0, "model": "A100"}
+    return row | {"memory_bytes": 80, "open": True} | changes
+
+
+def ticket_row(name: str, **changes: Any) -> dict[str, Any]:
+    row = {"id": name, "user": "anna", "server_name": "", "request": "{}", "state": "waiting"}
+    return row | {"created_at": T0} | changes
+
+
+# One open lease a slot.
+
+
+def test_a_slot_has_one_open_lease(store: Store) -> None:
+    for name in ("one", "two"):
+        insert(store, schema.leases, **lease_row(name))
+    insert(store, schema.lease_places, **place_row("one"))
+    with pytest.raises(IntegrityError):
+        insert(store, schema.lease_places, **place_row("two"))
+    insert(store, schema.lease_places, **place_row("two", slot=1))
+    insert(store, schema.lease_places, **place_row("two", uuid="GPU-2"))
+    assert count(store, schema.lease_places) == 3
+
+
+def test_no_update_gets_around_it(store: Store) -> None:
+    for name, uuid in (("one", "GPU-1"), ("two", "GPU-2")):
+        insert(store, schema.leases, **lease_row(name))
+        insert(store, schema.lease_places, **place_row(name, uuid))
+    with pytest.raises(IntegrityError), store.write() as connection:
+        connection.execute(sa.update(schema.lease_places).values(uuid="GPU-1"))
+    with store.read() as connection:
+        assert leases.taken(connection) == {Place("GPU-1", 0): "one", Place("GPU-2", 0): "two"}
+
+
+def test_an_ended_lease_frees_its_place_for_one(store: Store) -> None:
+    for name in ("one", "two", "three"):
+        insert(store, schema.leases, **lease_row(name))
+    insert(store, schema.lease_places, **place_row("one"))
+    with store.write() as connection:
+        leases.end(connection, "one", T0, "stopped", charged=0)
+    insert(store, schema.lease_places, **place_row("two"))
+    with pytest.raises(IntegrityError):
+        insert(store, schema.lease_places, **place_row("three"))
+    with pytest.raises(IntegrityError), store.write() as connection:
+        # An ended lease does not come back while another has its place.
+        again = sa.update(schema.lease_places).where(schema.lease_places.c.lease_id == "one")
+        connection.execute(again.values(open=True))
+
+
+# One open lease, one waiting ticket a server.
+
+
+def test_a_server_has_one_open_lease(store: Store) -> None:
+    insert(store, schema.leases, **lease_row("one", user="anna"))
+    with pytest.raises(IntegrityError):
+        insert(store, schema.leases, **lease_row("two", user="anna", state="running"))
+    insert(store, schema.leases, **lease_row("named", user="anna", server_name="lab"))
+    insert(store, schema.leases, **lease_row("other", user="bert"))
+    with store.write() as connection:
+        leases.end(connection, "one", T0, "stopped", charged=0)
+    insert(store, schema.leases, **lease_row("two", user="anna"))
+    with pytest.raises(IntegrityError), store.write() as connection:
+        values = {"state": "running", "ended_at": None}
+        connection.execute(
+            sa.update(schema.leases).where(schema.leases.c.id == "one").values(values)
+        )
+
+
+def test_a_server_has_one_waiting_ticket(store: Store) -> None:
+    insert(store, schema.tickets, **ticket_row("one"))
+    with pytest.raises(IntegrityError):
+        insert(store, schema.tickets, **ticket_row("two"))
+    insert(store, schema.tickets, **ticket_row("named", server_name="lab"))
+    with store.write() as connection:
+        ended = {"state": "ended", "ended_at": T0, "end_reason": "granted"}
+        only = schema.tickets.c.id == "one"
+        connection.execute(sa.update(schema.tickets).where(only).values(ended))
+    insert(store, schema.tickets, **ticket_row("two"))
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [
+        (schema.leases, lease_row("one", state="ended")),
+        (schema.leases, lease_row("one", ended_at=T0)),
+        (schema.leases, lease_row("one", state="running", ended_at=T0)),
+        (schema.leases, lease_row("one", state="paused")),
+        (schema.leases, lease_row("one", rate=-1)),
+        (schema.leases, lease_row("one", hold=-1)),
+        (schema.leases, lease_row("one", charged=-1)),
+        (schema.leases, lease_row("one", account="member:nobody")),
+        (schema.tickets, ticket_row("one", state="ended")),
+        (schema.tickets, ticket_row("one", ended_at=T0)),
+        (schema.tickets, ticket_row("one", state="lost")),
+        (schema.lease_places, place_row("no such lease")),
+        (
+            schema.devices,
+            {"uuid": "GPU-1", "index": 0, "model": "A100", "memory_bytes": 80, "slots": 0}
+            | {"status": "ok", "observed_at": T0},
+        ),
+    ],
+)
+def test_rows_that_cannot_be(store: Store, table: sa.Table, row: dict[str, Any]) -> None:
+    with pytest.raises(IntegrityError):
+        insert(store, table, **row)
+    assert count(store, table) == 0
+
+
+# The ledger is append-only.
+
+
+def grant(key: str, amount: int = 5, account: str = ANNA) -> Any:
+    return rules.grant(account, amount, key=key, at=T0, actor="admin", reason="gift")
+
+
+@pytest.mark.parametrize("table", [schema.transfers, schema.postings], ids=lambda t: str(t.name))
+@pytest.mark.parametrize("verb", ["update", "delete"])
+def test_what_was_posted_never_changes(store: Store, table: sa.Table, verb: str) -> None:
+    with store.write() as connection:
+        book.post(connection, grant("gift"))
+        before = book.all_transfers(connection)
+    change = {
+        "update": sa.update(table).values(
+            {"reason": "x"} if "reason" in table.c else {"amount": 9}
+        ),
+        "delete": sa.delete(table),
+    }[verb]
+    with pytest.raises(IntegrityError, match="append-only"), store.write() as connection:
+        connection.execute(change)
+    with store.read() as connection:
+        assert book.all_transfers(connection) == before != []
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)  # SQLite has no TRUNCATE
+@pytest.mark.parametrize("table", ["postings", "transfers CASCADE"])
+def test_the_ledger_cannot_be_emptied_at_once(store: Store, table: str) -> None:
+    with pytest.raises(IntegrityError, match="append-only"), store.write() as connection:
+        connection.execute(sa.text(f"TRUNCATE {table}"))
+
+
+def test_a_key_is_posted_once(store: Store) -> None:
+    with store.write() as connection:
+        book.post(connection, grant("gift"))
+    row = {"id": "other", "key": "gift", "kind": "grant", "at": T0, "actor": "a", "reason": "r"}
+    with pytest.raises(IntegrityError):
+        insert(store, schema.transfers, **row)
+    insert(store, schema.transfers, **{**row, "key": "another"})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"transfer_id": "no such transfer", "account": ANNA, "amount": 1},
+        {"transfer_id": rules.transfer_id("gift"), "account": "member:nobody", "amount": 1},
+    ],
+)
+def test_a_posting_belongs_to_a_transfer_and_an_account(store: Store, row: dict[str, Any]) -> None:
+    with store.write() as connection:
+        book.post(connection, grant("gift"))
+    with pytest.raises(IntegrityError):
+        insert(store, schema.postings, **row)
+
+
+# The same as domain errors, and nothing half-written.
+
+
+def lease(name: str, user: str, *uuids: str) -> Lease:
+    return Lease(
+        id=name,
+        server=ServerRef(user),
+        account=ANNA,
+        environment="pytorch",
+        devices=tuple(LeasedDevice(u, 0, n, "A100", 80) for n, u in enumerate(uuids)),
+        rate=7,
+        hold=3,
+        granted_at=T0,
+    )
+
+
+def test_a_taken_place_is_a_sentence(store: Store) -> None:
+    with store.write() as connection:
+        leases.insert(connection, lease("one", "anna", "GPU-1"))
+        with pytest.raises(NoDeviceFree, match="just taken by somebody else"):
+            leases.insert(connection, lease("two", "bert", "GPU-0", "GPU-1"))
+        # Only that insert is undone; the transaction goes on.
+        leases.insert(connection, lease("three", "cara", "GPU-0"))
+    with store.read() as connection:
+        assert leases.taken(connection) == {Place("GPU-1", 0): "one", Place("GPU-0", 0): "three"}
+        with pytest.raises(UnknownLease, match="no lease 'two'"):
+            leases.get(connection, "two")
+
+
+def test_a_second_lease_of_a_server_is_a_sentence(store: Store) -> None:
+    with store.write() as connection:
+        leases.insert(connection, lease("one", "anna", "GPU-1"))
+    with pytest.raises(ServerHasLease), store.write() as connection:
+        leases.insert(connection, lease("two", "anna", "GPU-0"))
+
+
+def test_what_goes_in_comes_out(store: Store) -> None:
+    zone = timezone(timedelta(hours=-5))
+    exact = datetime(2025, 3, 1, 7, 0, 0, 123456, tzinfo=zone)
+    put = lease("one", "anna", "GPU-1", "GPU-0")
+    with store.write() as connection:
+        leases.insert(connection, put)
+        leases.update(
+            connection, "one", state=LeaseState.RUNNING, started_at=exact, engine_ref="c", charged=2
+        )
+    with store.read() as connection:
+        got = leases.get(connection, "one")
+        assert got.started_at == exact and got.started_at.utcoffset() == timedelta(0)
+        assert (got.state, got.engine_ref, got.charged) == (LeaseState.RUNNING, "c", 2)
+        assert got.devices == put.devices and got.granted_at == T0
+        assert leases.open_leases(connection) == [got] == leases.of_account(connection, ANNA)
+        assert leases.held(connection, ANNA) == 1
+        assert leases.open_of(connection, ServerRef("anna")) == got
+        assert leases.open_of(connection, ServerRef("anna", "lab")) is None
+
+
+def test_a_time_without_a_zone_is_refused(store: Store) -> None:
+    with pytest.raises(sa.exc.StatementError, match="time zone"):
+        insert(store, schema.leases, **lease_row("one", granted_at=datetime(2025, 3, 1)))
+
+
+def test_more_leases_than_a_statement_takes_parameters(store: Store) -> None:
+    with store.write() as connection:
+        for number in range(1001):
+            leases.insert(connection, lease(f"{number}", f"user{number}", f"GPU-{number}"))
+    with store.read() as connection:
+        found = leases.open_leases(connection)
+    assert len(found) == 1001 and all(len(one.devices) == 1 for one in found)
+
+
+# The book.
+
+
+def test_a_transfer_moves_balances_once(store: Store) -> None:
+    with store.write() as connection:
+        assert book.post(connection, grant("gift")) is True
+        assert book.post(connection, grant("gift")) is False
+        with pytest.raises(LedgerError, match="used for another amount or account"):
+            book.post(connection, grant("gift", amount=6))
+    with store.read() as connection:
+        assert book.account(connection, ANNA).balance == 5
+        assert book.account(connection, "system:grants").balance == -5
+        assert [a.name for a in book.all_accounts(connection)] == [ANNA]
+
+
+def test_a_transfer_to_nobody_leaves_no_trace(store: Store) -> None:
+    gift = grant("gift", account="member:nobody")
+    with pytest.raises(UnknownAccount, match="'member:nobody'"), store.write() as connection:
+        book.post(connection, gift)
+    assert count(store, schema.transfers) == count(store, schema.postings) == 0
+    with store.read() as connection:
+        assert book.account(connection, ANNA).balance == 0
+
+
+def test_a_statement_says_the_balance_after_each_line(store: Store) -> None:
+    with store.write() as connection:
+        for number in range(1, 5):
+            book.post(connection, grant(f"gift{number}", amount=number))
+    with store.read() as connection:
+        lines = book.statement(connection, ANNA, limit=3)
+        assert [(line.amount, line.balance) for line in lines] == [(4, 10), (3, 6), (2, 3)]
+        assert {(line.kind, line.reason, line.actor, line.at) for line in lines} == {
+            ("grant", "gift", "admin", T0)
+        }
+        with pytest.raises(UnknownAccount):
+            book.statement(connection, "member:nobody")
+
+
+# Transactions.
+
+
+def test_an_error_undoes_the_whole_transaction(store: Store) -> None:
+    with pytest.raises(ZeroDivisionError), store.write() as connection:
+        leases.insert(connection, lease("one", "anna", "GPU-1"))
+        book.post(connection, grant("gift"))
+        raise ZeroDivisionError
+    for table in (schema.leases, schema.lease_places, schema.transfers, schema.postings):
+        assert count(store, table) == 0
+    with store.read() as connection:
+        assert book.account(connection, ANNA).balance == 0
+
+
+def test_a_read_is_one_view_whatever_others_write(store: Store) -> None:
+    with store.read() as reading:
+        before = book.account(reading, ANNA).balance
+        with store.write() as writing:
+            book.post(writing, grant("gift"))
+        assert book.account(reading, ANNA).balance == before
+        assert book.statement(reading, ANNA) == []
+    with store.read() as reading:
+        assert book.account(reading, ANNA).balance == before + 5
