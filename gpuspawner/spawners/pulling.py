@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import docker
@@ -19,9 +21,9 @@ SAY_EVERY = 0.5
 class Pulls:
     """The pulls of one hub: an image is pulled once, whoever waits for it."""
 
-    def __init__(self, connect: Callable[[], docker.APIClient], threads: int = 4) -> None:
+    def __init__(self, connect: Callable[[], docker.APIClient], at_once: int = 4) -> None:
         self._connect = connect
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="gpuspawner-pull")
+        self._turns = asyncio.Semaphore(at_once)
         self._running: dict[str, asyncio.Future[None]] = {}
         self._listeners: dict[str, list[Callable[[str], None]]] = {}
 
@@ -34,15 +36,19 @@ class Pulls:
         listeners = self._listeners.setdefault(image, [])
         listeners.append(say)
         if image not in self._running:
-            loop = asyncio.get_running_loop()
-            tell = self._tell(image, loop)
-            running = loop.run_in_executor(self._executor, self._pull, repository, tag, tell)
+            tell = self._tell(image, asyncio.get_running_loop())
+            work = partial(self._pull, repository, tag, tell)
+            running = asyncio.ensure_future(self._in_turn(work))
             running.add_done_callback(lambda done: self._finished(image, done))
             self._running[image] = running
         try:
             await asyncio.shield(self._running[image])
         finally:
             listeners.remove(say)
+
+    async def _in_turn(self, work: Callable[[], None]) -> None:
+        async with self._turns:
+            await _in_daemon_thread(work)
 
     def _finished(self, image: str, done: asyncio.Future[None]) -> None:
         self._running.pop(image, None)
@@ -55,7 +61,8 @@ class Pulls:
                 say(message)
 
         def tell(message: str) -> None:
-            loop.call_soon_threadsafe(to_all, message)
+            with contextlib.suppress(RuntimeError):  # the hub has ended
+                loop.call_soon_threadsafe(to_all, message)
 
         return tell
 
@@ -70,6 +77,32 @@ class Pulls:
             raise StartFailed(cause=cause) from error
         finally:
             client.close()
+
+
+def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Run ``work`` in a thread that a hub does not wait for when it ends: pulls take long."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def finish(error: Exception | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as raised:  # whatever it is, the waiting spawn hears it
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the hub has ended
+            loop.call_soon_threadsafe(finish, error)
+
+    threading.Thread(target=run, name="gpuspawner-pull", daemon=True).start()
+    return done
 
 
 def layers(
