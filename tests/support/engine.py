@@ -287,7 +287,7 @@ class PrivateEngine:
                 processes.signal_pid(pid, signal.SIGKILL)
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
         for point in sorted((m.split()[1] for m in mounts), reverse=True):
-            if point.startswith((f"{self.directory}/", f"{self.data}/")):
+            if f"{point}/".startswith((f"{self.directory}/", f"{self.data}/")):
                 subprocess.run(as_root(["umount", "-l", point]), check=False)
         leftovers = [str(self.directory / n) for n in ("exec", "docker.sock", "docker.pid")]
         processes.run(as_root(["rm", "-rf", *leftovers]))
