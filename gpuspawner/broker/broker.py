@@ -147,11 +147,6 @@ class Broker(Reads, BrokerSettings):
         self.log.info("Lease %s: %s got %s", lease.id, server, lease.uuids or "no device")
         return lease
 
-    def attach(self, lease_id: str, engine_ref: str) -> None:
-        """Note the engine's own name of the server (container id, process)."""
-        with self.store.write() as connection:
-            leases.update(connection, lease_id, engine_ref=engine_ref)
-
     def confirm(self, lease_id: str, engine_ref: str = "") -> Lease:
         """The server answered: charges run from now. Doing it twice changes nothing."""
         now = self.clock()

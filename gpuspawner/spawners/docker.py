@@ -242,7 +242,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     async def start_object(self) -> None:
         self.said.say("Starting the container", 60)
         await super().start_object()
-        await self.broker.run(self.broker.attach, self._held().id, self.container_id)
 
     def engine_ref(self) -> str:
         return self.container_id or ""

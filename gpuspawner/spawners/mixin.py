@@ -118,8 +118,13 @@ class GPUSpawnerMixin(GPUSpawnerBase):
         await maybe_future(super().run_pre_spawn_hook())
 
     async def _acquire(self, request: Request) -> Lease:
-        await self._settle_previous()
-        self.touched = False
+        try:
+            return await self._grant(request)
+        except ServerHasLease:
+            await self._settle_previous()
+        return await self._grant(request)
+
+    async def _grant(self, request: Request) -> Lease:
         work = self.broker.run(
             self.broker.acquire, self.server_ref, request, engine=self.engine_name
         )
@@ -127,10 +132,12 @@ class GPUSpawnerMixin(GPUSpawnerBase):
         # The transaction ends even if this spawn is cancelled: what it granted is then
         # released by whoever comes first, the hook after the stop or this callback.
         try:
-            return await asyncio.shield(self._acquiring)
+            lease = await asyncio.shield(self._acquiring)
         except asyncio.CancelledError:
             self._acquiring.add_done_callback(self._give_back)
             raise
+        self.touched = False
+        return lease
 
     def _give_back(self, acquired: asyncio.Future[Lease]) -> None:
         if acquired.cancelled() or acquired.exception():
@@ -141,11 +148,10 @@ class GPUSpawnerMixin(GPUSpawnerBase):
 
     async def _settle_previous(self) -> None:
         """End what an earlier start of this very server left behind."""
-        previous = await self.broker.run(self.broker.lease_of, self.server_ref)
-        if previous is None:
+        self.lease = await self.broker.run(self.broker.lease_of, self.server_ref)
+        if self.lease is None:
             return
-        self.lease, self.lease_id = previous, previous.id
-        self.log.warning("%s still has lease %s: settling it first", self._log_name, previous.id)
+        self.log.warning("%s still has lease %s: settling it", self._log_name, self.lease.id)
         await self._release("left over from an earlier start")
         if self.lease is not None:
             raise ServerHasLease()
