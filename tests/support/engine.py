@@ -26,7 +26,7 @@ from tests.support import processes
 from tests.support.processes import LIVE, alive, as_root, end_process, wait_for
 
 HOOKS = Path(__file__).parent / "bin"
-SLOTS = 8
+SLOTS = 16
 """How many private engines one machine can run at once: each has a slot of its own."""
 DEVICES = tuple(f"GPU-0000000{i}-5eed-4000-8000-00000000000{i}" for i in range(4))
 """The machine's devices unless a test sets others."""
