@@ -1,0 +1,231 @@
+"""Servers that end without the hub. Real: hub, proxy, Docker Engine and its events, SQLite."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from gpuspawner.ledger.rules import owed
+from gpuspawner.model import MICRO, Lease, LeaseState
+from tests.support.engine import PrivateEngine
+from tests.support.gate import Gate
+from tests.support.gpu_hub import GPUHub, text_of
+from tests.support.processes import wait_for
+
+GRANT = 100_000
+POLL = 1
+"""Seconds between two looks of the hub at a server."""
+EXACT = timedelta(seconds=0.25)
+"""How far from the engine's own record an end may be; far less than a look takes to come."""
+
+CONFIG = f"""
+c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second
+c.Broker.opening_grant = {GRANT}
+c.Spawner.poll_interval = {POLL}
+"""
+
+
+@pytest.fixture(scope="module")
+def gate(engine: PrivateEngine) -> Iterator[Gate]:
+    """Between the hub and the engine."""
+    with Gate(engine.url) as gate:
+        yield gate
+
+
+@pytest.fixture(scope="module")
+def hub(
+    engine: PrivateEngine, images: Any, gate: Gate, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GPUHub]:
+    """One device, so that the next member gets it only when it is really free."""
+    folder = tmp_path_factory.mktemp("behind") / "hub"
+    with GPUHub(folder, engine, CONFIG, fleet="1xT4", docker_host=gate.url) as hub:
+        yield hub
+    engine.clean()
+
+
+@pytest.fixture
+def member(request: pytest.FixtureRequest) -> str:
+    """A member whose account no other test has touched."""
+    return re.sub(r"[^a-z0-9]+", "-", request.node.name).strip("-")
+
+
+def started(hub: GPUHub, member: str) -> tuple[Lease, str]:
+    """Start a server on the only device: its lease and its container."""
+    answer = hub.spawn(member, {"gpus": 1})
+    assert answer.status_code == 201, answer.text
+    [lease] = hub.open_leases()
+    [container] = hub.containers()
+    assert lease.engine_ref == container["Id"]
+    return lease, container["Id"]
+
+
+def died_at(engine: PrivateEngine, container: str, since: datetime) -> datetime:
+    """When the engine says that a container died."""
+    events = engine.client.events(
+        since=since - timedelta(seconds=5),
+        until=datetime.now(timezone.utc) + timedelta(seconds=1),
+        filters={"container": container, "event": ["die"]},
+        decode=True,
+    )
+    [event] = list(events)
+    return datetime.fromtimestamp(event["timeNano"] / 1e9, tz=timezone.utc)
+
+
+def assert_settled(
+    hub: GPUHub, lease: Lease, died: datetime, give_or_take: timedelta = EXACT
+) -> Lease:
+    """Stopped for the hub, released for everybody, and paid up to the proven end."""
+    member = lease.server.user
+    wait_for(lambda: hub.server(member) is None, "the hub to show it stopped", timeout=10)
+    wait_for(lambda: not hub.open_leases(member), "the release", timeout=10)
+    [ended] = hub.leases(member)
+    assert ended.id == lease.id and ended.state is LeaseState.ENDED
+    assert ended.ended_at is not None and ended.started_at is not None
+    assert abs(ended.ended_at - died) <= give_or_take, (
+        "paid up to when it was noticed, not when it died"
+    )
+    assert ended.charged == owed(ended.rate, ended.started_at, ended.ended_at)
+    assert hub.balance(member) == GRANT * MICRO - ended.charged
+    assert not hub.containers()
+    return ended
+
+
+def assert_next_gets_it(hub: GPUHub, member: str) -> None:
+    """The device is free at once for the next one."""
+    assert hub.spawn(f"{member}-next", {"gpus": 1}).status_code == 201
+    hub.stop_server(f"{member}-next")
+
+
+ENDS: dict[str, Callable[[PrivateEngine, str], Any]] = {
+    "killed": lambda engine, container: engine.client.kill(container),
+    "stopped": lambda engine, container: engine.client.stop(container),
+    "removed": lambda engine, container: engine.client.remove_container(container, force=True),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_ended_by_hand(hub: GPUHub, engine: PrivateEngine, member: str, how: str) -> None:
+    lease, container = started(hub, member)
+    time.sleep(0.5)
+    ENDS[how](engine, container)
+    began = time.monotonic()
+    wait_for(lambda: hub.server(member) is None, "the hub to show it stopped", timeout=10)
+    assert time.monotonic() - began < POLL + 2, "within a poll"
+    ended = assert_settled(hub, lease, died_at(engine, container, lease.granted_at))
+    if how == "killed":
+        assert "exit code 137" in ended.end_reason
+    home = hub.open_page(member, "/hub/home")
+    assert home.ok and "Start My Server" in text_of(home.text)
+    assert_next_gets_it(hub, member)
+
+
+@pytest.mark.parametrize("how", ["killed", "removed"])
+def test_ended_while_nobody_could_see(
+    hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str, how: str
+) -> None:
+    """However late it is noticed, what is paid ends with the server."""
+    lease, container = started(hub, member)
+    gate.shut()
+    try:
+        ENDS[how](engine, container)
+        time.sleep(POLL + 2)
+        assert hub.server(member) is not None, "not being able to see is not an end"
+        assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
+        answer = hub.spawn(f"{member}-other", {"gpus": 1})
+        assert answer.status_code == 503, "unknown is never free"
+    finally:
+        gate.open()
+    assert_settled(hub, lease, died_at(engine, container, lease.granted_at))
+    assert_next_gets_it(hub, member)
+
+
+def test_an_engine_that_does_not_answer_for_a_while_ends_nothing(
+    hub: GPUHub, gate: Gate, member: str
+) -> None:
+    lease, container = started(hub, member)
+    gate.shut()
+    try:
+        time.sleep(POLL + 2)
+        assert hub.get(member, "env").ok, "the server goes on, and is reached"
+    finally:
+        gate.open()
+    time.sleep(POLL + 0.5)
+    assert [c["Id"] for c in hub.containers()] == [container]
+    assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
+    assert hub.server(member) is not None
+    hub.stop_server(member)
+    assert_next_gets_it(hub, member)
+
+
+def test_a_server_that_is_paused_is_not_gone(
+    hub: GPUHub, engine: PrivateEngine, member: str
+) -> None:
+    lease, container = started(hub, member)
+    engine.client.pause(container)
+    time.sleep(POLL + 1)
+    assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
+    engine.client.unpause(container)
+    assert hub.get(member, "env").ok
+    hub.stop_server(member)
+
+
+def test_a_stop_that_nobody_can_carry_out(
+    hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str
+) -> None:
+    """The member stops while the engine does not answer: it costs until it has really ended."""
+    lease, container = started(hub, member)
+    gate.shut()
+    try:
+        hub.api("DELETE", f"users/{member}/server").raise_for_status()
+        wait_for(lambda: hub.server(member) is None, "the hub to let go of it")
+        assert hub.taken(), "unknown is never free"
+    finally:
+        gate.open()
+    assert [c["State"] for c in hub.containers()] == ["running"]
+    # The next start of this server ends it first.
+    assert hub.spawn(member, {"gpus": 1}).status_code == 201
+    newest, older = hub.leases(member)
+    died = died_at(engine, container, lease.granted_at)
+    assert older.id == lease.id and older.ended_at is not None and older.started_at is not None
+    assert abs(older.ended_at - died) < EXACT
+    assert older.charged == owed(older.rate, older.started_at, older.ended_at)
+    assert newest.state is LeaseState.RUNNING
+    hub.stop_server(member)
+
+
+def test_engine_restarted(hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str) -> None:
+    lease, _ = started(hub, member)
+    gate.shut()  # so that the hub learns of it late
+    try:
+        before = datetime.now(timezone.utc)
+        engine.restart()  # it ends its containers, and forgets its events
+        after = datetime.now(timezone.utc)
+        time.sleep(2)
+    finally:
+        gate.open()
+    middle = before + (after - before) / 2
+    ended = assert_settled(hub, lease, middle, give_or_take=(after - before) / 2)
+    assert "exit" in ended.end_reason
+    assert_next_gets_it(hub, member)
+
+
+def test_engine_killed_and_started_again(hub: GPUHub, engine: PrivateEngine, member: str) -> None:
+    """Without live-restore the engine ends what it finds when it comes back."""
+    lease, _ = started(hub, member)
+    engine.kill9()
+    try:
+        time.sleep(POLL + 1)
+        assert hub.get(member, "env").ok, "the server outlives the engine"
+        assert hub.open_leases(member)
+    finally:
+        before = datetime.now(timezone.utc)
+        engine.start()
+        after = datetime.now(timezone.utc)
+    middle = before + (after - before) / 2
+    assert_settled(hub, lease, middle, give_or_take=(after - before) / 2)
+    assert_next_gets_it(hub, member)
