@@ -94,11 +94,20 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[Finding
             yield Finding(name, Status.UNCHECKED, "The configuration is not valid.")
         return
     if hub.uses_docker:
-        yield from check_docker(hub, catalog, inventory, containers)
+        yield from _whatever_happens("servers", check_docker(hub, catalog, inventory, containers))
     else:
-        yield from check_local(hub)
-    yield check_proxy(hub)
-    yield from check_services(hub)
+        yield from _whatever_happens("servers", check_local(hub))
+    yield from _whatever_happens("proxy", check_proxy(hub))
+    yield from _whatever_happens("services", check_services(hub))
+
+
+def _whatever_happens(name: str, steps: Iterator[Finding]) -> Iterator[Finding]:
+    """The findings of some steps; one that breaks is red and hides no other."""
+    try:
+        yield from steps
+    except Exception as error:
+        text = f"This check broke ({type(error).__name__}: {error})."
+        yield Finding(name, Status.FAIL, text, "Please report it: that should not happen.")
 
 
 # Configuration and catalog.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 import os
 import secrets
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -74,10 +75,15 @@ def _check_place(path: Path) -> Finding:
     """There is no file yet: make one beside its place, as the hub will, and remove it again."""
     trial = path.with_name(f".gpuspawner-check-{secrets.token_hex(6)}.sqlite")
     try:
+        trial.touch(mode=0o600, exist_ok=False)
         finding, _ = _check(f"sqlite:///{trial}", f"SQLite at {path}")
+    except OSError as error:
+        text = f"SQLite at {path} cannot be made by {_user()}: {error.strerror}."
+        return Finding(NAME, Status.FAIL, text, _remedy(f"sqlite:///{path}"))
     finally:
         for ending in ("", "-wal", "-shm", "-journal"):
-            Path(f"{trial}{ending}").unlink(missing_ok=True)
+            with suppress(OSError):
+                Path(f"{trial}{ending}").unlink()
     if finding.status is not Status.OK:
         return finding
     text = f"SQLite at {path}: not there yet, the hub can make it (tried as {_user()})"

@@ -122,19 +122,23 @@ def _address(ip: str, port: int) -> str:
 # Proxy.
 
 
-def check_proxy(hub: Hub) -> Finding:
+def check_proxy(hub: Hub) -> Iterator[Finding]:
     """Whether the proxy can be started, or answers when somebody else starts it."""
     name, cls = "proxy", hub.app.proxy_class
     if "ConfigurableHTTPProxy" not in {c.__name__ for c in cls.__mro__}:
         text = f"{cls.__name__} is not configurable-http-proxy: this check does not know it."
-        return Finding(name, Status.UNCHECKED, text)
+        yield Finding(name, Status.UNCHECKED, text)
+        return
     try:
         proxy = cls(app=hub.app, config=hub.app.config)
-        if not proxy.should_start:
-            return _check_running_proxy(proxy.api_url, proxy.auth_token)
-        return _check_proxy_program(list(proxy.command))
-    except TraitError as error:
-        return Finding(name, Status.FAIL, f"The proxy's settings are not valid: {error}.")
+    except (TraitError, ValueError) as error:
+        text = f"The proxy's settings are not valid: {error}."
+        yield Finding(name, Status.FAIL, text, "Correct c.ConfigurableHTTPProxy.")
+        return
+    if proxy.should_start:
+        yield _check_proxy_program(list(proxy.command))
+    else:
+        yield _check_running_proxy(proxy.api_url, proxy.auth_token)
 
 
 def _check_proxy_program(command: list[str]) -> Finding:
@@ -167,9 +171,6 @@ def _check_proxy_program(command: list[str]) -> Finding:
 def _check_running_proxy(api_url: str, token: str) -> Finding:
     url = f"{api_url.rstrip('/')}/api/routes"
     remedy = "Start the proxy, or let the hub start it (c.ConfigurableHTTPProxy.should_start)."
-    if not token:
-        text = "The hub does not start the proxy itself, and has no token for it."
-        return Finding("proxy", Status.FAIL, text, "Set CONFIGPROXY_AUTH_TOKEN for both of them.")
     try:
         with requests.Session() as session:
             session.trust_env = False  # no HTTP proxy lies between a hub and its own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import docker
@@ -81,9 +82,14 @@ def open_hub(config: Config) -> Hub:
     try:
         app = JupyterHub(config=config, log_level="ERROR")
         app.init_hub()
-        return Hub(app, app.spawner_class(config=config))
+        return Hub(app, app.spawner_class(config=config, user=_nobody()))
     except (TraitError, ImportError, AttributeError, ValueError) as error:
         raise ConfigError(what=f"JupyterHub says: {error}") from error
+
+
+def _nobody() -> SimpleNamespace:
+    """A member for a spawner that never starts: some of its settings are made from a name."""
+    return SimpleNamespace(name="nobody", escaped_name="nobody", settings={}, groups=[], url="/")
 
 
 def engine_client(config: Config) -> Callable[[], docker.APIClient]:

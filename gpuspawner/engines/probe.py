@@ -17,7 +17,7 @@ from typing import Any
 
 import docker
 import requests
-from docker.errors import APIError, DockerException
+from docker.errors import APIError, DockerException, NotFound
 
 LABEL_CHECK = "gpuspawner.check"
 """On containers and volumes of a check. Its value is when it was made, in seconds of Unix time."""
@@ -78,15 +78,34 @@ def scratch_config(
 def scratch_container(client: docker.APIClient, config: Mapping[str, Any]) -> Iterator[str]:
     """A container that is there inside the block only, also when that is interrupted."""
     name = f"gpuspawner-check-{secrets.token_hex(6)}"
+    answered = False
     try:
-        client.create_container_from_config(dict(config), name)
+        try:
+            client.create_container_from_config(dict(config), name)
+            answered = True
+        except APIError:
+            answered = True
+            raise
         yield name
     finally:
+        # Interrupted before the engine answered, the container may appear a moment later.
+        _remove(client, name, patience=0.0 if answered else 5.0)
+
+
+def _remove(client: docker.APIClient, name: str, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while True:
         try:
             client.remove_container(name, force=True, v=True)
+            return
+        except NotFound:
+            if time.monotonic() >= deadline:
+                return
         except APIError as error:
-            if error.status_code not in (404, 409):  # never made, or going by itself
-                raise
+            if error.status_code == 409:  # it is going by itself
+                return
+            raise
+        time.sleep(0.1)
 
 
 def output_of(client: docker.APIClient, container: str) -> str:

@@ -1,0 +1,400 @@
+"""Real: Docker Engine, containers, networks, JupyterHub, proxy, SQLite. Stand-in: NVIDIA's hook."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuspawner.cli import main
+from gpuspawner.devices.simulated import SimulatedDevices
+from gpuspawner.engines.probe import LABEL_CHECK, Status
+from gpuspawner.engines.surroundings import check_directory, check_hub_reachable, network_gateway
+from tests.support.engine import PrivateEngine
+from tests.support.hub import HubProcess
+from tests.support.processes import BIN, REPO, free_port, system_path, wait_for
+
+FLEET = "2xT4"
+NETWORK = "notebooks"
+NO_CONTAINERS = "--no-containers"
+
+GOOD = """
+c = get_config()
+c.JupyterHub.spawner_class = "gpuspawner.spawners.docker.GPUDockerSpawner"
+c.JupyterHub.hub_ip = {hub_ip!r}
+c.JupyterHub.hub_port = {hub_port}
+c.GPUDockerSpawner.network_name = {network!r}
+c.GPUDockerSpawner.image = {image!r}
+c.GPUDockerSpawner.gpu_injection = "device_requests"
+c.GPUDockerSpawner.workspace = "gpuspawner-work-{{username}}"
+c.Broker.device_source = "simulated:{fleet}"
+c.Broker.database_url = "sqlite:///hub.sqlite"
+import gpuspawner
+gpuspawner.add_services(c, cull_idle_after=3600)
+"""
+"""A configuration without a fault; each test adds one."""
+
+
+@dataclass
+class Checked:
+    """What ``gpuspawner check --json`` said."""
+
+    code: int
+    checks: list[dict[str, str]]
+
+    def __getitem__(self, name: str) -> dict[str, str]:
+        return next(check for check in self.checks if check["name"] == name)
+
+    @property
+    def red(self) -> list[str]:
+        return [check["name"] for check in self.checks if check["status"] == "fail"]
+
+
+Check = Callable[..., Checked]
+
+
+@pytest.fixture
+def notebooks(clean_engine: PrivateEngine) -> str:
+    """The gateway of a network for servers, on an engine whose devices are the simulated ones."""
+    clean_engine.set_devices(SimulatedDevices(FLEET)._healthy)
+    clean_engine.client.create_network(NETWORK)
+    return network_gateway(clean_engine.client, NETWORK)
+
+
+@pytest.fixture
+def check(
+    clean_engine: PrivateEngine,
+    images: Any,
+    notebooks: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Iterator[Check]:
+    """Run the command, in this process, with the good configuration and some lines more."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment(clean_engine.url).items():
+        monkeypatch.setenv(name, value)
+
+    def run(more: str = "", *arguments: str, **changes: Any) -> Checked:
+        values = {"hub_ip": notebooks, "hub_port": free_port(), "network": NETWORK}
+        values |= {"image": images.INSTANT, "fleet": FLEET, **changes}
+        (tmp_path / "jupyterhub_config.py").write_text(GOOD.format(**values) + more)
+        code = main(["check", "--json", *arguments])
+        return Checked(code, json.loads(capsys.readouterr().out)["checks"])
+
+    yield run
+    assert left(clean_engine) == []
+    volumes = clean_engine.client.volumes()["Volumes"] or []
+    assert [v["Name"] for v in volumes if "check" in v["Name"]] == []
+
+
+def command(tmp_path: Path, docker_host: str, *arguments: str) -> subprocess.Popen[str]:
+    """The command as an admin starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpuspawner", "check", *arguments],
+        cwd=tmp_path,
+        env=environment(docker_host),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def environment(docker_host: str) -> dict[str, str]:
+    """Of a hub's admin: the engine, the proxy on the PATH, this checkout."""
+    return {
+        "PATH": system_path(BIN),
+        "PYTHONPATH": str(REPO),
+        "DOCKER_HOST": docker_host,
+        "HOME": os.environ.get("HOME", "/"),
+    }
+
+
+def left(engine: PrivateEngine) -> list[str]:
+    found = engine.client.containers(all=True, filters={"label": LABEL_CHECK})
+    return [container["Names"][0] for container in found]
+
+
+# All green.
+
+
+def test_a_good_hub_is_green_before_its_first_start(check: Check, tmp_path: Path) -> None:
+    checked = check()
+    assert checked.code == 0, checked
+    assert {c["name"]: c["status"] for c in checked.checks} == {
+        "configuration": "ok",
+        "catalog": "ok",
+        "database": "ok",
+        "devices": "ok",
+        "engine": "ok",
+        "image": "ok",
+        "GPU injection": "ok",
+        "hub API": "ok",
+        "workspace": "ok",
+        "proxy": "ok",
+        "accounting": "ok",
+        "idle culler": "ok",
+    }
+    device = next(iter(SimulatedDevices(FLEET)._healthy))
+    assert f"a container sees exactly {device}" in checked["GPU injection"]["text"]
+    assert "this check listened in its place" in checked["hub API"]["text"]
+    assert [path.name for path in tmp_path.iterdir()] == ["jupyterhub_config.py"], (
+        "a check makes no database"
+    )
+
+
+def test_a_running_hub_is_reached_itself(
+    clean_engine: PrivateEngine,
+    images: Any,
+    hub_factory: Callable[..., HubProcess],
+    tmp_path: Path,
+) -> None:
+    hub = hub_factory(hub_ip=clean_engine.gateway)
+    finding = check_hub_reachable(
+        clean_engine.client, images.BASE, "bridge", f"http://{hub.hub_ip}:{hub.hub_port}/hub/api/"
+    )
+    assert finding.status is Status.OK, finding  # by python3; the other tests' image has bash only
+    config = str(hub.folder / "jupyterhub_config.py")
+    printed, _ = command(tmp_path, clean_engine.url, "-f", config, "--json").communicate()
+    found = Checked(1, json.loads(printed)["checks"])
+    assert found["configuration"]["status"] == "fail", "SimpleLocalProcessSpawner leases nothing"
+    assert found["hub API"]["status"] == "unchecked", "local servers need no network"
+
+
+def test_the_table_for_people_has_words_and_no_colour(check: Check, tmp_path: Path) -> None:
+    check("", NO_CONTAINERS)
+    process = command(tmp_path, "unix:///nowhere.sock")
+    printed, _ = process.communicate()
+    assert process.returncode == 1
+    assert "\x1b" not in printed
+    lines = printed.splitlines()
+    assert any(line.startswith("ok           proxy ") for line in lines)
+    assert any(line.startswith("FAIL         engine ") for line in lines)
+    assert any(line.startswith("not checked  image ") for line in lines)
+    assert lines[-1] == "7 ok, 1 FAIL, 4 not checked."
+
+
+# Red, one fault each.
+
+
+def test_no_engine(check: Check) -> None:
+    checked = check('\nc.GPUDockerSpawner.client_kwargs = {"base_url": "unix:///nowhere.sock"}\n')
+    assert (checked.code, checked.red) == (1, ["engine"])
+    assert checked["engine"]["text"] == (
+        "The Docker Engine at unix:///nowhere.sock does not answer: No such file or directory."
+    )
+    assert "systemctl start docker" in checked["engine"]["remedy"]
+    assert checked["GPU injection"]["status"] == "unchecked", "and not silently green"
+
+
+def test_a_missing_image(check: Check) -> None:
+    checked = check(image="gpuspawner/nowhere:1")
+    assert (checked.code, checked.red) == (1, ["image"])
+    assert checked["image"]["remedy"] == "docker pull gpuspawner/nowhere:1"
+    assert checked["hub API"]["status"] == "unchecked"
+
+
+def test_every_image_of_the_catalog(check: Check, images: Any, tmp_path: Path) -> None:
+    catalog = tmp_path / "catalog.yaml"
+    catalog.write_text(
+        "environments:\n"
+        f"  - {{slug: here, image: '{images.INSTANT}', devices: {{max: 0}}}}\n"
+        "  - {slug: away, image: 'gpuspawner/nowhere:1'}\n"
+        "datasets: {mnist: {source: /nowhere/mnist}}\n"
+    )
+    checked = check(f"\nc.GPUSpawnerMixin.catalog = {str(catalog)!r}\n")
+    assert (checked.code, checked.red) == (1, ["image", "datasets"])
+    assert [c["status"] for c in checked.checks if c["name"] == "image"] == ["fail", "ok"]
+    assert checked["GPU injection"]["status"] == "ok", "tried with the image that is there"
+    assert checked["datasets"]["text"] == "Not there: mnist (/nowhere/mnist)."
+
+
+def test_a_catalog_with_a_mistake(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "catalog.yaml").write_text("environments:\n  - {slug: x, imag: y}\n")
+    checked = check('\nc.GPUSpawnerMixin.catalog = "catalog.yaml"\n', NO_CONTAINERS)
+    assert (checked.code, checked.red) == (1, ["catalog"])
+    assert "imag" in checked["catalog"]["text"]
+
+
+def test_a_device_that_the_engine_does_not_know(check: Check, clean_engine: PrivateEngine) -> None:
+    clean_engine.set_devices(["GPU-another"])
+    checked = check()
+    assert (checked.code, checked.red) == (1, ["GPU injection"])
+    assert "unknown device" in checked["GPU injection"]["text"]
+    assert "nvidia-smi -L" in checked["GPU injection"]["remedy"]
+
+
+def test_the_gpus_of_this_machine_or_that_there_are_none(check: Check) -> None:
+    checked = check('\nc.Broker.device_source = "nvml"\n')
+    if glob.glob("/dev/nvidia[0-9]*"):
+        assert checked["devices"]["text"].startswith("NVML, driver")
+        return
+    assert (checked.code, checked.red) == (1, ["devices"])
+    assert "nvidia-smi" in checked["devices"]["remedy"]
+    assert checked["GPU injection"]["text"] == "There is no device to try with."
+
+
+def test_simulated_devices_are_not_injected_by_themselves(check: Check) -> None:
+    checked = check('\nc.GPUDockerSpawner.gpu_injection = "auto"\n')
+    assert (checked.code, checked.red) == (0, [])
+    assert checked["GPU injection"]["status"] == "unchecked"
+
+
+def test_a_hub_that_only_listens_to_its_own_machine(check: Check, notebooks: str) -> None:
+    checked = check(hub_ip="127.0.0.1")
+    assert (checked.code, checked.red) == (1, ["hub API"])
+    assert "does not reach the Hub's API at http://127.0.0.1" in checked["hub API"]["text"]
+    assert f"such as {notebooks}, this network's gateway" in checked["hub API"]["remedy"]
+
+
+def test_a_hub_at_an_address_of_another_machine(check: Check) -> None:
+    checked = check(hub_ip="192.0.2.1")
+    assert checked.code == 0
+    assert checked["hub API"]["status"] == "unchecked"
+    assert "cannot listen in its place at 192.0.2.1" in checked["hub API"]["text"]
+
+
+def test_something_else_at_the_hubs_address(
+    clean_engine: PrivateEngine, images: Any, hub_factory: Callable[..., HubProcess]
+) -> None:
+    hub = hub_factory(hub_ip=clean_engine.gateway)
+    url = f"http://{hub.hub_ip}:{hub.hub_port}/elsewhere/hub/api/"
+    for image in (images.BASE, images.INSTANT):
+        finding = check_hub_reachable(clean_engine.client, image, "bridge", url)
+        assert finding.status is Status.FAIL, finding
+
+
+def test_a_network_that_is_not_there(check: Check) -> None:
+    checked = check(network="nowhere")
+    assert (checked.code, checked.red) == (1, ["hub API"])
+    assert checked["hub API"]["remedy"] == "docker network create nowhere"
+
+
+def test_workspaces_in_a_directory(check: Check, tmp_path: Path) -> None:
+    root = tmp_path / "work"
+    setting = "\nc.GPUDockerSpawner.workspace = {!r}\n"
+    missing = check(setting.format(f"{root}/{{username}}"))
+    assert (missing.code, missing.red) == (1, ["workspace"])
+    assert missing["workspace"]["remedy"].endswith(f"sudo mkdir -p {root}")
+    root.mkdir()
+    there = check(setting.format(f"{root}/{{username}}"))
+    assert (there.code, there["workspace"]["status"]) == (0, "ok")
+    assert list(root.iterdir()) == []
+
+
+def test_a_directory_that_takes_nothing(clean_engine: PrivateEngine, images: Any) -> None:
+    finding = check_directory(clean_engine.client, images.INSTANT, "/proc/sys")
+    assert finding.status is Status.FAIL
+    assert "cannot be made in /proc/sys: mkdir:" in finding.text
+
+
+def test_files_that_go_with_the_container(check: Check) -> None:
+    checked = check('\nc.GPUDockerSpawner.workspace = ""\n', NO_CONTAINERS)
+    assert (checked.code, checked.red) == (1, ["workspace"])
+    own = check(
+        '\nc.GPUDockerSpawner.workspace = ""\nc.DockerSpawner.volumes = {"a": "/b"}\n',
+        NO_CONTAINERS,
+    )
+    assert (own.code, own["workspace"]["status"]) == (0, "unchecked")
+
+
+def test_no_proxy(check: Check, tmp_path: Path) -> None:
+    command = "\nc.ConfigurableHTTPProxy.command = ['a-proxy-that-is-not-there']\n"
+    checked = check(command, NO_CONTAINERS)
+    assert (checked.code, checked.red) == (1, ["proxy"])
+    assert "npm install" in checked["proxy"]["remedy"]
+    broken = tmp_path / "broken-proxy"
+    broken.write_text("#!/bin/sh\necho node: not found >&2\nexit 127\n")
+    broken.chmod(0o755)
+    checked = check(f"\nc.ConfigurableHTTPProxy.command = [{str(broken)!r}]\n", NO_CONTAINERS)
+    assert checked["proxy"]["text"] == f"{broken} does not run: node: not found."
+
+
+def test_a_proxy_beside_the_hub(
+    check: Check, hub_factory: Callable[..., HubProcess], clean_engine: PrivateEngine
+) -> None:
+    hub = hub_factory(hub_ip=clean_engine.gateway, external_proxy=True)
+    lines = f"""
+c.ConfigurableHTTPProxy.should_start = False
+c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{hub.proxy_port}"
+"""
+    assert "CONFIGPROXY_AUTH_TOKEN" in check(lines, NO_CONTAINERS)["proxy"]["text"], (
+        "it has no token"
+    )
+    assert (
+        "does not take"
+        in check(f"{lines}c.Proxy.auth_token = 'wrong'", NO_CONTAINERS)["proxy"]["text"]
+    )
+    right = f"{lines}c.ConfigurableHTTPProxy.auth_token = {hub._proxy_token!r}"
+    assert check(right, NO_CONTAINERS)["proxy"]["status"] == "ok"
+    hub.stop()
+    assert "does not answer" in check(right, NO_CONTAINERS)["proxy"]["text"]
+
+
+def test_services_without_a_line_or_a_scope(check: Check) -> None:
+    checked = check("\nc.JupyterHub.services = []\nc.JupyterHub.load_roles = []\n", NO_CONTAINERS)
+    assert (checked.code, checked.red) == (1, ["accounting", "idle culler"])
+    assert "add_services(c)" in checked["accounting"]["remedy"]
+    checked = check(
+        "\nc.JupyterHub.load_roles = [{'name': 'a', 'services': ['gpu', 'idle-culler'],"
+        " 'scopes': ['list:users', 'admin:servers', 'access:services!service=gpu']}]\n",
+        NO_CONTAINERS,
+    )
+    assert (checked.code, checked.red) == (1, ["idle culler"]), "admin:servers has read and delete"
+    assert "lacks read:users:activity" in checked["idle culler"]["text"]
+
+
+def test_a_spawner_that_leases_nothing_or_does_not_load(check: Check) -> None:
+    checked = check('\nc.JupyterHub.spawner_class = "docker"\n', NO_CONTAINERS)
+    assert (checked.code, checked.red) == (1, ["configuration", "image", "workspace"])
+    assert '"gpu-docker"' in checked["configuration"]["remedy"]
+    checked = check('\nc.JupyterHub.spawner_class = "no.such.Spawner"\n', NO_CONTAINERS)
+    assert (checked.code, checked.red) == (1, ["configuration"])
+    assert checked["engine"]["status"] == "unchecked"
+
+
+def test_an_unwritable_database_directory(check: Check, tmp_path: Path) -> None:
+    checked = check('\nc.Broker.database_url = "sqlite:////proc/hub.sqlite"\n', NO_CONTAINERS)
+    assert (checked.code, checked.red) == (1, ["database"])
+    assert "hub.sqlite cannot be made by" in checked["database"]["text"]
+    assert checked["database"]["remedy"] == (
+        "The hub's user must be able to write /proc and the files in it."
+    )
+
+
+def test_no_containers(check: Check, clean_engine: PrivateEngine) -> None:
+    since = clean_engine.client.info()["SystemTime"]
+    checked = check("", NO_CONTAINERS)
+    assert checked.code == 0
+    unchecked = [c["name"] for c in checked.checks if c["status"] == "unchecked"]
+    assert unchecked == ["GPU injection", "hub API"]
+    until = clean_engine.client.info()["SystemTime"]
+    created = {"event": "create", "type": "container"}
+    events = clean_engine.client.events(
+        since=since[:19] + "Z", until=until[:19] + "Z", filters=created, decode=True
+    )
+    assert list(events) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_check_that_is_interrupted_leaves_no_container(
+    check: Check, clean_engine: PrivateEngine, tmp_path: Path, number: int
+) -> None:
+    check("", NO_CONTAINERS)  # writes the configuration
+    process = command(tmp_path, clean_engine.url)
+    wait_for(lambda: left(clean_engine), "a container of the check")
+    process.send_signal(number)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, printed
+    assert "Traceback" not in printed
+    assert left(clean_engine) == []
