@@ -67,8 +67,8 @@ class ImageMaker(threading.Thread):
         super().__init__(daemon=True, name="image")
         self.image = image
         self.folder = folder
-        self.latest = ""
-        """The newest line that the engine said."""
+        self.step = ""
+        """The step that a build is at, in the engine's words."""
         self.error = ""
 
     @property
@@ -80,7 +80,8 @@ class ImageMaker(threading.Thread):
         try:
             client = connect(timeout=900)
             for line in self._lines(client):
-                self.latest = " ".join(str(line.get("stream") or line.get("status") or "").split())
+                text = " ".join(str(line.get("stream", "")).split())
+                self.step = text if text.startswith("Step ") else self.step
                 if "error" in line:
                     self.error = " ".join(str(line["error"]).split())
         except ENGINE_ERRORS as error:
@@ -152,9 +153,9 @@ def wait_for_image(maker: ImageMaker, say: Say) -> None:
             raise NoDocker(f"The image {maker.image} cannot be had ({maker.error[:200]}).")
         if not maker.is_alive():
             return
-        if maker.latest.startswith("Step ") and maker.latest != said:
-            said = maker.latest
-            say(f"    {said[:90]}")
+        if maker.step != said:
+            said = maker.step
+            say(f"    {said[:80]}")
     raise NoDocker(
         f"The image {maker.image} is not ready within {IMAGE_SECONDS} seconds. It goes on being "
         "made while this demo runs, and is there for the next one."
