@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from .. import pool, reconcile
 from ..devices.base import DeviceSource, open_source
-from ..errors import ConfigError, NoCredits, NoDeviceFree, ServerHasLease
+from ..errors import ConfigError, NoCredits, NoDeviceFree, ServerHasLease, UnknownLease
 from ..ledger import rules
 from ..ledger.entries import Transfer
 from ..ledger.pricing import RateCard
@@ -43,6 +43,11 @@ from .settings import BrokerSettings
 from .watch import Look, Watch
 
 T = TypeVar("T")
+
+
+STOPPING = timedelta(minutes=2)
+"""What it takes beyond the grace: a round of the accounting service to notice that an account
+is dry, and one to stop its servers."""
 
 
 def utcnow() -> datetime:
@@ -180,6 +185,7 @@ class Broker(Reads, BrokerSettings):
                 return lease
             last_proof = lease.seen_at or lease.started_at or lease.granted_at
             end = min(max(ended_at or last_proof, lease.started_at or lease.granted_at), now)
+            end = end.astimezone(timezone.utc)
             due = rules.settlement(lease, end, failed)
             if transfer := rules.settle(lease, due, end):
                 book.post(connection, transfer)
@@ -215,11 +221,17 @@ class Broker(Reads, BrokerSettings):
         """Adopt what lives and settle what does not; see :mod:`gpuspawner.reconcile`.
 
         What is left for the caller are the ``Remove`` actions in the result: ending a
-        server is the engine's work, and the next look then settles its lease.
+        server is the engine's work, and the next look then settles its lease. Servers of
+        another hub on the same engine, whose leases are not in this store, are not among them.
         """
         now = self.clock()
         grace = timedelta(seconds=grace_seconds)
-        actions = reconcile.plan(self.open_leases(), sightings, servers, now, grace)
+        planned = reconcile.plan(self.open_leases(), sightings, servers, now, grace)
+        actions = [
+            action
+            for action in planned
+            if not isinstance(action, reconcile.Remove) or self._is_ours(action.sighting)
+        ]
         self._mark_seen([a.lease.id for a in actions if isinstance(a, reconcile.Seen)], now)
         for action in actions:
             match action:
@@ -282,7 +294,8 @@ class Broker(Reads, BrokerSettings):
             f"Your balance of {format_credits(account.available)} credits{set_aside} does not "
             f"cover this: it costs {format_credits(rate)} credits an hour, and the first "
             f"{self.hold_minutes:g} minutes ({format_credits(-(-hold // 10_000) * 10_000)}) must "
-            f"be there at the start. {self.credits_help} You can start without a GPU: that is free.",
+            f"be there at the start. {self.credits_help} You can start without a GPU: that is "
+            "free.",
             balance=account.available,
             hold=hold,
         )
@@ -292,7 +305,7 @@ class Broker(Reads, BrokerSettings):
         now = self.clock()
         running = self.open_leases()
         accounts = {account.name: account for account in self.accounts()}
-        grace = timedelta(seconds=self.grace_seconds)
+        grace = timedelta(seconds=self.grace_seconds) + STOPPING
         ends = view.latest_ends(running, accounts, grace, now)
         fitting = [
             ends[lease.id]
@@ -304,6 +317,13 @@ class Broker(Reads, BrokerSettings):
         sentence = error.message.rstrip(".") + (f" ({promise})" if promise else "")
         advice = "Start without a GPU, or try again."
         return NoDeviceFree(f"{sentence}. {advice}", **error.fields)
+
+    def _is_ours(self, sighting: Sighting) -> bool:
+        try:
+            self.lease(sighting.lease_id)
+        except UnknownLease:
+            return False
+        return True
 
     def _mark_seen(self, lease_ids: list[str], now: datetime) -> None:
         if lease_ids:

@@ -40,7 +40,8 @@ class Watch:
         """The newest look; a new one when the last is older than ``refresh`` or ``fresh``."""
         with self._lock:
             last = self._look
-            if last and not fresh and now - last.inventory.observed_at < self.refresh:
+            # A clock that was set back must not make the last look the newest for hours.
+            if last and not fresh and abs(now - last.inventory.observed_at) < self.refresh:
                 return last
             inventory = self.source.observe(now)
             if self._known is None:
@@ -64,7 +65,7 @@ class Watch:
         return devices.load(connection, self.source.name)
 
     def _must_save(self, seen: tuple[Device, ...], now: datetime) -> bool:
-        late = self._saved_at is None or now - self._saved_at >= SAVE_EVERY
+        late = self._saved_at is None or abs(now - self._saved_at) >= SAVE_EVERY
         return late or seen != self._known
 
     def _save(self, inventory: Inventory) -> None:
