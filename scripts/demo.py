@@ -25,7 +25,7 @@ from demo_state import ADMIN, MEMBERS, SAMPLE, State, Stop, demo_catalog
 
 from gpuspawner.broker import Broker
 from gpuspawner.devices.base import open_source
-from gpuspawner.engines import DockerEngine, LocalEngine
+from gpuspawner.engines import DockerEngine, Engine, LocalEngine
 from gpuspawner.errors import GPUSpawnerError
 from gpuspawner.model import Device, DeviceStatus
 from gpuspawner.reconcile import Remove
@@ -245,7 +245,9 @@ class Demo:
         try:
             if not broker.open_leases():
                 return
-            engines = [LocalEngine(), *([DockerEngine()] if self.containers else [])]
+            engines: list[Engine] = [LocalEngine()]
+            if self.containers:
+                engines.append(DockerEngine())
             for _ in range(2):
                 seen = {engine.name: engine.sightings() for engine in engines}
                 actions = broker.reconcile(seen, {}, grace_seconds=0)
