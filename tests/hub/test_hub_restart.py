@@ -1,0 +1,264 @@
+"""A hub that is killed and comes back. Real: hub, proxy beside it, Docker Engine, SQLite."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from gpuspawner.engines.base import LABEL_LEASE
+from gpuspawner.ledger.rules import owed
+from gpuspawner.model import MICRO, Lease, LeaseState
+from tests.support import images
+from tests.support.engine import PrivateEngine
+from tests.support.gate import Gate
+from tests.support.gpu_hub import CATALOG, GPUHub, assert_in_words, message_of
+from tests.support.processes import wait_for
+from tests.support.soak import rounds
+
+GRANT = 100_000
+
+CONFIG = f"""
+c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second
+c.Broker.opening_grant = {GRANT}
+c.Spawner.poll_interval = 1
+c.Spawner.http_timeout = 3
+"""
+
+PENDING = f"""
+  - slug: silent
+    image: {images.SILENT}
+  - slug: hanging
+    image: 127.0.0.1:{{registry}}/gpuspawner/nowhere:1
+"""
+"""Environments whose spawn stays pending: the server never answers, or its image never comes."""
+
+STILL_FINDING_OUT = "The hub is still finding out which GPUs are in use. Try again in a moment."
+
+
+@pytest.fixture
+def start_hub(
+    engine: PrivateEngine, images: Any, tmp_path: Path
+) -> Iterator[Callable[..., GPUHub]]:
+    """Start a hub whose proxy is a process of its own: ``start_hub(fleet="1xT4")``."""
+    with contextlib.ExitStack() as hubs:
+
+        def start(config: str = "", **kwargs: Any) -> GPUHub:
+            hub = GPUHub(tmp_path / "hub", engine, CONFIG + config, external_proxy=True, **kwargs)
+            return hubs.enter_context(hub)
+
+        yield start
+    engine.clean()
+
+
+@pytest.fixture
+def registry() -> Iterator[int]:
+    """A registry that takes every call and never answers; its port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield int(listener.getsockname()[1])
+
+
+def answers(hub: GPUHub, member: str) -> bool:
+    """Whether the member's server is reached through the proxy, hub or no hub."""
+    return requests.get(f"{hub.server_url(member)}/env", timeout=10).status_code == 200
+
+
+def ask_and_go(hub: GPUHub, member: str, options: dict[str, Any]) -> None:
+    """Ask for a server and do not wait for the answer; the hub may die first."""
+    hub.api("POST", f"users/{member}")
+
+    def ask() -> None:
+        with contextlib.suppress(requests.RequestException):
+            hub.api("POST", f"users/{member}/server", json=options)
+
+    threading.Thread(target=ask, daemon=True).start()
+
+
+def assert_paid_exactly(hub: GPUHub, lease: Lease) -> None:
+    """Rate times time for this lease, and nothing else on the account."""
+    [now] = [other for other in hub.leases(lease.server.user) if other.id == lease.id]
+    assert now.state is LeaseState.ENDED and now.ended_at is not None
+    assert now.charged == owed(now.rate, now.started_at, now.ended_at)
+    others = sum(o.charged for o in hub.leases(lease.server.user) if o.id != lease.id)
+    assert hub.balance(lease.server.user) == GRANT * MICRO - now.charged - others
+
+
+def test_running_servers_live_through_it(start_hub: Callable[..., GPUHub]) -> None:
+    hub = start_hub(fleet="2xT4")
+    for member in ("member1", "member2"):
+        assert hub.spawn(member, {"gpus": 1}).status_code == 201
+    before = hub.open_leases()
+    containers = {container["Id"] for container in hub.containers()}
+    hub.kill9()
+    assert answers(hub, "member1") and answers(hub, "member2")
+    hub.start()
+    for member in ("member1", "member2"):
+        assert hub.wait_server(member, timeout=20)["ready"]
+        assert answers(hub, member)
+    # Adopted: the same leases, the same containers, and nothing for anybody else.
+    assert {c["Id"] for c in hub.containers()} == containers
+    refused = hub.spawn("member3", {"gpus": 1})
+    assert refused.status_code == 503 and message_of(refused).startswith("All 2 GPUs are in use")
+    assert [lease.id for lease in hub.open_leases()] == [lease.id for lease in before]
+    assert all(lease.state is LeaseState.RUNNING for lease in hub.open_leases())
+    # They cost what they always did, the time without a hub included.
+    for lease in before:
+        hub.stop_server(lease.server.user)
+        assert_paid_exactly(hub, lease)
+    assert hub.spawn("member3", {"gpus": 1}).status_code == 201
+
+
+@pytest.mark.parametrize("how", ["killed", "removed"])
+def test_servers_that_ended_meanwhile_are_settled(
+    start_hub: Callable[..., GPUHub], engine: PrivateEngine, how: str
+) -> None:
+    hub = start_hub(fleet="1xT4")
+    assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+    [lease] = hub.open_leases()
+    hub.kill9()
+    if how == "killed":
+        engine.client.kill(lease.engine_ref)
+    else:
+        engine.client.remove_container(lease.engine_ref, force=True)
+    died = datetime.now(timezone.utc)
+    time.sleep(1)
+    hub.start()
+    assert hub.spawn("member2", {"gpus": 1}).status_code == 201
+    wait_for(lambda: hub.server("member1") is None, "the hub to show it stopped")
+    [ended] = hub.leases("member1")
+    assert ended.ended_at is not None and abs(ended.ended_at - died) < timedelta(seconds=0.5)
+    assert_paid_exactly(hub, lease)
+    assert [c["Labels"][LABEL_LEASE] for c in hub.containers()] == [hub.open_leases()[0].id]
+
+
+@pytest.mark.parametrize("environment", ["silent", "hanging"])
+def test_killed_in_the_middle_of_a_start(
+    start_hub: Callable[..., GPUHub], registry: int, environment: str
+) -> None:
+    """With the container up but not its server, and before there is a container."""
+    hub = start_hub(fleet="1xT4", catalog=CATALOG + PENDING.format(registry=registry))
+    ask_and_go(hub, "member1", {"environment": environment, "gpus": 1})
+    wait_for(hub.open_leases, "the lease")
+    if environment == "silent":
+        wait_for(lambda: any(c["State"] == "running" for c in hub.containers()), "a container")
+    hub.kill9()
+    assert len(hub.open_leases()) == 1
+    hub.start()
+    wait_for(lambda: not hub.open_leases("member1"), "the orphan to be settled", timeout=20)
+    assert hub.server("member1") is None
+    assert not hub.containers()
+    assert [lease.charged for lease in hub.leases("member1")] == [0]
+    assert hub.balance("member1") == GRANT * MICRO
+    assert hub.spawn("member2", {"gpus": 1}).status_code == 201
+    assert hub.spawn("member1", {"environment": "cpu"}).status_code == 201
+
+
+def test_nothing_is_granted_before_all_is_known(
+    start_hub: Callable[..., GPUHub], engine: PrivateEngine
+) -> None:
+    with Gate(engine.url) as gate:
+        hub = start_hub(fleet="2xT4", docker_host=gate.url)
+        assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+        [lease] = hub.open_leases()
+        hub.browser_of("member2")
+        hub.kill9()
+        gate.shut()
+        hub.start()
+        before = hub.records()
+        for options in ({"gpus": 1}, {"environment": "cpu"}):
+            refused = hub.spawn("member2", options)
+            assert (refused.status_code, message_of(refused)) == (503, STILL_FINDING_OUT)
+            page = hub.send_form("member2", options)
+            assert page.status_code == 503 and STILL_FINDING_OUT in page.text
+            assert_in_words(page.text)
+        assert hub.records() == before, "nothing was granted, and nothing released"
+        assert answers(hub, "member1"), "who was running goes on"
+        gate.open()
+        assert hub.spawn("member2", {"gpus": 1}).status_code == 201
+        assert {open_lease.server.user for open_lease in hub.open_leases()} == {
+            "member1",
+            "member2",
+        }
+        hub.stop_server("member1")
+        assert_paid_exactly(hub, lease)
+
+
+def test_told_to_end_while_an_image_is_pulled(
+    start_hub: Callable[..., GPUHub], registry: int
+) -> None:
+    """A service manager's stop is not held up by what may take an hour."""
+    hub = start_hub(fleet="1xT4", catalog=CATALOG + PENDING.format(registry=registry))
+    ask_and_go(hub, "member1", {"environment": "hanging", "gpus": 1})
+    wait_for(lambda: "Pulling" in _said(hub, "member1"), "the pull")
+    began = time.monotonic()
+    hub.stop()
+    assert time.monotonic() - began < 10
+    assert not hub.open_leases()
+    assert [lease.charged for lease in hub.leases("member1")] == [0]
+
+
+@pytest.mark.soak
+def test_killed_at_any_moment(start_hub: Callable[..., GPUHub]) -> None:
+    """At random points of a spawn and of a stop; afterwards everything fits together again."""
+    hub = start_hub(fleet="2xT4")
+    assert hub.spawn("bystander", {"gpus": 1}).status_code == 201
+    [bystander] = hub.open_leases()
+    moments = random.Random(5)
+    for number in range(rounds(50)):
+        if hub.server("member1") is None:
+            ask_and_go(hub, "member1", {"gpus": 1})
+        else:
+            _stop_and_go(hub, "member1")
+        time.sleep(moments.uniform(0.0, 0.7))
+        hub.kill9()
+        hub.start()
+        wait_for(lambda: _fits_together(hub), f"order after round {number}", timeout=30)
+        assert answers(hub, "bystander")
+        assert bystander.id in {lease.id for lease in hub.open_leases()}
+    for lease in hub.leases("member1"):
+        if lease.state is LeaseState.ENDED and lease.started_at is None:
+            assert lease.charged == 0, "it never answered"
+    hub.stop_server("bystander")
+    assert_paid_exactly(hub, bystander)
+
+
+def _fits_together(hub: GPUHub) -> bool:
+    """Hub, leases and containers say the same of member1, and nothing is left over."""
+    server = hub.server("member1")
+    if server is not None and not server["ready"]:
+        return False
+    leases = {lease.id for lease in hub.open_leases("member1")}
+    labels = [c["Labels"] for c in hub.containers() if c["State"] == "running"]
+    mine = {label[LABEL_LEASE] for label in labels if label["gpuspawner.member"] == "member1"}
+    return leases == mine and (server is not None) == bool(leases)
+
+
+def _stop_and_go(hub: GPUHub, member: str) -> None:
+    def ask() -> None:
+        with contextlib.suppress(requests.RequestException):
+            hub.api("DELETE", f"users/{member}/server")
+
+    threading.Thread(target=ask, daemon=True).start()
+
+
+def _said(hub: GPUHub, member: str) -> str:
+    """The first three messages of a pending spawn."""
+    seen = ""
+    with hub.api("GET", f"users/{member}/server/progress", stream=True) as answer:
+        for line in answer.iter_lines():
+            seen += line.decode()
+            if len(re.findall("data:", seen)) == 3:
+                break
+    return seen
