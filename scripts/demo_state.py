@@ -154,14 +154,14 @@ def demo_catalog(
     ``pytorch`` is an image with PyTorch where there is one, ``datasets`` a Docker volume
     that holds the sample.
     """
-    one = {
+    one: dict[str, Any] = {
         "slug": "notebook",
         "display_name": "JupyterLab with a GPU",
         "description": "Notebooks and a terminal, and one GPU of your own.",
         "image": image,
         "devices": {"default": 1, "max": 1},
     }
-    more = {
+    more: dict[str, Any] = {
         "slug": "several",
         "display_name": "JupyterLab with several GPUs",
         "description": "For training on more than one GPU; you get the best connected ones.",
@@ -170,14 +170,14 @@ def demo_catalog(
     }
     if several_of:
         more |= {"description": f"{more['description']} {several_of} only.", "models": [several_of]}
-    none = {
+    none: dict[str, Any] = {
         "slug": "cpu",
         "display_name": "JupyterLab without a GPU",
         "description": "For files, notes and light work. Costs nothing.",
         "image": image,
         "devices": {"max": 0},
     }
-    torch = {
+    torch: dict[str, Any] = {
         "slug": "pytorch",
         "display_name": "PyTorch",
         "description": "JupyterLab with PyTorch and CUDA.",
