@@ -61,6 +61,17 @@ def clean_engine(engine: PrivateEngine, images: Any) -> Iterator[PrivateEngine]:
 
 
 @pytest.fixture(scope="session")
+def cdi_engine() -> Iterator[PrivateEngine]:
+    """A second engine, which knows CDI, with the quick images (INSTANT, EXITS, SILENT)."""
+    from tests.support import images
+    from tests.support.engine import PrivateEngine
+
+    with PrivateEngine(cdi=True) as engine:
+        images.ensure_images(engine, [images.INSTANT, images.EXITS, images.SILENT])
+        yield engine
+
+
+@pytest.fixture(scope="session")
 def postgres() -> Iterator[PrivatePostgres]:
     """A PostgreSQL server; shared by all tests of the run."""
     from tests.support.postgres import PrivatePostgres

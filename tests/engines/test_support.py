@@ -12,6 +12,7 @@ import docker.errors
 import pytest
 import requests
 import sqlalchemy
+from docker.types import DeviceRequest
 
 from tests.support.engine import DEVICES, PrivateEngine
 from tests.support.hub import HubProcess
@@ -114,6 +115,28 @@ def test_a_second_engine_starts_beside_and_clears_up(engine: PrivateEngine) -> N
         assert interface.exists()
     assert not interface.exists()
     assert engine.client.ping()
+
+
+def test_cdi_gives_exactly_the_named_devices(cdi_engine: PrivateEngine) -> None:
+    from tests.support.images import INSTANT
+
+    def named(*uuids: str) -> DeviceRequest:
+        names = [f"nvidia.com/gpu={uuid}" for uuid in uuids]
+        return DeviceRequest(driver="cdi", device_ids=names)
+
+    _, printed = cdi_engine.run(INSTANT, LIST, device_requests=[named(DEVICES[3], DEVICES[1])])
+    assert printed.splitlines() == [
+        "/dev/nvidia1",
+        "/dev/nvidia3",
+        f"GPU 0: Simulated GPU (UUID: {DEVICES[1]})",
+        f"GPU 1: Simulated GPU (UUID: {DEVICES[3]})",
+    ]
+    assert cdi_engine.run(INSTANT, LIST) == (0, "")
+    with pytest.raises(docker.errors.APIError, match="unresolvable CDI devices"):
+        cdi_engine.run(INSTANT, LIST, device_requests=[named("GPU-nowhere")])
+    # The same engine knows the hook's device requests too.
+    _, printed = cdi_engine.run(INSTANT, LIST, [DEVICES[2]])
+    assert printed.startswith("/dev/nvidia2\n")
 
 
 # The images that stand for broken environments.

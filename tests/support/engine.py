@@ -23,6 +23,7 @@ import psutil
 from docker.types import DeviceRequest
 
 from tests.support import processes
+from tests.support.cdi import programs_with_cdi, write_specification
 from tests.support.processes import LIVE, alive, as_root, end_process, wait_for
 
 HOOKS = Path(__file__).parent / "bin"
@@ -39,13 +40,13 @@ class PrivateEngine:
     ``engine.gateway``, and are reached by published ports on 127.0.0.1 or by their address.
     """
 
-    def __init__(
-        self, *, live_restore: bool = False, programs: Path | None = None, features: str = ""
-    ) -> None:
-        """``programs``: a folder with another dockerd; ``features``: extra daemon.json text."""
+    def __init__(self, *, live_restore: bool = False, cdi: bool = False) -> None:
+        """``live_restore``: containers survive a restart. ``cdi``: an Engine that knows CDI,
+        with a specification of the machine's devices beside the hook.
+        """
         self.live_restore = live_restore
-        self.programs = programs
-        self.features = features
+        self.cdi = cdi
+        self.programs: Path | None = None
         self.name = "engine"
         self._lock: IO[str] | None = None
         self._daemon: subprocess.Popen[bytes] | None = None
@@ -85,6 +86,7 @@ class PrivateEngine:
     def start(self) -> None:
         """Bring the daemon up with images only; also the way back after :meth:`kill9`."""
         if self._lock is None:
+            self.programs = programs_with_cdi() if self.cdi else None
             self._take_slot()
             self._end_leftovers()
             self.set_devices(DEVICES)
@@ -143,6 +145,8 @@ class PrivateEngine:
         """Say which devices the machine has; ``/dev/nvidiaN`` follows the order given."""
         machine = [{"uuid": u, "minor": n, "model": model} for n, u in enumerate(uuids)]
         (self.directory / "devices.json").write_text(json.dumps(machine), encoding="utf-8")
+        if self.cdi:
+            write_specification(self.directory / "cdi", machine)
 
     def run(
         self,
@@ -204,7 +208,9 @@ class PrivateEngine:
         # Pidfiles of a killed daemon: their numbers may be a zombie's, or someone else's by now.
         stale = [self.directory / "docker.pid", self.directory / "exec/containerd/containerd.pid"]
         processes.run(as_root(["rm", "-f", *map(str, stale)]))
-        (self.directory / "daemon.json").write_text(self.features or "{}", encoding="utf-8")
+        folders = {"features": {"cdi": True}, "cdi-spec-dirs": [str(self.directory / "cdi")]}
+        settings = json.dumps(folders if self.cdi else {})
+        (self.directory / "daemon.json").write_text(settings, encoding="utf-8")
         environment = [
             f"PATH={processes.system_path(*([self.programs] if self.programs else []), HOOKS)}",
             f"GPUSPAWNER_TEST_DEVICES={self.directory}/devices.json",
