@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Style, types and layers: everything that can be said about the code without running it.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 export PATH="$PWD/.venv/bin:$PATH"
 
 failed=()

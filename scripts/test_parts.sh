@@ -23,7 +23,7 @@ if grep -qs Y /sys/module/apparmor/parameters/enabled; then
     has apparmor_parser || need apparmor
 fi
 
-ubuntu=$(. /etc/os-release && [ "${ID:-}" = ubuntu ] && echo yes || true)
+ubuntu=$(. /etc/os-release; [ "${ID:-}" != ubuntu ] || echo yes)
 if [ -z "$ubuntu" ]; then
     has chromium || has google-chrome || need chromium
 fi
