@@ -24,6 +24,7 @@ from gpuspawner.ledger.pricing import RateCard
 from gpuspawner.model import MICRO, Lease, LeaseState, format_credits
 from tests.support import images
 from tests.support.engine import PrivateEngine
+from tests.support.nvml import nvml_library
 from tests.support.processes import LIVE, REPO, alive, free_port, wait_for
 from tests.support.visitor import Visitor, text_of
 
@@ -283,6 +284,40 @@ def test_with_docker(docker: DemoProcess, clean_engine: PrivateEngine) -> None:
     member = Visitor(docker.url, "member1", docker.password())
     member.spawn({"environment": "cpu"})
     assert member.run("print(open('notes.txt').read())") == "one more run\n\n"
+    assert docker.interrupt() == 0
+
+
+def test_with_the_gpus_of_this_machine(
+    docker: DemoProcess, clean_engine: PrivateEngine, tmp_path: Path
+) -> None:
+    """As NVML shows them (here a stand-in); a container proves that the engine hands them over."""
+    gpus = nvml_library.gpus(2)
+    clean_engine.set_devices([gpu.uuid for gpu in gpus], model=gpus[0].name)
+    library = nvml_library.build_nvml_library(tmp_path / "nvml")
+    nvml_library.write_fleet(tmp_path / "fleet", gpus)
+    docker.environment |= nvml_library.environment(library, tmp_path / "fleet")
+    docker.start()
+    assert "GPUs: 2 x NVIDIA A100-SXM4-80GB (driver 550.54.15)" in docker.said()
+
+    member = Visitor(docker.url, "member1", docker.password())
+    member.spawn({"environment": "notebook"})
+    seen = (
+        "import glob, os; print(os.environ['NVIDIA_VISIBLE_DEVICES'], *glob.glob('/dev/nvidia?'))"
+    )
+    lease = docker.leases()[0]
+    index = lease.devices[0].index
+    assert member.run(f"import glob, os; {look}").split() == [
+        gpus[index].uuid,
+        f"/dev/nvidia{index}",
+    ]
+    assert lease.rate == 4 * MICRO
+    assert docker.interrupt() == 0
+
+    # An engine that hands over none: the demo says so, and goes on without it.
+    clean_engine.set_devices([])
+    docker.start()
+    assert "The container engine cannot hand GPUs to containers." in docker.said()
+    assert "as local processes" in docker.said()
     assert docker.interrupt() == 0
 
 
