@@ -1,0 +1,107 @@
+"""Real: the command as a process, Docker Engine, containers, SQLite. Simulated: the devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuspawner.broker import Broker
+from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
+from gpuspawner.model import Lease, LeaseState, Request, ServerRef
+from gpuspawner.store import Store
+from tests.support.engine import PrivateEngine
+from tests.support.processes import REPO, wait_for
+
+CONFIG = """
+c = get_config()
+c.JupyterHub.spawner_class = "gpuspawner.spawners.docker.GPUDockerSpawner"
+c.DockerSpawner.client_kwargs = {{"base_url": {engine!r}}}
+c.GPUDockerSpawner.image = "an-image"
+c.Broker.database_url = {database!r}
+c.Broker.device_source = "simulated:2xT4"
+"""
+
+
+@pytest.fixture
+def broker(clean_engine: PrivateEngine, tmp_path: Path) -> Iterator[Broker]:
+    database = f"sqlite:///{tmp_path}/hub.sqlite"
+    text = CONFIG.format(engine=clean_engine.url, database=database)
+    (tmp_path / "jupyterhub_config.py").write_text(text)
+    broker = Broker(database_url=database, device_source="simulated:2xT4")
+    broker.open_account("ada")
+    yield broker
+    Store.open(database).close()
+
+
+def start(engine: PrivateEngine, image: str, broker: Broker) -> Lease:
+    """A lease, and a container that carries its id."""
+    lease = broker.acquire(ServerRef("ada"), Request(devices=1), engine="docker")
+    labels = {LABEL_LEASE: lease.id, LABEL_MEMBER: "ada", LABEL_SERVER: ""}
+    container = engine.client.create_container(image, ["sleep", "600"], labels=labels)["Id"]
+    engine.client.start(container)
+    return broker.confirm(lease.id, container)
+
+
+def release(folder: Path, lease: Lease, *more: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuspawner", "release", lease.id, "--yes", *more],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), "TZ": "UTC"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_running_container_keeps_its_lease(
+    clean_engine: PrivateEngine, images: Any, broker: Broker, tmp_path: Path
+) -> None:
+    lease = start(clean_engine, images.INSTANT, broker)
+    code, said = release(tmp_path, lease)
+    assert (code, broker.lease(lease.id).state) == (1, LeaseState.RUNNING)
+    assert f"its container {lease.engine_ref[:12]} is alive" in said
+
+
+def test_an_exited_container_is_settled_up_to_its_exit(
+    clean_engine: PrivateEngine, images: Any, broker: Broker, tmp_path: Path
+) -> None:
+    lease = start(clean_engine, images.INSTANT, broker)
+    clean_engine.client.kill(lease.engine_ref)
+    exited = broker.clock()
+    code, said = release(tmp_path, lease)
+    ended = broker.lease(lease.id)
+    assert (code, ended.state) == (0, LeaseState.ENDED), said
+    assert "exited at" in said and "(exit code 137)" in said
+    assert ended.ended_at is not None
+    assert abs(ended.ended_at - exited) < timedelta(seconds=2)
+
+
+def test_a_removed_container_is_settled_up_to_the_engines_word(
+    clean_engine: PrivateEngine, images: Any, broker: Broker, tmp_path: Path
+) -> None:
+    lease = start(clean_engine, images.INSTANT, broker)
+    removed = broker.clock()
+    clean_engine.client.remove_container(lease.engine_ref, force=True)
+    wait_for(lambda: broker.clock() - removed > timedelta(seconds=3), "some time to pass")
+    code, said = release(tmp_path, lease)
+    ended = broker.lease(lease.id)
+    assert (code, ended.state) == (0, LeaseState.ENDED), said
+    assert "its container is gone, ended at" in said
+    assert ended.ended_at is not None
+    assert abs(ended.ended_at - removed) < timedelta(seconds=2)
+
+
+def test_a_container_that_is_not_made_yet_is_not_gone(broker: Broker, tmp_path: Path) -> None:
+    lease = broker.acquire(ServerRef("ada"), Request(devices=1), engine="docker")
+    code, said = release(tmp_path, lease)
+    assert (code, broker.lease(lease.id).state) == (1, LeaseState.GRANTED)
+    assert "an image is pulled" in said
