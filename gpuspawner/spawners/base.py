@@ -16,9 +16,10 @@ from traitlets import Integer, Unicode, Union, default
 
 from ..broker.view import Overview
 from ..catalog import Catalog, DeviceLimits, Environment, load
-from ..errors import GPUSpawnerError, InvalidRequest
+from ..errors import GPUSpawnerError, InvalidRequest, UnknownAccount
 from ..ledger.rules import format_time_left, time_left
-from ..model import Account, Request, format_credits
+from ..model import Account, DeviceStatus, Request, format_credits, member_account
+from ..pool import format_memory
 from . import options
 
 _templates = Templates(
@@ -167,10 +168,17 @@ class GPUSpawnerBase(Spawner):
             catalog = self.load_catalog()
             default_choice = catalog.default_for(self.group_names)
             overview = await self.broker.run(self.broker.overview)
-            account = await self.broker.run(self.broker.member, self.user.name)
+            account = await self._account()
         except GPUSpawnerError as error:
             return own + _templates.get_template("unavailable.html").render(message=error.message)
         return own + self.render_form(catalog, default_choice, overview, account)
+
+    async def _account(self) -> Account:
+        """The member's account; who comes for the first time gets the opening grant now."""
+        try:
+            return await self.broker.run(self.broker.account, member_account(self.user.name))
+        except UnknownAccount:
+            return await self.broker.run(self.broker.open_account, self.user.name)
 
     def shows_own_form(self) -> bool:
         """Whether JupyterHub's or DockerSpawner's form goes above ours."""
@@ -190,6 +198,7 @@ class GPUSpawnerBase(Spawner):
             environments=environments,
             chosen=chosen,
             overview=overview,
+            silent=[v.device for v in overview.devices if v.device.status is DeviceStatus.UNKNOWN],
             counts=range(most + 1),
             count=min(count, most),
             last=last,
@@ -197,7 +206,7 @@ class GPUSpawnerBase(Spawner):
             models=[
                 {
                     "count": model,
-                    "gb": round(model.memory_bytes / 10**9),
+                    "memory": format_memory(model.memory_bytes),
                     "rate": format_credits(model.rate),
                     "lasts": _lasts(account.available, model.rate),
                 }

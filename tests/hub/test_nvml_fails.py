@@ -1,0 +1,138 @@
+"""NVML that fails. Real: hub, Docker Engine, pynvml; stand-ins: NVML's library, NVIDIA's hook.
+
+The hub loads the stand-in through its own pynvml, finds by itself how GPUs get into
+containers, and proves it with containers of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuspawner.model import LeaseState
+from tests.support.engine import PrivateEngine
+from tests.support.gpu_hub import GPUHub, message_of, text_of
+from tests.support.nvml import nvml_library as nvml
+from tests.support.processes import wait_for
+
+CONFIG = """
+c.Broker.device_source = "auto"
+c.Broker.refresh_seconds = 0.2
+c.GPUDockerSpawner.gpu_injection = "auto"
+c.Spawner.poll_interval = 1
+"""
+
+FLEET = nvml.gpus(2)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    """The file that says what NVML shows now."""
+    path = tmp_path / "fleet"
+    nvml.write_fleet(path, FLEET)
+    return path
+
+
+@pytest.fixture
+def hub(
+    engine: PrivateEngine,
+    images: Any,
+    fleet: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[GPUHub]:
+    """A hub on a machine with two GPUs, as far as it can tell."""
+    library = nvml.build_nvml_library(tmp_path_factory.getbasetemp() / "nvml")
+    environment = nvml.environment(library, fleet)
+    hub = GPUHub(tmp_path / "hub", engine, CONFIG, environment=environment)
+    hub.devices = [gpu.uuid for gpu in FLEET]
+    with hub:
+        yield hub
+    engine.clean()
+
+
+def form_text(hub: GPUHub, member: str) -> str:
+    page = hub.open_page(member, "/hub/spawn")
+    assert page.ok
+    return text_of(page.text)
+
+
+def test_a_gpu_that_is_lost_and_found(hub: GPUHub, fleet: Path) -> None:
+    assert "2 of 2 GPUs free" in form_text(hub, "member1")
+    assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+    assert "GPUs get into containers by device_requests" in hub.log_text()
+    [lease] = hub.open_leases()
+    assert hub.environment_of("member1")["NVIDIA_VISIBLE_DEVICES"] == lease.uuids[0]
+    assert len(hub.device_nodes("member1")) == 1
+    # The GPU that nobody has falls off the bus.
+    free = next(gpu for gpu in FLEET if gpu.uuid not in lease.uuids)
+    sick = [
+        replace(gpu, fails={"nvmlDeviceGetMemoryInfo": nvml.GPU_IS_LOST}) if gpu == free else gpu
+        for gpu in FLEET
+    ]
+    nvml.write_fleet(fleet, sick)
+    wait_for(lambda: "0 of 1 GPU free" in form_text(hub, "member2"), "the form to say so")
+    number = FLEET.index(free)
+    said = f"1 GPU does not answer and is not given out: GPU {number} (NVIDIA A100-SXM4-80GB)."
+    assert said in form_text(hub, "member2")
+    refused = hub.spawn("member2", {"gpus": 1})
+    assert refused.status_code == 503
+    assert message_of(refused).startswith("No GPU is free: of 2, 1 is in use and 1 does not answer")
+    assert not hub.leases("member2")
+    # Back again: it can be had.
+    nvml.write_fleet(fleet, FLEET)
+    wait_for(lambda: "1 of 2 GPUs free" in form_text(hub, "member2"), "the form to say so")
+    assert hub.spawn("member2", {"gpus": 1}).status_code == 201
+    assert hub.open_leases("member2")[0].uuids == (free.uuid,)
+
+
+def test_the_gpu_of_a_running_server_is_lost(hub: GPUHub, fleet: Path) -> None:
+    """The lease goes on, and its device is nobody else's, also after it ended."""
+    assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+    [lease] = hub.open_leases()
+    nvml.write_fleet(
+        fleet,
+        [
+            replace(gpu, fails={"nvmlDeviceGetMemoryInfo": nvml.GPU_IS_LOST})
+            if gpu.uuid in lease.uuids
+            else gpu
+            for gpu in FLEET
+        ],
+    )
+    wait_for(lambda: "1 GPU does not answer" in form_text(hub, "member2"), "the form to say so")
+    [still] = hub.open_leases()
+    assert still.id == lease.id and still.state is LeaseState.RUNNING
+    assert hub.get("member1", "env").ok
+    hub.stop_server("member1")
+    assert not hub.taken()
+    assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+    assert hub.open_leases("member1")[0].uuids != lease.uuids
+    assert hub.spawn("member2", {"gpus": 1}).status_code == 503
+
+
+def test_nvml_is_lost_altogether(hub: GPUHub, fleet: Path) -> None:
+    """As after a driver update: the library no longer fits the driver."""
+    assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+    [lease] = hub.open_leases()
+    nvml.write_fleet(fleet, FLEET, fails={"nvmlDeviceGetCount_v2": nvml.DRIVER_NOT_LOADED})
+    lost = "The GPUs cannot be seen just now, so none is given out"
+    wait_for(lambda: lost in form_text(hub, "member2"), "the form to say so")
+    refused = hub.spawn("member2", {"gpus": 1})
+    assert refused.status_code == 503 and "not answer" in message_of(refused)
+    assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
+    assert hub.get("member1", "env").ok
+    # Without a GPU it starts, and sees none.
+    assert hub.spawn("member2", {"environment": "cpu"}).status_code == 201
+    assert hub.environment_of("member2")["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert hub.device_nodes("member2") == []
+    # A server can still be stopped, and is settled.
+    hub.stop_server("member1")
+    assert not hub.open_leases("member1")
+    nvml.write_fleet(fleet, FLEET)
+    wait_for(lambda: "2 of 2 GPUs free" in form_text(hub, "member3"), "the form to say so")
+    assert hub.spawn("member1", {"gpus": 2}).status_code == 201
+    assert len(hub.device_nodes("member1")) == 2
