@@ -301,9 +301,7 @@ def test_with_the_gpus_of_this_machine(
 
     member = Visitor(docker.url, "member1", docker.password())
     member.spawn({"environment": "notebook"})
-    seen = (
-        "import glob, os; print(os.environ['NVIDIA_VISIBLE_DEVICES'], *glob.glob('/dev/nvidia?'))"
-    )
+    look = "print(os.environ['NVIDIA_VISIBLE_DEVICES'], *glob.glob('/dev/nvidia?'))"
     lease = docker.leases()[0]
     index = lease.devices[0].index
     assert member.run(f"import glob, os; {look}").split() == [
