@@ -14,7 +14,7 @@ from jupyterhub.traitlets import Callable
 from traitlets import Any as AnyTrait
 from traitlets import Integer, Unicode, Union, default
 
-from ..broker.view import Overview
+from ..broker.view import ModelCount, Overview
 from ..catalog import Catalog, DeviceLimits, Environment, load
 from ..errors import GPUSpawnerError, InvalidRequest, UnknownAccount
 from ..ledger.rules import format_time_left, time_left
@@ -206,7 +206,7 @@ class GPUSpawnerBase(Spawner):
             models=[
                 {
                     "count": model,
-                    "memory": format_memory(model.memory_bytes),
+                    "label": _label(model),
                     "rate": format_credits(model.rate),
                     "lasts": _lasts(account.available, model.rate),
                 }
@@ -222,6 +222,13 @@ class GPUSpawnerBase(Spawner):
             return options.parse(stored, foreign=True)
         except GPUSpawnerError:
             return options.Choice()
+
+
+def _label(count: ModelCount) -> str:
+    """A model with its memory, unless its name says that already (A100-SXM4-80GB)."""
+    memory = format_memory(count.memory_bytes)
+    said = memory.replace(" ", "") in count.model.replace(" ", "")
+    return count.model if said else f"{count.model}, {memory}"
 
 
 def _lasts(available: int, rate: int) -> str:
