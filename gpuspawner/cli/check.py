@@ -15,18 +15,15 @@ from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from ..broker.broker import utcnow
-from ..broker.view import DeviceView, device_views
+from ..broker.view import DeviceView
 from ..catalog import Catalog, load
-from ..devices import open_source
 from ..engines.probe import Finding, Status
 from ..errors import ConfigError, GPUSpawnerError
-from ..model import Inventory, Place
-from ..store import leases
+from ..model import DeviceStatus, Inventory
 from .check_database import check_database
 from .config import DEFAULT_FILE, Settings
+from .devices import look
 from .output import count, printable
 
 if TYPE_CHECKING:
@@ -156,33 +153,26 @@ def _catalog(hub: Hub) -> tuple[Finding, Catalog | None]:
 def _devices(settings: Settings, readable: bool) -> tuple[Finding, Inventory]:
     name = "devices"
     try:
-        inventory = open_source(settings.broker.device_source).observe(utcnow())
-    except ConfigError as error:
+        seen = look(settings, settings.open_broker() if readable else None)
+    except GPUSpawnerError as error:
         nothing = Inventory(devices=(), observed_at=utcnow())
-        return Finding(name, Status.FAIL, error.message, "Set c.Broker.device_source."), nothing
+        remedy = "Set c.Broker.device_source." if isinstance(error, ConfigError) else ""
+        return Finding(name, Status.FAIL, error.message, remedy), nothing
+    inventory, views = seen.inventory, seen.views
     if inventory.error:
         text = f"No GPU can be seen: {inventory.error}"
         return Finding(name, Status.FAIL, text, NO_GPU), inventory
-    views = device_views(inventory.devices, _taken(settings) if readable else {})
     text = f"{_source(inventory)}: {_states(views)}"
-    unknown = [view for view in views if view.state == "unknown"]
+    unknown = [view for view in views if view.device.status is DeviceStatus.UNKNOWN]
     if unknown:
-        why = "; ".join(f"{v.device.index} ({v.device.uuid}): {v.detail}" for v in unknown)
-        remedy = f"Unknown devices are not leased. {why} See nvidia-smi and journalctl -k."
+        why = ". ".join(f"{v.device.index} ({v.device.uuid}): {v.detail}" for v in unknown)
+        remedy = f"Unknown devices are not leased. {why}. See nvidia-smi and journalctl -k."
         return Finding(name, Status.FAIL, text, remedy), inventory
     if not any(view.state in ("free", "leased", "occupied") for view in views):
         return Finding(name, Status.FAIL, text, "There is no device to lease."), inventory
     occupied = [view for view in views if view.state == "occupied"]
     remedy = " ".join(f"Device {v.device.index} is {v.detail}: end that." for v in occupied)
     return Finding(name, Status.OK, text, remedy), inventory
-
-
-def _taken(settings: Settings) -> dict[Place, str]:
-    """Places under leases; none when the database does not say (it has its own line)."""
-    try:
-        return settings.open_broker().store.run(leases.taken)
-    except (GPUSpawnerError, SQLAlchemyError):
-        return {}
 
 
 def _source(inventory: Inventory) -> str:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..broker import DeviceView, Overview
+import sqlalchemy as sa
+
+from ..broker import Broker, DeviceView, Overview
 from ..broker.broker import utcnow
 from ..broker.view import count_models, device_views
 from ..devices import open_source
 from ..ledger.pricing import RateCard
-from ..model import Lease
+from ..model import Inventory, Lease
 from ..pool import format_memory
+from ..store import devices as store_devices
+from ..store import leases as store_leases
 from .config import Settings
 from .output import count, exact, note, show, table
 
@@ -21,21 +25,46 @@ def devices(arguments: argparse.Namespace, settings: Settings) -> int:
     """List the devices."""
     if (missing := settings.missing_database()) is None:
         broker = settings.open_broker()
-        overview, leases = broker.overview(), broker.open_leases()
+        overview, leases = _overview(settings, look(settings, broker)), broker.open_leases()
     else:
         note(f"There is no database at {missing} yet: what is leased is not known.")
-        overview, leases = _without_database(settings), []
+        overview, leases = _overview(settings, look(settings, None)), []
     holders = {lease.id: lease for lease in leases}
     show(arguments.json, _plain(overview, holders), _text(overview, holders))
     return 1 if overview.error else 0
 
 
-def _without_database(settings: Settings) -> Overview:
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What this process sees of the devices, beside what the store knows."""
+
+    inventory: Inventory
+    views: tuple[DeviceView, ...]
+
+
+def look(settings: Settings, broker: Broker | None) -> Look:
+    """Look at the devices and write nothing: who types this may see less than the hub does.
+
+    Without a broker nothing is known of leases and of devices that are gone. Raises
+    ConfigError and StoreUnavailable.
+    """
     inventory = open_source(settings.broker.device_source).observe(utcnow())
-    views = device_views(inventory.devices, {})
+    if broker is None:
+        return Look(inventory, device_views(inventory.devices, {}))
+
+    def read(connection: sa.Connection) -> Look:
+        known = store_devices.load(connection, inventory.source)
+        seen = store_devices.as_seen(known, inventory)
+        return Look(inventory, device_views(seen, store_leases.taken(connection)))
+
+    return broker.store.run(read)
+
+
+def _overview(settings: Settings, seen: Look) -> Overview:
+    inventory = seen.inventory
     return Overview(
-        devices=views,
-        models=count_models(views, RateCard.from_config(settings.broker.gpu_rates)),
+        devices=seen.views,
+        models=count_models(seen.views, RateCard.from_config(settings.broker.gpu_rates)),
         source=inventory.source,
         error=inventory.error,
         driver_version=inventory.driver_version,

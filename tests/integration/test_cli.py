@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -124,11 +125,30 @@ def test_devices_before_there_is_a_database(tmp_path: Path) -> None:
     assert not (tmp_path / "not-yet.sqlite").exists()
 
 
-def test_devices_that_cannot_be_seen(cli: Command, broker: Broker, tmp_path: Path) -> None:
+def test_a_device_source_with_a_mistake(cli: Command, broker: Broker, tmp_path: Path) -> None:
     grant(broker, ADA, devices=1)
     config = tmp_path / "jupyterhub_config.py"
     config.write_text(config.read_text().replace(FLEET, "simulated:0xT4"))
     assert "'0xT4' is not part of a simulated fleet" in cli("devices", code=2).stderr
+
+
+def test_looking_changes_nothing_of_what_the_hub_saw(
+    cli: Command, broker: Broker, tmp_path: Path
+) -> None:
+    broker.overview()
+    with broker.store.read() as connection:
+        before = connection.execute(sa.text("SELECT * FROM devices ORDER BY uuid")).all()
+    config = tmp_path / "jupyterhub_config.py"
+    text = config.read_text()
+    config.write_text(text.replace(FLEET, "simulated:1xA100-80GB"))
+    plain = cli.json("devices")
+    assert [device["state"] for device in plain["devices"]] == ["free", "unknown", "unknown"]
+    assert plain["devices"][1]["detail"] == "not there any more"
+    config.write_text(text.replace(FLEET, "nvml"))
+    assert cli.json("devices", code=0 if glob.glob("/dev/nvidia[0-9]*") else 1)
+    with broker.store.read() as connection:
+        after = connection.execute(sa.text("SELECT * FROM devices ORDER BY uuid")).all()
+    assert after == before
 
 
 # Leases.
