@@ -317,6 +317,7 @@ class GPUSpawnerMixin(GPUSpawnerBase):
             CUDA_DEVICE_ORDER="PCI_BUS_ID",
             GPUSPAWNER_LEASE_ID=lease.id if lease else "",
             GPUSPAWNER_GPU_COUNT=str(len(devices)),
+            GPUSPAWNER_GPU_UUIDS=",".join(d.uuid for d in devices),
             GPUSPAWNER_GPU_MODELS=",".join(d.model for d in devices),
             GPUSPAWNER_RATE=format_credits(lease.rate if lease else 0, places=6),
             GPUSPAWNER_ENVIRONMENT=lease.environment if lease else "",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jupyterhub import orm
 
 from ..engines import Engine, LocalEngine
-from ..errors import EngineUnavailable, NotReconciled, UnknownLease
+from ..errors import EngineUnavailable, NotReconciled
 from ..model import ServerRef, Sighting
 from ..reconcile import HubState, Remove
 
@@ -45,22 +45,12 @@ async def _recover(spawner: GPUSpawnerMixin) -> None:
             raise NotReconciled()
         orphans = [action for action in actions if isinstance(action, Remove)]
         for orphan in orphans:
-            await _end(spawner, engines[orphan.engine], orphan)
+            named = f"{orphan.sighting.server} ({orphan.engine} {orphan.sighting.ref[:12]})"
+            spawner.log.warning("Ending the server %s: %s", named, orphan.reason)
+            await asyncio.to_thread(engines[orphan.engine].end, orphan.sighting)
         if not orphans:
             break
     spawner.log.info("Leases compared with what runs: granting may begin")
-
-
-async def _end(spawner: GPUSpawnerMixin, engine: Engine, orphan: Remove) -> None:
-    """End a server that nobody owns; one whose lease is not in our store is another hub's."""
-    sighting = orphan.sighting
-    try:
-        await spawner.broker.run(spawner.broker.lease, sighting.lease_id)
-    except UnknownLease:
-        return
-    name = f"{sighting.server} ({orphan.engine} {sighting.ref[:12]})"
-    spawner.log.warning("Ending the server %s: %s", name, orphan.reason)
-    await asyncio.to_thread(engine.end, sighting)
 
 
 def _engines(spawner: GPUSpawnerMixin) -> dict[str, Engine]:
