@@ -28,13 +28,8 @@ from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
 
 from .errors import ConfigError
+from .scopes import ACCOUNTING_SCOPES, CULLER_SCOPES
 from .store import default_url
-
-ACCOUNTING_SCOPES = ("list:users", "read:servers", "delete:servers")
-"""All that the accounting service may do: see which servers there are, and stop one."""
-
-CULLER_SCOPES = ("list:users", "read:users:activity", "read:servers", "delete:servers")
-"""All that the idle culler may do."""
 
 CULLER = "idle-culler"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from traitlets.config import Configurable
 
-from gpuspawner import wiring
+from gpuspawner import scopes
 from gpuspawner.accounting.app import Accounting
 from gpuspawner.auth import MemberOAuthenticator
 from gpuspawner.broker import Broker
@@ -57,7 +57,7 @@ def test_every_command_is_named() -> None:
 
 
 def test_every_scope_is_named() -> None:
-    for scope in (*wiring.ACCOUNTING_SCOPES, *wiring.CULLER_SCOPES):
+    for scope in (*scopes.ACCOUNTING_SCOPES, *scopes.CULLER_SCOPES):
         assert f"`{scope}`" in README
 
 

@@ -22,18 +22,19 @@ from traitlets import TraitError
 
 from ..engines.probe import Finding, Status
 from ..engines.surroundings import check_hub_reachable
+from ..scopes import ACCOUNTING_SCOPES, CULLER_SCOPES
 from .hub import Hub
 
 SERVICES = {
     "accounting": (
         ("gpuspawner.accounting", "gpuspawner-accounting"),
-        {"list:users", "read:servers", "delete:servers"},
+        frozenset(ACCOUNTING_SCOPES),
         "Nobody is charged, and leases of servers that die unseen are not settled.",
         "Put this last in jupyterhub_config.py: import gpuspawner; gpuspawner.add_services(c)",
     ),
     "idle culler": (
         ("jupyterhub_idle_culler", "jupyterhub-idle-culler", "cull_idle_servers"),
-        {"list:users", "read:users:activity", "read:servers", "delete:servers"},
+        frozenset(CULLER_SCOPES),
         "Servers that nobody uses keep their GPUs.",
         "Say after how many seconds: gpuspawner.add_services(c, cull_idle_after=3600)",
     ),

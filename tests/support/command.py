@@ -1,0 +1,63 @@
+"""The command line as a process, in a hub's working directory, with the hub's broker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpuspawner.broker import Broker
+from gpuspawner.model import Lease, Request, ServerRef
+from tests.support.processes import REPO
+
+FLEET = "simulated:2xA100-80GB,1xT4"
+ADA = ServerRef("ada")
+GRACE = ServerRef("grace", "night")
+
+
+class Command:
+    """``gpuspawner`` in a hub's working directory, on its database."""
+
+    def __init__(self, folder: Path, database_url: str) -> None:
+        self.folder = folder
+        self.database_url = database_url
+        self.environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), "TZ": "UTC"}
+        self.environment |= {"HOME": str(folder), "LC_ALL": "C.UTF-8", "USER": "root"}
+        (folder / "jupyterhub_config.py").write_text(
+            "c = get_config()\n"
+            f"c.Broker.database_url = {database_url!r}\n"
+            f"c.Broker.device_source = {FLEET!r}\n"
+            "c.Broker.gpu_rates = {'*': 1, 'A100': '3.6'}\n"
+            "c.JupyterHub.services.append({'name': 'x'})\n"
+        )
+
+    def __call__(
+        self, *arguments: str, code: int = 0, answer: str = "", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "gpuspawner", *arguments],
+            cwd=self.folder,
+            env=self.environment | environment,
+            input=answer,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    def json(self, *arguments: str, **kwargs: Any) -> Any:
+        return json.loads(self(*arguments, "--json", **kwargs).stdout)
+
+
+def grant(
+    broker: Broker, server: ServerRef, engine: str = "local", ref: str = "", **request: Any
+) -> Lease:
+    """A lease whose server is up."""
+    lease = broker.acquire(server, Request(**request), engine=engine)
+    return broker.confirm(lease.id, ref)
