@@ -9,6 +9,7 @@ from datetime import datetime
 from decimal import Decimal
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple
 
 MICRO = 1_000_000
 """Microcredits in one credit. All amounts are whole microcredits."""
@@ -101,9 +102,8 @@ class Request:
     """Least memory of each device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A slot on a device."""
+class Place(NamedTuple):
+    """A slot on a device. A tuple, because sets of all places under lease are made often."""
 
     uuid: str
     slot: int = 0

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from .. import pool, reconcile
+from .. import reconcile
 from ..devices.base import DeviceSource, open_source
 from ..errors import ConfigError, NoCredits, NoDeviceFree, ServerHasLease, UnknownLease
 from ..ledger import rules
@@ -124,19 +125,17 @@ class Broker(Reads, BrokerSettings):
     ) -> Lease:
         now = self.clock()
         account = account or member_account(server.user)
-        known = {device.uuid: device for device in look.devices}
         with self.store.write() as connection:
             if leases.open_of(connection, server):
                 raise ServerHasLease()
             places: tuple[Place, ...] = ()
             if request.devices:
-                taken = leases.taken(connection)
-                places = pool.choose(request, look.devices, taken, look.inventory.links)
-            devices = tuple(_leased(place, known[place.uuid]) for place in places)
+                places = look.fleet.choose(request, leases.places_taken(connection))
+            devices = tuple(_leased(place, look.fleet.by_uuid[place.uuid]) for place in places)
             rate = self.rates.lease_rate(device.model for device in devices)
-            self._open_account(connection, account, now)
+            payer = self._open_account(connection, account, now)
             hold = rules.hold_for(rate, timedelta(minutes=self.hold_minutes))
-            self._check_credits(connection, account, hold, rate)
+            self._check_credits(payer, hold, rate)
             lease = Lease(
                 id=secrets.token_hex(8),
                 server=server,
@@ -159,11 +158,14 @@ class Broker(Reads, BrokerSettings):
             lease = leases.get(connection, lease_id, lock=True)
             if lease.state is not LeaseState.GRANTED:
                 return lease
-            values: dict[str, Any] = {"state": LeaseState.RUNNING, "started_at": now}
-            if engine_ref:
-                values["engine_ref"] = engine_ref
-            leases.update(connection, lease_id, seen_at=now, **values)
-            return leases.get(connection, lease_id)
+            changes: dict[str, Any] = {
+                "state": LeaseState.RUNNING,
+                "engine_ref": engine_ref or lease.engine_ref,
+                "started_at": now,
+                "seen_at": now,
+            }
+            leases.update(connection, lease_id, **changes)
+        return replace(lease, **changes)
 
     def release(
         self,
@@ -189,8 +191,11 @@ class Broker(Reads, BrokerSettings):
             due = rules.settlement(lease, end, failed)
             if transfer := rules.settle(lease, due, end):
                 book.post(connection, transfer)
-            leases.end(connection, lease.id, end, reason, lease.charged + due)
-            lease = leases.get(connection, lease_id)
+            charged = lease.charged + due
+            leases.end(connection, lease.id, end, reason, charged)
+        lease = replace(
+            lease, state=LeaseState.ENDED, ended_at=end, end_reason=reason, charged=charged
+        )
         self.watch.forget()
         self.log.info("Lease %s of %s ended: %s", lease.id, lease.server, reason)
         return lease
@@ -247,8 +252,7 @@ class Broker(Reads, BrokerSettings):
         """Open a member's account with the opening grant, unless it is there."""
         name = member_account(user)
         with self.store.write() as connection:
-            self._open_account(connection, name, self.clock())
-            return book.account(connection, name)
+            return self._open_account(connection, name, self.clock())
 
     def grant(self, account: str, amount: int, *, actor: str, reason: str, key: str = "") -> bool:
         """Give microcredits to an account. False when ``key`` was used for it before."""
@@ -273,18 +277,21 @@ class Broker(Reads, BrokerSettings):
 
     # Steps of the above.
 
-    def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> None:
-        if not book.open_account(connection, name, now) or not name.startswith("member:"):
-            return
-        try:
-            amount = parse_credits(self.opening_grant)
-        except ValueError as error:
-            raise ConfigError(what=f"Broker.opening_grant: {error}") from None
-        if transfer := rules.opening_grant(name, amount, at=now, actor="gpuspawner"):
-            book.post(connection, transfer)
+    def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:
+        """The account, opened with the opening grant if it is a member's and not there yet."""
+        if found := book.find(connection, name):
+            return found
+        book.open_account(connection, name, now)
+        if name.startswith("member:"):
+            try:
+                amount = parse_credits(self.opening_grant)
+            except ValueError as error:
+                raise ConfigError(what=f"Broker.opening_grant: {error}") from None
+            if transfer := rules.opening_grant(name, amount, at=now, actor="gpuspawner"):
+                book.post(connection, transfer)
+        return book.account(connection, name)
 
-    def _check_credits(self, connection: sa.Connection, name: str, hold: int, rate: int) -> None:
-        account = book.account(connection, name)
+    def _check_credits(self, account: Account, hold: int, rate: int) -> None:
         if rules.can_afford(account.available, hold):
             return
         set_aside = ""

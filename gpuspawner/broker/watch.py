@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from ..devices.base import DeviceSource
 from ..model import Device, Inventory
+from ..pool import Fleet
 from ..store import Store, devices
 
 SAVE_EVERY = timedelta(minutes=1)
@@ -22,6 +23,8 @@ class Look:
 
     devices: tuple[Device, ...]
     inventory: Inventory
+    fleet: Fleet
+    """The same devices, prepared for choosing among them."""
 
 
 class Watch:
@@ -46,12 +49,16 @@ class Watch:
             inventory = self.source.observe(now)
             if self._known is None:
                 self._known = self.store.run(self._rows)
-            seen = devices.as_seen(self._known, inventory)
+            if last and _nothing_new(last.inventory, inventory):
+                seen, fleet = last.devices, last.fleet
+            else:
+                seen = devices.as_seen(self._known, inventory)
+                fleet = Fleet(seen, inventory.links)
             if self._must_save(seen, now):
                 self._save(inventory)
                 self._saved_at = now
             self._known = seen
-            self._look = Look(seen, inventory)
+            self._look = Look(seen, inventory, fleet)
             return self._look
 
     def forget(self) -> None:
@@ -74,6 +81,14 @@ class Watch:
         if devices.as_seen(known, inventory) != known:
             with self.store.write() as connection:
                 devices.save(connection, self._rows(connection), inventory)
+
+
+def _nothing_new(before: Inventory, now: Inventory) -> bool:
+    return (
+        before.devices == now.devices
+        and before.error == now.error
+        and (before.links is now.links or before.links == now.links)
+    )
 
 
 _LONG_AGO = datetime.fromisoformat("1970-01-01T00:00:00+00:00")

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from .matching import suitable
 from .refusals import format_memory
-from .rules import choose, free_places, leasable, occupied
+from .rules import Fleet, choose, free_places, leasable, occupied
 
 __all__ = [
+    "Fleet",
     "choose",
     "format_memory",
     "free_places",

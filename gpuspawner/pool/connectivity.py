@@ -40,18 +40,40 @@ def best_connected(candidates: Sequence[str], count: int, links: Links) -> Conne
     return _exact(near, count, good) if len(near) <= EXACT_UP_TO else good
 
 
-def least_missed(candidates: Sequence[str], free: Collection[str], links: Links) -> str:
+@dataclass(frozen=True, slots=True)
+class Near:
+    """The devices that one device has links to."""
+
+    closeness: Mapping[str, int]
+    others: frozenset[str]
+    worth: int
+    """Sum of all its closeness."""
+
+
+def neighbours(links: Links) -> dict[str, Near]:
+    """What each linked device is linked to."""
+    found: dict[str, dict[str, int]] = {}
+    for (one, other), closeness in links.items():
+        found.setdefault(one, {})[other] = closeness
+        found.setdefault(other, {})[one] = closeness
+    return {uuid: Near(near, frozenset(near), sum(near.values())) for uuid, near in found.items()}
+
+
+_ALONE = Near({}, frozenset(), 0)
+
+
+def least_missed(candidates: Sequence[str], free: frozenset[str], near: Mapping[str, Near]) -> str:
     """The candidate whose links to the other free devices are worth least; the first of equals."""
     if len(candidates) == 1:
         return candidates[0]
-    worth = dict.fromkeys(candidates, 0)
-    for (one, other), closeness in links.items():
-        if one in free and other in free:
-            if one in worth:
-                worth[one] += closeness
-            if other in worth:
-                worth[other] += closeness
-    return min(candidates, key=worth.__getitem__)
+
+    def worth(uuid: str) -> int:
+        links = near.get(uuid, _ALONE)
+        if links.others <= free:
+            return links.worth
+        return sum(links.closeness[other] for other in links.others if other in free)
+
+    return min(candidates, key=worth)
 
 
 Neighbours = list[dict[int, int]]

@@ -11,7 +11,25 @@ from ..errors import LedgerError, UnknownAccount
 from ..ledger.entries import Posting, Transfer, TransferKind
 from ..model import Account
 from . import leases as lease_rows
-from .schema import accounts, postings, transfers
+from .schema import accounts, leases, postings, transfers
+
+# Built once: to put a statement together takes longer than to run it.
+
+_HELD = lease_rows.HELD.where(leases.c.account == accounts.c.name).scalar_subquery()
+_ACCOUNT = sa.select(accounts.c.balance, _HELD).where(accounts.c.name == sa.bindparam("account"))
+_INSERT_ACCOUNT = sa.insert(accounts)
+_INSERT_TRANSFER = sa.insert(transfers)
+_INSERT_POSTINGS = sa.insert(postings)
+_MOVE = (
+    sa.update(accounts)
+    .where(accounts.c.name == sa.bindparam("account"))
+    .values(balance=accounts.c.balance + sa.bindparam("amount", type_=accounts.c.balance.type))
+)
+_OF_KEY = (
+    sa.select(postings.c.account, postings.c.amount)
+    .join(transfers, transfers.c.id == postings.c.transfer_id)
+    .where(transfers.c.key == sa.bindparam("key"))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +49,23 @@ class Line:
 
 def open_account(connection: sa.Connection, name: str, at: datetime) -> bool:
     """Open the account unless it is there. True when it is new."""
-    query = sa.select(accounts.c.name).where(accounts.c.name == name)
-    if connection.execute(query).first():
+    if find(connection, name):
         return False
-    connection.execute(sa.insert(accounts).values(name=name, balance=0, opened_at=at))
+    connection.execute(_INSERT_ACCOUNT, {"name": name, "balance": 0, "opened_at": at})
     return True
+
+
+def find(connection: sa.Connection, name: str) -> Account | None:
+    """Balance and holds of one account, if there is one of that name."""
+    row = connection.execute(_ACCOUNT, {"account": name}).first()
+    return Account(name=name, balance=row[0], held=int(row[1])) if row else None
 
 
 def account(connection: sa.Connection, name: str) -> Account:
     """Balance and holds of one account. Raises UnknownAccount."""
-    query = sa.select(accounts.c.balance).where(accounts.c.name == name)
-    balance = connection.execute(query).scalar_one_or_none()
-    if balance is None:
-        raise UnknownAccount(account=name)
-    return Account(name=name, balance=balance, held=lease_rows.held(connection, name))
+    if found := find(connection, name):
+        return found
+    raise UnknownAccount(account=name)
 
 
 def all_accounts(connection: sa.Connection) -> list[Account]:
@@ -73,21 +94,22 @@ def post(connection: sa.Connection, transfer: Transfer) -> bool:
     for posting in transfer.postings:
         _move(connection, posting, transfer.at)
     connection.execute(
-        sa.insert(transfers).values(
-            id=transfer.id,
-            key=transfer.key,
-            kind=transfer.kind.value,
-            at=transfer.at,
-            actor=transfer.actor,
-            reason=transfer.reason,
-            lease_id=transfer.lease_id,
-        )
+        _INSERT_TRANSFER,
+        {
+            "id": transfer.id,
+            "key": transfer.key,
+            "kind": transfer.kind.value,
+            "at": transfer.at,
+            "actor": transfer.actor,
+            "reason": transfer.reason,
+            "lease_id": transfer.lease_id,
+        },
     )
     rows = [
         {"transfer_id": transfer.id, "account": p.account, "amount": p.amount}
         for p in transfer.postings
     ]
-    connection.execute(sa.insert(postings), rows)
+    connection.execute(_INSERT_POSTINGS, rows)
     return True
 
 
@@ -136,21 +158,15 @@ def all_transfers(connection: sa.Connection) -> list[Transfer]:
 
 
 def _postings_of_key(connection: sa.Connection, key: str) -> list[tuple[str, int]]:
-    query = (
-        sa.select(postings.c.account, postings.c.amount)
-        .join(transfers, transfers.c.id == postings.c.transfer_id)
-        .where(transfers.c.key == key)
-    )
-    return [(name, amount) for name, amount in connection.execute(query)]
+    return [(name, amount) for name, amount in connection.execute(_OF_KEY, {"key": key})]
 
 
 def _move(connection: sa.Connection, posting: Posting, at: datetime) -> None:
     """Add a posting to its account's balance; the ledger's own accounts open by themselves."""
-    change = sa.update(accounts).where(accounts.c.name == posting.account)
-    change = change.values(balance=accounts.c.balance + posting.amount)
-    if connection.execute(change).rowcount:
+    change = {"account": posting.account, "amount": posting.amount}
+    if connection.execute(_MOVE, change).rowcount:
         return
     if not posting.account.startswith("system:"):
         raise UnknownAccount(account=posting.account)
     values = {"name": posting.account, "balance": posting.amount, "opened_at": at}
-    connection.execute(sa.insert(accounts).values(values))
+    connection.execute(_INSERT_ACCOUNT, values)

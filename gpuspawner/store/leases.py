@@ -14,11 +14,52 @@ from ..errors import NoDeviceFree, ServerHasLease, UnknownLease
 from ..model import Lease, LeasedDevice, LeaseState, Place, ServerRef
 from .schema import OPEN_LEASE, OPEN_PLACE, lease_places, leases
 
+_LEASE_FIELDS = tuple(n for n in Lease.__dataclass_fields__ if n not in ("server", "devices"))
+_PLACE_FIELDS = tuple(LeasedDevice.__dataclass_fields__)
+
+# Built once: to put a statement together takes longer than to run it.
+
+_left = leases.c.hold - leases.c.charged
+_PLACES = sa.select(lease_places.c.uuid, lease_places.c.slot).where(OPEN_PLACE)
+_TAKEN = sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(
+    OPEN_PLACE
+)
+_LEASES = (
+    sa.select(leases, *(lease_places.c[name] for name in _PLACE_FIELDS))
+    .select_from(leases.outerjoin(lease_places))
+    .order_by(leases.c.granted_at, leases.c.id, lease_places.c.index)
+)
+_ONE = _LEASES.where(leases.c.id == sa.bindparam("lease"))
+_ONE_LOCKED = _ONE.with_for_update(of=leases)
+_OPEN_OF_SERVER = _LEASES.where(
+    leases.c.user == sa.bindparam("member"),
+    leases.c.server_name == sa.bindparam("server"),
+    OPEN_LEASE,
+)
+_OPEN = _LEASES.where(OPEN_LEASE)
+_INSERT, _INSERT_PLACE = sa.insert(leases), sa.insert(lease_places)
+_UPDATE = sa.update(leases).where(leases.c.id == sa.bindparam("lease"))
+_FREE_PLACES = (
+    sa.update(lease_places)
+    .where(lease_places.c.lease_id == sa.bindparam("lease"))
+    .values(open=False)
+)
+
+HELD = sa.select(sa.func.coalesce(sa.func.sum(sa.case((_left > 0, _left), else_=0)), 0)).where(
+    OPEN_LEASE
+)
+"""Microcredits set aside by open leases; whose, the caller adds."""
+_HELD_BY = HELD.where(leases.c.account == sa.bindparam("account"))
+
 
 def taken(connection: sa.Connection) -> dict[Place, str]:
     """Every place under an open lease, with the lease's id."""
-    query = sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id)
-    return {Place(u, s): lease for u, s, lease in connection.execute(query.where(OPEN_PLACE))}
+    return {Place(uuid, slot): lease for uuid, slot, lease in connection.execute(_TAKEN)}
+
+
+def places_taken(connection: sa.Connection) -> frozenset[Place]:
+    """Every place under an open lease."""
+    return frozenset(map(Place._make, connection.execute(_PLACES).all()))
 
 
 def insert(connection: sa.Connection, lease: Lease) -> None:
@@ -26,12 +67,12 @@ def insert(connection: sa.Connection, lease: Lease) -> None:
 
     Raises ServerHasLease or NoDeviceFree when the database's own constraints forbid it.
     """
+    places = [{"lease_id": lease.id, "open": True, **asdict(device)} for device in lease.devices]
     try:
         with connection.begin_nested():
-            connection.execute(sa.insert(leases).values(_row(lease)))
-            for device in lease.devices:
-                row = {"lease_id": lease.id, "open": True, **asdict(device)}
-                connection.execute(sa.insert(lease_places).values(row))
+            connection.execute(_INSERT, _row(lease))
+            if places:
+                connection.execute(_INSERT_PLACE, places)
     except IntegrityError as error:
         if "one_open_lease_a_slot" in str(error) or "lease_places.uuid" in str(error):
             raise NoDeviceFree("The GPU was just taken by somebody else. Try again.") from None
@@ -45,7 +86,7 @@ def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Leas
 
     Raises UnknownLease.
     """
-    found = _select(connection, leases.c.id == lease_id, lock=lock)
+    found = _leases(connection.execute(_ONE_LOCKED if lock else _ONE, {"lease": lease_id}))
     if not found:
         raise UnknownLease(lease=lease_id)
     return found[0]
@@ -53,89 +94,64 @@ def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Leas
 
 def open_of(connection: sa.Connection, server: ServerRef) -> Lease | None:
     """The open lease of a server, if there is one."""
-    mine = (leases.c.user == server.user) & (leases.c.server_name == server.name)
-    found = _select(connection, mine & OPEN_LEASE)
+    mine = {"member": server.user, "server": server.name}
+    found = _leases(connection.execute(_OPEN_OF_SERVER, mine))
     return found[0] if found else None
 
 
 def open_leases(connection: sa.Connection) -> list[Lease]:
     """All open leases, oldest first."""
-    return _select(connection, OPEN_LEASE)
+    return _leases(connection.execute(_OPEN))
 
 
 def of_account(connection: sa.Connection, account: str | None, limit: int = 50) -> list[Lease]:
     """The newest leases of an account (None: of everybody), newest first."""
-    where = sa.true() if account is None else leases.c.account == account
-    return _select(connection, where, newest=limit)
+    newest = sa.select(leases.c.id).order_by(leases.c.granted_at.desc(), leases.c.id).limit(limit)
+    if account is not None:
+        newest = newest.where(leases.c.account == account)
+    found = _leases(connection.execute(_LEASES.where(leases.c.id.in_(newest))))
+    return sorted(found, key=lambda lease: lease.granted_at, reverse=True)
 
 
 def held(connection: sa.Connection, account: str) -> int:
     """Microcredits set aside by the account's open leases."""
-    left = leases.c.hold - leases.c.charged
-    total = sa.func.coalesce(sa.func.sum(sa.case((left > 0, left), else_=0)), 0)
-    query = sa.select(total).where(leases.c.account == account, OPEN_LEASE)
-    return int(connection.execute(query).scalar_one())
+    return int(connection.execute(_HELD_BY, {"account": account}).scalar_one())
 
 
 def update(connection: sa.Connection, lease_id: str, **values: Any) -> None:
     """Change fields of an open lease."""
     if isinstance(values.get("state"), LeaseState):
         values["state"] = values["state"].value
-    connection.execute(sa.update(leases).where(leases.c.id == lease_id).values(values))
+    connection.execute(_UPDATE, {"lease": lease_id, **values})
 
 
 def end(connection: sa.Connection, lease_id: str, at: datetime, reason: str, charged: int) -> None:
     """Close a lease and free its places."""
     ended = LeaseState.ENDED
     update(connection, lease_id, state=ended, ended_at=at, end_reason=reason, charged=charged)
-    connection.execute(
-        sa.update(lease_places).where(lease_places.c.lease_id == lease_id).values(open=False)
-    )
+    connection.execute(_FREE_PLACES, {"lease": lease_id})
 
 
-def _select(
-    connection: sa.Connection,
-    where: sa.ColumnElement[bool],
-    *,
-    lock: bool = False,
-    newest: int = 0,
-) -> list[Lease]:
-    query = sa.select(leases).where(where).order_by(leases.c.granted_at, leases.c.id)
-    if newest:
-        query = sa.select(leases).where(where)
-        query = query.order_by(leases.c.granted_at.desc(), leases.c.id).limit(newest)
-    if lock:
-        query = query.with_for_update()
-    rows = connection.execute(query).mappings().all()
-    places = _places(connection, [row["id"] for row in rows])
-    return [_lease(row, places.get(row["id"], [])) for row in rows]
-
-
-def _places(connection: sa.Connection, ids: Iterable[str]) -> dict[str, list[LeasedDevice]]:
-    found: dict[str, list[LeasedDevice]] = {}
-    wanted = list(ids)
-    for start in range(0, len(wanted), 500):  # SQLite limits the number of parameters
-        some = wanted[start : start + 500]
-        query = sa.select(lease_places).where(lease_places.c.lease_id.in_(some))
-        for row in connection.execute(query.order_by(lease_places.c.index)).mappings():
-            fields = {name: row[name] for name in LeasedDevice.__dataclass_fields__}
-            found.setdefault(row["lease_id"], []).append(LeasedDevice(**fields))
-    return found
+def _leases(rows: Iterable[sa.Row[Any]]) -> list[Lease]:
+    """Rows of leases, one for each place, put together again in the order in which they came."""
+    found: dict[str, tuple[Any, list[LeasedDevice]]] = {}
+    for row in rows:
+        fields = row._mapping
+        _, places = found.setdefault(fields["id"], (fields, []))
+        if fields["uuid"] is not None:
+            places.append(LeasedDevice(**{name: fields[name] for name in _PLACE_FIELDS}))
+    return [_lease(fields, places) for fields, places in found.values()]
 
 
 def _row(lease: Lease) -> dict[str, Any]:
-    row = {
-        name: getattr(lease, name)
-        for name in Lease.__dataclass_fields__
-        if name not in ("server", "devices")
-    }
+    row = {name: getattr(lease, name) for name in _LEASE_FIELDS}
     row |= {"user": lease.server.user, "server_name": lease.server.name}
     row["state"] = lease.state.value
     return row
 
 
 def _lease(row: Any, places: list[LeasedDevice]) -> Lease:
-    fields = {name: row[name] for name in row if name not in ("user", "server_name")}
+    fields = {name: row[name] for name in _LEASE_FIELDS}
     fields["state"] = LeaseState(fields["state"])
     server = ServerRef(row["user"], row["server_name"])
     return Lease(server=server, devices=tuple(places), **fields)
