@@ -1,0 +1,263 @@
+"""Two members, all the way. Real: Chromium, hub, Docker Engine, JupyterLab, SQLite."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from gpuspawner.ledger.rules import owed
+from gpuspawner.model import MICRO, format_credits
+from tests.support.browser import open_browser, screenshot
+from tests.support.engine import PrivateEngine
+from tests.support.gpu_hub import GPUHub
+from tests.support.hub import USER_PASSWORD
+from tests.support.processes import wait_for
+
+WIDE = {"width": 1280, "height": 800}
+PHONE = {"width": 390, "height": 844}
+SLOW = 30_000
+"""Milliseconds for what takes Jupyter some time."""
+
+CATALOG = """
+environments:
+  - slug: lab
+    display_name: JupyterLab
+    description: Notebooks, a terminal and Python, for training and inference.
+    image: {image}
+    default: true
+    devices: {{default: 1, max: 2}}
+    shm_size: 1G
+  - slug: course
+    display_name: Deep learning course
+    description: The course's notebooks and data. One GPU is enough for every exercise.
+    image: {image}
+    devices: {{default: 1, max: 1}}
+    shm_size: 1G
+  - slug: cpu
+    display_name: JupyterLab without a GPU
+    description: For files, notes and light work. Costs nothing.
+    image: {image}
+    devices: {{max: 0}}
+  - slug: slow
+    display_name: An environment that takes long
+    description: Its server never answers.
+    image: {silent}
+    devices: {{max: 0}}
+datasets:
+  flowers:
+    source: {dataset}
+"""
+
+CONFIG = """
+c.Broker.gpu_rates = {"*": 1, "A100": 4}
+c.Broker.opening_grant = 50
+c.GPUDockerSpawner.workspace = "work-{username}"
+c.GPUDockerSpawner.gpu_limit = 2
+c.DockerSpawner.mem_limit = "2G"
+"""
+
+CELL = """
+import glob, os, pathlib
+print("visible", os.environ["NVIDIA_VISIBLE_DEVICES"])
+print("nodes", *glob.glob("/dev/nvidia[0-9]*"))
+print("order", os.environ["CUDA_DEVICE_ORDER"], "count", os.environ["GPUSPAWNER_GPU_COUNT"])
+shm = os.statvfs("/dev/shm"); print("shm", shm.f_blocks * shm.f_frsize)
+print("data", pathlib.Path("/datasets/flowers/rose.txt").read_text())
+try: pathlib.Path("/datasets/flowers/rose.txt").write_text("mine")
+except OSError as error: print("refused", error.strerror)
+pathlib.Path.home().joinpath("work/notes.txt").write_text("by " + os.environ["JUPYTERHUB_USER"])
+print("the", "end")
+""".strip()
+
+
+@pytest.fixture(scope="module")
+def hub(
+    engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GPUHub]:
+    """Two GPUs, and environments with JupyterLab."""
+    folder = tmp_path_factory.mktemp("journey")
+    dataset = folder / "flowers"
+    dataset.mkdir(mode=0o755)
+    (dataset / "rose.txt").write_text("a rose", encoding="utf-8")
+    catalog = CATALOG.format(image=images.BASE, silent=images.SILENT, dataset=dataset)
+    with GPUHub(folder / "hub", engine, CONFIG, catalog=catalog) as hub:
+        yield hub
+    engine.clean()
+
+
+def sign_in(browser: Browser, hub: GPUHub, user: str) -> Page:
+    """A member's own window, after the sign-in form."""
+    page = browser.new_context(viewport=WIDE).new_page()
+    page.goto(hub.url)
+    page.get_by_label("Username").fill(user)
+    page.get_by_label("Password").fill(USER_PASSWORD)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("heading", name="Server Options")).to_be_visible()
+    return page
+
+
+def keep(page: Page, name: str) -> None:
+    """Pictures as on a desk and as on a phone; no page of the hub is wider than the window."""
+    for size, suffix in ((WIDE, "wide"), (PHONE, "phone")):
+        page.set_viewport_size(size)
+        screenshot(page, f"journey-{name}-{suffix}")
+        width = page.evaluate("document.documentElement.scrollWidth")
+        if "/hub/" in page.url:
+            assert width <= size["width"], f"{name} is {width} pixels wide on {suffix}"
+    page.set_viewport_size(WIDE)
+
+
+def start(page: Page, environment: str, gpus: str | None = None) -> None:
+    """Choose on the form and press Start."""
+    page.get_by_label(environment, exact=False).first.check()
+    if gpus is not None:
+        page.get_by_label("GPUs", exact=True).select_option(gpus)
+    page.get_by_role("button", name="Start").click()
+
+
+def wait_for_lab(page: Page, user: str) -> None:
+    """Until JupyterLab is there, by itself."""
+    page.wait_for_url(re.compile(f"/user/{user}/lab"), timeout=SLOW)
+    expect(page.locator(".jp-Launcher, .jp-NotebookPanel").first).to_be_visible(timeout=SLOW)
+    page.wait_for_load_state("networkidle")  # a notebook opened earlier may get two kernels
+
+
+def run_cell(page: Page, code: str) -> str:
+    """Open a new notebook, run the code in its first cell: what it printed."""
+    page.get_by_role("menuitem", name="File", exact=True).click()
+    page.locator(".lm-Menu:visible .lm-Menu-itemLabel", has_text="New").first.hover()
+    page.locator('.lm-Menu:visible [data-command="notebook:create-new"]').click()
+    page.locator(".jp-Dialog").get_by_role("button", name="Select").click()
+    notebook = page.locator(".jp-NotebookPanel:visible")
+    idle = notebook.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
+    expect(idle).to_be_visible(timeout=SLOW)
+    cell = notebook.locator(".jp-Cell .cm-content").first
+    cell.fill(code)
+    cell.press("Shift+Enter")
+    output = notebook.locator(".jp-OutputArea-output").first
+    expect(output).to_contain_text("the end", timeout=SLOW)
+    return output.inner_text()
+
+
+def type_in_terminal(page: Page, command: str) -> None:
+    """Open a terminal from the launcher and type a line."""
+    page.get_by_role("button", name="New Launcher").first.click()
+    page.locator(".jp-LauncherCard:visible", has_text="Terminal").first.click()
+    terminal = page.locator(".jp-Terminal:visible")
+    expect(terminal.locator(".xterm-screen")).to_be_visible(timeout=SLOW)
+    terminal.click()
+    page.keyboard.type(f"{command}\n")
+
+
+def test_two_members(hub: GPUHub) -> None:
+    with open_browser() as browser:
+        # Member 1 signs in, and sees what there is and what it costs.
+        one = sign_in(browser, hub, "member1")
+        form = one.locator("#spawn_form")
+        expect(form).to_contain_text("2 of 2 GPUs free.")
+        expect(form).to_contain_text("Your balance: 50.00 credits.")
+        expect(form.get_by_role("radio")).to_have_count(4)
+        expect(form.get_by_role("radio").first).to_be_checked()
+        expect(form.get_by_role("row").nth(1)).to_contain_text("A100-80GB 2 of 2 4.00 12 h 30 min")
+        keep(one, "1-form")
+
+        # Too many for the environment: said above the form, and chosen anew.
+        start(one, "Deep learning course", "2")
+        expect(one.locator(".spawn-error-msg")).to_contain_text(
+            "You asked for 2 GPUs; Deep learning course allows 1. Ask for 1 or fewer."
+        )
+        keep(one, "2-refusal")
+        assert not hub.leases()
+        start(one, "Deep learning course", "1")
+        wait_for_lab(one, "member1")
+
+        # Member 2 at the same time: the other GPU.
+        two = sign_in(browser, hub, "member2")
+        expect(two.locator("#spawn_form")).to_contain_text("1 of 2 GPUs free.")
+        start(two, "JupyterLab")
+        wait_for_lab(two, "member2")
+
+        said = {user: run_cell(page, CELL) for user, page in (("member1", one), ("member2", two))}
+        keep(one, "3-lab")
+        for user, text in said.items():
+            [lease] = hub.open_leases(user)
+            assert lease.environment == {"member1": "course", "member2": "lab"}[user]
+            assert f"visible {lease.uuids[0]}\n" in text
+            assert re.search(r"nodes /dev/nvidia\d\n", text), "its own device and no other"
+            assert "order PCI_BUS_ID count 1\n" in text
+            assert f"shm {2**30}\n" in text
+            assert "data a rose\n" in text
+            assert "refused Read-only file system\n" in text
+        assert len(hub.taken()) == 2
+        type_in_terminal(one, "echo $GPUSPAWNER_GPU_COUNT GPU > ~/work/terminal.txt")
+        wait_for(lambda: _file(hub, "member1", "terminal.txt") == "1 GPU\n", "the terminal")
+        keep(one, "4-terminal")
+
+        # Nothing is left for a third: a sentence, and a way on.
+        three = sign_in(browser, hub, "member3")
+        expect(three.locator("#spawn_form")).to_contain_text("0 of 2 GPUs free.")
+        start(three, "JupyterLab")
+        refusal = three.locator(".spawn-error-msg")
+        expect(refusal).to_contain_text("All 2 GPUs are in use (")
+        expect(refusal).to_contain_text("Start without a GPU, or try again.")
+        keep(three, "5-all-in-use")
+
+        # Member 1 stops. The GPU is free at once, and the balance is down to the second.
+        _stop_on_home_page(one, hub)
+        [ended] = hub.leases("member1")
+        assert ended.ended_at is not None
+        assert ended.charged == owed(ended.rate, ended.started_at, ended.ended_at) > 0
+        assert hub.balance("member1") == 50 * MICRO - ended.charged
+        start(three, "JupyterLab")
+        wait_for_lab(three, "member3")
+        assert hub.open_leases("member3")[0].uuids == ended.uuids
+
+        # And comes back, without a GPU this time: the files are where they were.
+        one.goto(f"{hub.url}/hub/spawn")
+        shown = format_credits(hub.balance("member1"))
+        expect(one.locator("#spawn_form")).to_contain_text(f"Your balance: {shown} credits.")
+        expect(one.get_by_role("radio").nth(1)).to_be_checked()  # what they chose last time
+        start(one, "JupyterLab without a GPU", "0")
+        wait_for_lab(one, "member1")
+        expect(one.locator(".jp-DirListing-item", has_text="notes.txt")).to_be_visible(timeout=SLOW)
+        assert _file(hub, "member1", "notes.txt") == "by member1"
+        assert hub.open_leases("member1")[0].devices == ()
+        keep(one, "6-back-again")
+        # Member 2's files are their own.
+        assert _file(hub, "member2", "notes.txt") == "by member2"
+        for user in ("member1", "member2", "member3"):
+            hub.stop_server(user)
+
+
+def test_a_member_changes_their_mind(hub: GPUHub) -> None:
+    """The page that waits says how far it is, and its button stops the start."""
+    with open_browser() as browser:
+        page = sign_in(browser, hub, "member4")
+        start(page, "An environment that takes long")
+        page.wait_for_url("**/spawn-pending/**", timeout=SLOW)
+        expect(page.locator("#progress-message")).to_have_text("Waiting for the server to answer")
+        keep(page, "7-pending")
+        page.get_by_text("Event log").click()
+        expect(page.locator("#progress-log")).to_contain_text("A server without a GPU (free of")
+        page.get_by_role("button", name="Stop Server").click()
+        expect(page.get_by_role("heading", name="Server not running")).to_be_visible(timeout=SLOW)
+        keep(page, "8-stopped")
+        wait_for(lambda: not hub.open_leases("member4"), "the release")
+        assert "member4" not in str(hub.containers())
+
+
+def _stop_on_home_page(page: Page, hub: GPUHub) -> None:
+    page.goto(f"{hub.url}/hub/home")
+    page.get_by_role("button", name="Stop My Server").click()
+    expect(page.get_by_role("button", name="Start My Server")).to_be_visible(timeout=SLOW)
+    wait_for(lambda: not hub.open_leases("member1"), "the release")
+
+
+def _file(hub: GPUHub, user: str, name: str) -> str:
+    """A file of the member's workspace, as their server shows it."""
+    answer = hub.get(user, f"api/contents/{name}")
+    return str(answer.json()["content"]) if answer.ok else ""
