@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 
 from ..broker import Broker
 from ..engines import DockerEngine, Engine
-from ..errors import EngineUnavailable, Unavailable, UnknownLease
+from ..errors import EngineUnavailable, Unavailable
 from ..model import Account, Lease, LeaseState, ServerRef, Sighting, format_credits
 from ..reconcile import Action, Confirm, HubState, Release, Remove, Unknown
 from ..web import figures
@@ -194,7 +194,7 @@ class Tick:
         return servers
 
     async def _remove(self, action: Remove) -> None:
-        """End a server, unless it belongs to another hub or its own Hub knows it after all."""
+        """End a server, unless the Hub knows it after all."""
         sighting = action.sighting
         part = f"End of {sighting.ref}"
         try:
@@ -203,8 +203,6 @@ class Tick:
             if lease.state is not LeaseState.ENDED and await self.hub.server(lease.server):
                 return
             await asyncio.to_thread(self.engines[action.engine].end, sighting)
-        except UnknownLease:
-            self.log.debug("%s carries a lease of another hub: left alone", sighting.ref)
         except Unavailable as error:
             self.trouble(part, error)
         else:

@@ -179,8 +179,9 @@ async def test_a_server_of_another_hub_is_left_alone(
     )
     process = server(theirs)
     clock.now = datetime.now(timezone.utc) + timedelta(hours=1)
-    actions = await make_tick(broker, hub, LocalEngine(), ask=["local"]).reconcile()
-    assert any(getattr(a, "sighting", None) and a.sighting.lease_id == theirs.id for a in actions)
+    engine = LocalEngine()
+    assert theirs.id in {sighting.lease_id for sighting in engine.sightings()}
+    await make_tick(broker, hub, engine, ask=["local"]).reconcile()
     assert process.poll() is None
     assert broker.lease(ours.id).state is LeaseState.ENDED
 

@@ -1,0 +1,297 @@
+"""Real here: JupyterHub, proxy, accounting service, culler; servers are processes or containers."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from gpuspawner.ledger.rules import owed
+from gpuspawner.model import MICRO, Lease, LeaseState
+from tests.support.engine import PrivateEngine
+from tests.support.gpu_hub import GPUHub
+from tests.support.paying_hub import PayingHub, service_lines
+from tests.support.processes import free_port, wait_for
+
+Factory = Callable[..., PayingHub]
+
+
+@pytest.fixture
+def paying_hub(tmp_path: Path) -> Iterator[Factory]:
+    """Start hubs as PayingHub takes them; gone at the end of the test."""
+    with ExitStack() as hubs:
+
+        def start(config: str = "", **kwargs: Any) -> PayingHub:
+            hub = PayingHub(tmp_path / "hub", config, **kwargs)
+            hubs.callback(hub.stop)
+            hub.start()
+            return hub
+
+        yield start
+
+
+def ended(hub: PayingHub, lease: Lease, timeout: float = 30.0) -> Lease:
+    """The lease, once it is settled; its charge must be exact."""
+
+    def look() -> Lease | None:
+        now = hub.broker.lease(lease.id)
+        return now if now.state is LeaseState.ENDED else None
+
+    settled = wait_for(look, f"the end of {lease.server}'s lease", timeout=timeout)
+    assert settled.ended_at is not None
+    assert settled.charged == owed(settled.rate, settled.started_at, settled.ended_at)
+    return settled
+
+
+def test_an_account_runs_dry(paying_hub: Factory) -> None:
+    hub = paying_hub("c.Broker.opening_grant = 3")
+    lease = hub.start_server("ada", gpus=1)
+    assert lease.started_at is not None
+
+    def warned() -> Lease | None:
+        now = hub.broker.lease(lease.id)
+        return now if now.warned_at else None
+
+    told = wait_for(warned, "the warning", timeout=15)
+    assert told.warned_at is not None
+    assert (told.warned_at - lease.started_at).total_seconds() >= 3
+    assert hub.server("ada") is not None, "the grace had only begun"
+    assert "Your credits have run out" in hub.page("ada").text
+
+    settled = ended(hub, lease)
+    assert settled.ended_at is not None
+    assert (settled.ended_at - told.warned_at).total_seconds() >= 2
+    assert hub.server("ada") is None
+    assert hub.broker.member("ada").balance == 3 * MICRO - settled.charged
+    assert hub.broker.overview().free == 3
+    said = hub.service_lines()
+    assert sum("will be stopped in 2 s" in line for line in said) == 1
+    assert "Stopping ada: member:ada ran dry" in said
+
+    refused = hub.spawn("ada", {"gpus": 1})
+    assert refused.status_code == 402
+    assert "You can start without a GPU" in refused.text
+    free = hub.start_server("ada", gpus=0)
+    time.sleep(3)
+    assert hub.broker.lease(free.id).state is LeaseState.RUNNING
+
+
+def test_credits_in_time_keep_the_server(paying_hub: Factory) -> None:
+    hub = paying_hub("c.Broker.opening_grant = 2\nc.Broker.grace_seconds = 4")
+    lease = hub.start_server("ada", gpus=1)
+    wait_for(lambda: hub.broker.lease(lease.id).warned_at, "the warning", timeout=15)
+    hub.broker.grant(lease.account, 1000 * MICRO, actor="admin", reason="a gift")
+    wait_for(lambda: hub.broker.lease(lease.id).warned_at is None, "it to be taken back")
+    time.sleep(5)
+    assert hub.server("ada") is not None
+    hub.stop_server("ada")
+    ended(hub, lease)
+
+
+def test_the_service_is_killed_and_comes_back(paying_hub: Factory) -> None:
+    hub = paying_hub("c.Broker.opening_grant = 10000")
+    goes_on = hub.start_server("ada", gpus=1)
+    stops = hub.start_server("bob", gpus=1)
+    service = hub.service()
+    assert service is not None
+    service.kill()
+    wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
+    down_since = hub.broker.clock()
+    charged = hub.broker.lease(goes_on.id).charged
+    hub.stop_server("bob")
+    ended(hub, stops)
+
+    # The Hub looks every 30 seconds, and starts it anew.
+    hub.wait_pages()
+    back = wait_for(lambda: _charged_after(hub, goes_on, charged), "the next charge")
+    assert back.charged > owed(back.rate, down_since, hub.broker.clock()) - 5 * MICRO
+    hub.stop_server("ada")
+    settled = ended(hub, goes_on)
+    assert hub.broker.member("ada").balance == 10000 * MICRO - settled.charged
+    lines = hub.broker.statement("member:ada", limit=1000)
+    assert -sum(line.amount for line in lines if line.lease_id == goes_on.id) == settled.charged
+
+
+def _charged_after(hub: PayingHub, lease: Lease, charged: int) -> Lease | None:
+    now = hub.broker.lease(lease.id)
+    return now if now.charged > charged else None
+
+
+def test_a_server_that_dies_behind_the_hubs_back(paying_hub: Factory) -> None:
+    hub = paying_hub("c.Broker.opening_grant = 10000")
+    lease = hub.start_server("ada", gpus=2)
+    time.sleep(1.5)
+    pid = int(lease.engine_ref.partition(":")[0])
+    (server,) = [p for p in hub.children_left() if p.pid == pid]
+    server.send_signal(signal.SIGKILL)
+    killed_at = hub.broker.clock()
+    settled = ended(hub, lease, timeout=10)
+    assert settled.ended_at is not None
+    # Charged up to when it was last seen alive: never for time in which it was gone.
+    assert -1.5 < (settled.ended_at - killed_at).total_seconds() <= 0.1
+    assert hub.broker.overview().free == 3
+
+
+def test_a_killed_hub_takes_its_service_along(paying_hub: Factory) -> None:
+    hub = paying_hub("c.Broker.opening_grant = 10000", external_proxy=True)
+    lease = hub.start_server("ada", gpus=1)
+    old = hub.service()
+    assert old is not None
+    hub.kill9()
+    wait_for(lambda: not old.is_running(), "the service to notice", timeout=5)
+    hub.start()
+    new = hub.service()
+    assert new is not None
+    assert new.pid != old.pid
+    assert hub.page("ada").ok
+    assert hub.broker.lease(lease.id).state is LeaseState.RUNNING
+    assert hub.get("ada", "").text == lease.id
+    hub.stop_server("ada")
+    ended(hub, lease)
+
+
+def test_the_service_may_do_nothing_else(paying_hub: Factory) -> None:
+    hub = paying_hub("c.Broker.opening_grant = 10000", services=", cull_idle_after=3600")
+    hub.start_server("ada", gpus=1)
+    service = hub.service()
+    assert service is not None
+    token = service.environ()["JUPYTERHUB_API_TOKEN"]
+    assert "gpuspawner.sqlite" not in " ".join(service.cmdline())
+
+    def ask(method: str, path: str, **kwargs: Any) -> int:
+        return requests.request(
+            method,
+            f"{hub.url}/hub/api/{path}",
+            headers={"Authorization": f"token {token}"},
+            timeout=30,
+            **kwargs,
+        ).status_code
+
+    assert ask("GET", "users?state=active") == 200
+    assert ask("GET", "users/ada") == 200
+    forbidden = {
+        "POST users": {"usernames": ["eve"]},
+        "POST users/eve": {},
+        "DELETE users/ada": None,
+        "PATCH users/ada": {"admin": True},
+        "GET users/ada/tokens": None,
+        "POST users/ada/tokens": {},
+        "POST users/ada/server": {},
+        "POST users/ada/servers/other": {},
+        "GET groups": None,
+        "GET services": None,
+        "GET proxy": None,
+        "POST shutdown": {},
+    }
+    answers = {call: ask(*call.split(" "), json=body) for call, body in forbidden.items()}
+    # What a service may not even see is "not found" on the Hub.
+    assert set(answers.values()) <= {403, 404}, answers
+    assert hub.api("GET", "users/eve").status_code == 404
+    seen = requests.get(
+        f"{hub.url}/hub/api/users/ada", headers={"Authorization": f"token {token}"}, timeout=30
+    ).json()
+    assert "auth_state" not in seen or seen["auth_state"] is None
+    assert "state" not in seen["servers"][""]
+    assert ask("DELETE", "users/ada/server") in (202, 204)
+
+
+def test_the_idle_culler_releases_and_settles(paying_hub: Factory) -> None:
+    hub = paying_hub("c.Broker.opening_grant = 10000", services=", cull_idle_after=4")
+    lease = hub.start_server("ada", gpus=1)
+    settled = ended(hub, lease, timeout=30)
+    assert settled.charged > 0
+    assert hub.server("ada") is None
+    assert hub.service("idle-culler") is not None
+    assert "Culling server ada" in hub.log_text()
+
+
+def test_the_database_goes_and_comes_back(paying_hub: Factory, postgres: Any) -> None:
+    hub = paying_hub("c.Broker.opening_grant = 10000", database_url=postgres.fresh_database())
+    lease = hub.start_server("ada", gpus=1)
+    assert hub.page("ada").ok
+    hub.json("ada", "me").raise_for_status()
+    postgres.halt()
+    try:
+        page = hub.page("ada")
+        assert page.status_code == 503
+        assert "The database does not answer. Try again in a moment" in page.text
+        answer = hub.json("ada", "me")
+        assert answer.status_code == 503
+        assert answer.json()["error"] == "store_unavailable"
+        time.sleep(3)
+    finally:
+        postgres.start()
+    wait_for(lambda: hub.page("ada").ok, "the page")
+    wait_for(lambda: "Charges: all is well again" in hub.service_lines(), "the charges", timeout=10)
+    said = [line for line in hub.service_lines() if line.startswith("Charges: The database")]
+    assert len(said) == 1, said
+    assert "Traceback" not in hub.log_text()
+    hub.stop_server("ada")
+    ended(hub, lease)
+
+
+def test_a_container_removed_behind_the_hubs_back(
+    clean_engine: PrivateEngine, images: Any, tmp_path: Path
+) -> None:
+    config = f"""
+c.Accounting.reconcile_seconds = 3
+import gpuspawner
+gpuspawner.add_services(c, url="http://127.0.0.1:{free_port()}")
+"""
+    with GPUHub(tmp_path / "hub", clean_engine, config) as hub:
+        assert hub.spawn("ada", {"gpus": 1}).ok
+        hub.wait_server("ada")
+        (container,) = hub.containers()
+        (lease,) = hub.open_leases("ada")
+        # The next look is some seconds away: its time cannot be taken for the end's.
+        wait_for(lambda: _seen(hub.open_leases("ada")), "the first look", timeout=15)
+
+        before = datetime.now(timezone.utc)
+        clean_engine.client.remove_container(container["Id"], force=True)
+        after = datetime.now(timezone.utc)
+        wait_for(lambda: not hub.open_leases("ada"), "the settlement", timeout=10)
+        (settled,) = hub.leases("ada")
+        assert settled.ended_at is not None
+        # Nobody has the container any more, and its end is known all the same.
+        assert before <= settled.ended_at <= after
+        assert settled.charged == owed(settled.rate, settled.started_at, settled.ended_at)
+        assert hub.taken() == {}
+        said = f"Lease {lease.id} of ada settled: the server was gone"
+        wait_for(lambda: said in service_lines(hub), "a line of it", timeout=5)
+
+
+def _seen(leases: list[Lease]) -> bool:
+    return any(lease.seen_at and lease.seen_at != lease.started_at for lease in leases)
+
+
+def test_taking_the_lines_out_leaves_the_hub_as_it_was(paying_hub: Factory) -> None:
+    hub = paying_hub()
+    hub.api("POST", "users/ada").raise_for_status()
+    headers = {"Authorization": f"token {hub.user_token('ada')}"}
+
+    def scopes() -> set[str]:
+        answer = requests.get(f"{hub.url}/hub/api/user", headers=headers, timeout=30)
+        return set(answer.json()["scopes"])
+
+    with_them = scopes()
+    assert "access:services!service=gpu" in with_them
+
+    lines = hub.config.splitlines()
+    lines = [line for line in lines if "gpuspawner" not in line and "gpu-local" not in line]
+    hub.config = "\n".join(lines) + "\n"
+    hub.has_service = False
+    hub.restart()
+    assert scopes() == {s for s in with_them if not s.endswith("!service=gpu")}
+    assert "gpu" not in hub.api("GET", "services").json()
+    assert hub.service() is None
+    hub.spawn("ada").raise_for_status()
+    hub.wait_server("ada")
+    assert hub.get("ada", "").text == "none"
+    hub.stop_server("ada")

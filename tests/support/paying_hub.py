@@ -1,0 +1,124 @@
+"""A real hub with the accounting service, whose members' servers are quick local processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+from gpuspawner.broker import Broker
+from gpuspawner.model import Lease, ServerRef
+from tests.support.hub import NAVIGATION, HubProcess
+from tests.support.processes import REPO, free_port, wait_for
+
+FLEET = "simulated:2xA100-80GB,1xT4"
+
+CONFIG = """
+c.JupyterHub.spawner_class = "gpu-local"
+c.JupyterHub.allow_named_servers = True
+c.JupyterHub.cleanup_servers = False
+c.Spawner.cmd = {cmd!r}
+c.Broker.database_url = {database_url!r}
+c.Broker.device_source = {fleet!r}
+c.Broker.gpu_rates = {{"*": 3600}}
+c.Broker.hold_minutes = 0.01
+c.Broker.grace_seconds = 2
+c.Broker.refresh_seconds = 0.1
+c.Accounting.charge_seconds = 0.5
+c.Accounting.reconcile_seconds = 0.5
+{config}
+import gpuspawner
+gpuspawner.add_services(c, url={url!r}{services})
+"""
+"""A credit a second, and rounds so quick that a test can wait for them."""
+
+
+class PayingHub(HubProcess):
+    """``with PayingHub(folder, "c.Broker.opening_grant = 3") as hub``.
+
+    ``services`` are further arguments of ``add_services``, from a comma on.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: str = "",
+        *,
+        services: str = "",
+        database_url: str = "",
+        **kwargs: Any,
+    ) -> None:
+        self.database_url = database_url or f"sqlite:///{folder}/gpuspawner.sqlite"
+        text = CONFIG.format(
+            cmd=[sys.executable, str(REPO / "tests/support/tiny_server.py")],
+            database_url=self.database_url,
+            fleet=FLEET,
+            config=config,
+            url=f"http://127.0.0.1:{free_port()}",
+            services=services,
+        )
+        super().__init__(folder, text, **kwargs)
+        self.has_service = True
+        self.broker = Broker(
+            database_url=self.database_url, device_source=FLEET, refresh_seconds=0.1
+        )
+        self._browsers: dict[str, requests.Session] = {}
+
+    def start(self, timeout: float = 60.0) -> None:
+        """Start the hub, and wait for the pages of its service."""
+        super().start(timeout)
+        if self.has_service:
+            self.wait_pages()
+
+    def stop(self) -> None:
+        super().stop()
+        self.broker.store.close()
+
+    def wait_pages(self, timeout: float = 45.0) -> None:
+        """Wait until the service answers through the proxy."""
+        url = f"{self.url}/services/gpu/static/gpu.css"
+        wait_for(lambda: requests.get(url, timeout=5).ok, "the service's pages", timeout=timeout)
+
+    def start_server(self, user: str, server: str = "", **options: Any) -> Lease:
+        """Start a server with its options, wait until it is up, and return its lease."""
+        answer = self.spawn(user, options, server)
+        assert answer.ok, answer.text
+        self.wait_server(user, server)
+        lease = self.broker.lease_of(ServerRef(user, server))
+        assert lease is not None
+        return lease
+
+    def page(self, user: str, path: str = "", **kwargs: Any) -> requests.Response:
+        """A page of the service, as this member's browser gets it."""
+        if user not in self._browsers:
+            self._browsers[user] = self.login(user)
+        url = f"{self.url}/services/gpu/{path}"
+        kwargs = {"headers": NAVIGATION, "timeout": 30, **kwargs}
+        return self._browsers[user].get(url, **kwargs)
+
+    def json(self, user: str, path: str) -> requests.Response:
+        """The service's JSON, as a script with this member's token gets it."""
+        headers = {"Authorization": f"token {self.user_token(user)}"}
+        url = f"{self.url}/services/gpu/api/{path}"
+        return requests.get(url, headers=headers, timeout=30)
+
+    def service(self, name: str = "gpu") -> psutil.Process | None:
+        """The process of a managed service, when it runs."""
+        for process in self.children_left():
+            if self._environment_of(process).get("JUPYTERHUB_SERVICE_NAME") == name:
+                return process
+        return None
+
+    def service_lines(self) -> list[str]:
+        """What the accounting service logged, without times."""
+        return service_lines(self)
+
+
+def service_lines(hub: HubProcess) -> list[str]:
+    """What the accounting service of any hub logged, without times."""
+    mark = " Accounting] "
+    lines = [line.partition(mark)[2] for line in hub.log_text().splitlines() if mark in line]
+    return [line for line in lines if line]

@@ -1,0 +1,29 @@
+"""A server that answers at once, in place of Jupyter's: what tests of the hub itself start.
+
+Run as ``c.Spawner.cmd``; it answers everything with its own environment's lease.
+"""
+
+from __future__ import annotations
+
+import os
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = os.environ.get("GPUSPAWNER_LEASE_ID", "none").encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+if __name__ == "__main__":
+    url = urlsplit(os.environ["JUPYTERHUB_SERVICE_URL"])
+    ThreadingHTTPServer((url.hostname or "127.0.0.1", url.port or 80), Answer).serve_forever()
