@@ -17,13 +17,21 @@ from tests.support.processes import wait_for
 class Visitor:
     """``Visitor("http://127.0.0.1:8000", "member1", "password")`` is signed in.
 
-    Knows nothing of the hub but its address: no token of an admin's, no file.
+    Knows nothing of the hub but its address: no token of an admin's, no file. Who signed in
+    by another way than the hub's own form brings their ``session``.
     """
 
-    def __init__(self, url: str, name: str, password: str) -> None:
+    def __init__(
+        self, url: str, name: str, password: str = "", session: requests.Session | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self.name = name
-        self.session = requests.Session()
+        self.session = session or requests.Session()
+        if session is None:
+            self._sign_in(password)
+
+    def _sign_in(self, password: str) -> None:
+        name = self.name
         page = self.post("/hub/login?next=/hub/home", {"username": name, "password": password})
         if "/hub/login" in page.url or page.status_code >= 400:
             raise PermissionError(f"{name} was not signed in: {page.status_code} {text_of(page)}")

@@ -1,0 +1,254 @@
+"""The files in hub_config, read as their programs read them. Nothing is started."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dockerspawner import DockerSpawner
+from jupyterhub.app import JupyterHub
+from jupyterhub.proxy import ConfigurableHTTPProxy
+from jupyterhub.spawner import Spawner
+from traitlets.config import Config, HasTraits, PyFileConfigLoader
+
+from gpuspawner.auth import MemberOAuthenticator, MemberSharedPasswordAuthenticator
+from gpuspawner.broker import Broker
+from gpuspawner.catalog import Catalog, load
+from gpuspawner.spawners.docker import GPUDockerSpawner
+from gpuspawner.spawners.local import GPULocalSpawner
+from gpuspawner.spawners.mixin import GPUSpawnerMixin
+from scripts.demo_state import MEMBERS, demo_catalog
+from tests.support.processes import REPO
+
+HERE = REPO / "hub_config"
+UNITS = ("gpuspawner.service", "gpuspawner-proxy.service")
+CLASSES: dict[str, type[HasTraits]] = {
+    each.__name__: each
+    for each in (
+        Broker,
+        ConfigurableHTTPProxy,
+        DockerSpawner,
+        GPUDockerSpawner,
+        GPULocalSpawner,
+        GPUSpawnerMixin,
+        JupyterHub,
+        MemberOAuthenticator,
+        MemberSharedPasswordAuthenticator,
+        Spawner,
+    )
+}
+ENVIRONMENT = re.compile(r"HUB_|PROXY_|SERVICE_|OAUTH|CONFIGPROXY|GPUSPAWNER_|PG")
+
+Read = Callable[..., Config]
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
+    """Read a configuration as JupyterHub does, with these variables and no others of ours."""
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if ENVIRONMENT.match(name):
+            monkeypatch.delenv(name)
+
+    def read(name: str, **environment: str) -> Config:
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        return PyFileConfigLoader(name, path=str(HERE)).load_config()
+
+    return read
+
+
+def check_settings(c: Config) -> None:
+    """Every setting is one that its class has: JupyterHub only warns of a misspelt one."""
+    assert c
+    for section, settings in c.items():
+        unknown = set(settings) - set(CLASSES[section].class_trait_names(config=True))
+        assert not unknown, f"c.{section} has no {unknown}"
+
+
+def services(c: Config) -> list[dict[str, Any]]:
+    """The services that the configuration adds to JupyterHub's own, which are none."""
+    added: list[dict[str, Any]] = c.JupyterHub.services.get_value([])
+    return added
+
+
+# Production.
+
+
+def test_production_is_short_and_says_only_what_there_is(read: Read) -> None:
+    check_settings(read("jupyterhub_config.py"))
+    assert len((HERE / "jupyterhub_config.py").read_text().splitlines()) <= 60
+
+
+def test_production_follows_its_environment(read: Read) -> None:
+    plain = read("jupyterhub_config.py", CONFIGPROXY_AUTH_TOKEN="token")
+    assert plain.JupyterHub.hub_connect_url == plain.JupyterHub.hub_bind_url
+    assert plain.ConfigurableHTTPProxy.auth_token == "token"
+    assert services(plain)[0]["url"] == "http://127.0.0.1:10190"
+    assert plain.Broker.database_url == "sqlite:///gpuspawner.sqlite"
+
+    postgres = "postgresql://gpuspawner@db/gpuspawner"
+    compose = read(
+        "jupyterhub_config.py",
+        HUB_BIND_URL="http://0.0.0.0:8081",
+        HUB_CONNECT_URL="http://hub:8081",
+        SERVICE_URL="http://hub:10190",
+        GPUSPAWNER_DATABASE_URL=postgres,
+    )
+    assert compose.JupyterHub.hub_connect_url == "http://hub:8081"
+    service = services(compose)[0]
+    assert service["url"] == "http://hub:10190"
+    assert service["environment"]["GPUSPAWNER_DATABASE_URL"] == postgres
+
+
+def test_a_secret_comes_from_the_environment_or_from_a_closed_file(
+    read: Read, tmp_path: Path
+) -> None:
+    plain = read("jupyterhub_config.py", OAUTH_CLIENT_SECRET="one")
+    assert plain.MemberOAuthenticator.client_secret == "one"
+
+    path = tmp_path / "secret"
+    path.write_text("two\n")
+    path.chmod(0o600)
+    closed = read("jupyterhub_config.py", OAUTH_CLIENT_SECRET_FILE=str(path))
+    assert closed.MemberOAuthenticator.client_secret == "two"
+
+    for mode in (0o640, 0o604, 0o644):
+        path.chmod(mode)
+        with pytest.raises(SystemExit, match=f"Others can read .* chmod 600 {path}"):
+            read("jupyterhub_config.py", OAUTH_CLIENT_SECRET_FILE=str(path))
+
+
+def test_every_image_of_the_catalog_has_its_dockerfile() -> None:
+    for environment in load(HERE / "catalog.yaml").environments:
+        found = re.fullmatch(r"gpuspawner/(\w+):latest", environment.image)
+        assert found, environment.image
+        text = (REPO / "images" / found[1] / "Dockerfile").read_text()
+        assert re.search(r"^ARG BASE_IMAGE\b.*\nFROM \$\{BASE_IMAGE\}", text, re.MULTILINE)
+
+
+# Trying out.
+
+
+@pytest.mark.parametrize("docker", ["", "172.17.0.1"])
+def test_trying_out_says_only_what_there_is(docker: str, read: Read, tmp_path: Path) -> None:
+    c = read(
+        "try_out.py", GPUSPAWNER_DEMO_PASSWORD="password", GPUSPAWNER_DEMO_DOCKER_ADDRESS=docker
+    )
+    check_settings(c)
+    assert c.JupyterHub.spawner_class == ("gpu-docker" if docker else "gpu-local")
+    assert c.JupyterHub.bind_url == "http://127.0.0.1:8000/"
+    assert c.MemberSharedPasswordAuthenticator.allowed_users == set(MEMBERS)
+    assert (tmp_path / ".demo").is_dir()
+    assert [service["name"] for service in services(c)] == ["gpu", "idle-culler"]
+
+
+def test_trying_out_needs_a_password(read: Read) -> None:
+    with pytest.raises(SystemExit, match="Set GPUSPAWNER_DEMO_PASSWORD"):
+        read("try_out.py")
+
+
+@pytest.mark.parametrize(
+    ("choice", "slugs", "usual"),
+    [
+        ({}, ["notebook", "cpu"], "notebook"),
+        ({"several": 2}, ["notebook", "several", "cpu"], "notebook"),
+        (
+            {"several": 4, "several_of": "A100", "pytorch": "torch:1", "datasets": "volume"},
+            ["pytorch", "notebook", "several", "cpu"],
+            "pytorch",
+        ),
+    ],
+)
+def test_the_demos_catalog(choice: dict[str, Any], slugs: list[str], usual: str) -> None:
+    catalog = Catalog.from_mapping(demo_catalog(image="base:1", **choice))
+    assert [each.slug for each in catalog.environments] == slugs
+    assert catalog.default_for(()).slug == usual
+    assert catalog.environments[-1].cpu_only
+    if "several_of" in choice:
+        assert catalog.get("several").models == ("A100",)
+        assert [mount.target for mount in catalog.datasets] == ["/datasets/sample"]
+
+
+# Deployment.
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((HERE / "compose.yaml").read_text())
+    return loaded
+
+
+def test_compose_gives_the_hub_every_variable_that_its_configuration_reads(
+    compose: dict[str, Any],
+) -> None:
+    text = (HERE / "jupyterhub_config.py").read_text()
+    named = set(re.findall(r'(?:environ\.get|secret)\(\s*"([A-Z0-9_]+)"', text))
+    named |= set(re.findall(r"\bOAUTH2?_[A-Z_]+", text))
+    assert len(named) > 8
+    given = set(compose["services"]["hub"]["environment"])
+    given |= {name.removesuffix("_FILE") for name in given}
+    assert named <= given, named - given
+
+
+def test_compose_keeps_members_away_from_the_engine_and_the_database(
+    compose: dict[str, Any], read: Read
+) -> None:
+    services = compose["services"]
+    sockets = [name for name, s in services.items() if "docker.sock" in str(s.get("volumes"))]
+    assert sockets == ["hub"]
+    servers = compose["networks"]["servers"]["name"]
+    assert servers == read("jupyterhub_config.py").DockerSpawner.network_name
+    assert services["db"]["networks"] == ["inner"] and compose["networks"]["inner"]["internal"]
+    published = [port for s in services.values() for port in s.get("ports", [])]
+    assert published and all(port.startswith("127.0.0.1:") for port in published)
+    for name, service in services.items():
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        for secret in service.get("secrets", []):
+            assert compose["secrets"][secret]["file"] == f"./secrets/{secret}"
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            known = source.startswith("/") or source in compose["volumes"]
+            assert known or (HERE / source).exists(), volume
+
+
+def test_the_image_of_the_hub_can_be_built_on_another_base(compose: dict[str, Any]) -> None:
+    build = compose["services"]["hub"]["build"]
+    dockerfile = (HERE / build["context"] / build["dockerfile"]).resolve()
+    text = dockerfile.read_text()
+    assert text.index("ARG BASE_IMAGE=") < text.index("FROM ${BASE_IMAGE}")
+    for source in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
+        for path in source.split():
+            assert path.endswith("*") or (REPO / path).exists(), path
+    for name in ("jupyterhub_config.py", "catalog.yaml"):
+        mounted = f"./{name}:/etc/gpuspawner/{name}:ro"
+        assert mounted in compose["services"]["hub"]["volumes"]
+    assert "/etc/gpuspawner/jupyterhub_config.py" in text
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_systemd_takes_the_units(name: str, tmp_path: Path) -> None:
+    text = (HERE / name).read_text()
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]  # how the module says it
+    unit.read_string(text)
+    assert unit.sections() == ["Unit", "Service", "Install"]
+    service = unit["Service"]
+    assert service["NoNewPrivileges"] == "yes" and service["ProtectSystem"] == "strict"
+    assert service["ExecStart"].startswith("/opt/gpuspawner/bin/")
+    if systemd := shutil.which("systemd-analyze"):
+        for other in UNITS:  # with programs that this machine has
+            known = re.sub(r"/opt/gpuspawner/bin/\S+", "/bin/true", (HERE / other).read_text())
+            (tmp_path / other).write_text(known)
+        done = subprocess.run(
+            [systemd, "verify", str(tmp_path / name)], capture_output=True, text=True
+        )
+        assert done.returncode == 0 and str(tmp_path) not in done.stderr, done.stderr
