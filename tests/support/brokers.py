@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -36,7 +36,7 @@ class Clock:
         return self.now
 
 
-def open_broker(url: str, clock: Clock | None = None, **settings: Any) -> Broker:
+def open_broker(url: str, clock: Callable[[], datetime] | None = None, **settings: Any) -> Broker:
     """A broker of four simulated A100s; ``settings`` are its traits. Close its store."""
     settings.setdefault("device_source", "simulated:4xA100-80GB")
     if clock is not None:
