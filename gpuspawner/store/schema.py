@@ -16,6 +16,7 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    ColumnElement,
     DateTime,
     Dialect,
     ForeignKey,
@@ -25,6 +26,7 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    literal_column,
 )
 
 
@@ -106,7 +108,8 @@ leases = Table(
     CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="leases_end"),
     CheckConstraint("rate >= 0 AND hold >= 0 AND charged >= 0", name="leases_amounts"),
 )
-OPEN_LEASE = leases.c.state != "ended"
+# Literals, not parameters: so that a partial index fits whatever the values are.
+OPEN_LEASE = leases.c.state != literal_column("'ended'")
 Index(
     "one_open_lease_a_server",
     leases.c.user,
@@ -116,7 +119,7 @@ Index(
     postgresql_where=OPEN_LEASE,
 )
 Index("leases_by_account", leases.c.account, leases.c.granted_at)
-Index("open_leases", leases.c.state, sqlite_where=OPEN_LEASE, postgresql_where=OPEN_LEASE)
+Index("open_leases", leases.c.account, sqlite_where=OPEN_LEASE, postgresql_where=OPEN_LEASE)
 
 lease_places = Table(
     "lease_places",
@@ -129,7 +132,8 @@ lease_places = Table(
     Column("memory_bytes", BigInteger, nullable=False),
     Column("open", Boolean, nullable=False, default=True),
 )
-OPEN_PLACE = lease_places.c.open
+# Written out too: of the column itself SQLAlchemy makes "open = 1" for SQLite.
+OPEN_PLACE: ColumnElement[bool] = literal_column("open")
 Index(
     "one_open_lease_a_slot",
     lease_places.c.uuid,
@@ -153,7 +157,7 @@ tickets = Table(
     CheckConstraint("state IN ('waiting', 'ended')", name="tickets_state"),
     CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="tickets_end"),
 )
-OPEN_TICKET = tickets.c.state == "waiting"
+OPEN_TICKET = tickets.c.state == literal_column("'waiting'")
 Index(
     "one_open_ticket_a_server",
     tickets.c.user,

@@ -175,7 +175,11 @@ def _create_sqlite(url: sa.URL) -> sa.Engine:
         raise ConfigError(what=what)
     path = os.path.abspath(url.database)
     engine = sa.create_engine(
-        url.set(database=path), pool_size=8, max_overflow=4, connect_args={"timeout": BUSY_SECONDS}
+        url.set(database=path),
+        pool_size=8,
+        max_overflow=4,
+        pool_use_lifo=True,  # the connection that was used last has its pages in memory
+        connect_args={"timeout": BUSY_SECONDS},
     )
 
     @sa.event.listens_for(engine, "do_connect")

@@ -101,7 +101,7 @@ def upgrade() -> None:
     op.create_index(
         "open_leases",
         "leases",
-        ["state"],
+        ["account"],
         unique=False,
         sqlite_where=sa.text("state != 'ended'"),
         postgresql_where=sa.text("state != 'ended'"),
