@@ -1,0 +1,329 @@
+"""A database that is locked, full, unreadable or gone. Real: all of that, on SQLite and PostgreSQL.
+
+Whatever happens, it is said as StoreUnavailable, nothing is half-written, and it works again
+as soon as the database does.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.broker import Broker
+from gpuspawner.errors import StoreUnavailable
+from gpuspawner.model import MICRO, ServerRef
+from gpuspawner.store import leases
+from gpuspawner.store import store as store_module
+from tests.support import racers
+from tests.support.brokers import Clock, acquire, open_broker, problems, running
+from tests.support.postgres import PrivatePostgres
+
+SENTENCE = "The database does not answer. Try again in a moment; nothing was changed."
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits ten seconds for a lock in a test."""
+    monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.3)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the SQLite database is, in a folder that has nothing else."""
+    (tmp_path / "srv").mkdir()
+    return tmp_path / "srv" / "gpuspawner.sqlite"
+
+
+@contextmanager
+def in_use(url: str) -> Iterator[Broker]:
+    """A broker in the middle of its life: one server runs, one has come and gone."""
+    clock = Clock()
+    broker = open_broker(url, clock, gpu_rates={"*": 4})
+    try:
+        running(broker, "anna", 2)
+        gone = running(broker, "bert")
+        clock.forward(hours=1)
+        broker.charge_all()
+        broker.release(gone.id, ended_at=clock.now, reason="stopped")
+        yield broker
+        assert problems(broker.store) == []
+    finally:
+        broker.store.close()
+
+
+def assert_unavailable(broker: Broker, *, reads: bool = True, within: float = 3.0) -> None:
+    """Nothing can be written (nor read), and that is said soon and in words."""
+    works: list[Callable[[], Any]] = [
+        partial(acquire, broker, "cara"),
+        partial(broker.confirm, "any"),
+        partial(broker.release, "any", reason="stopped"),
+        partial(broker.grant, "member:anna", 1, actor="admin", reason="gift"),
+        partial(broker.open_account, "cara"),
+        broker.charge_all,
+    ]
+    if reads:
+        works += [broker.open_leases, broker.accounts]
+    for work in works:
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable) as caught:
+            work()
+        assert caught.value.message == SENTENCE
+        assert time.monotonic() - began < within
+
+
+def assert_works(broker: Broker) -> None:
+    """As it was before, and it goes on."""
+    (lease,) = broker.open_leases()
+    assert lease.server == ServerRef("anna") and lease.charged == 8 * MICRO
+    assert broker.member("bert").balance == 96 * MICRO
+    assert [account.name for account in broker.accounts()] == ["member:anna", "member:bert"]
+    added = acquire(broker, "cara")
+    broker.release(added.id, reason="enough")
+    assert broker.grant("member:bert", 4 * MICRO, actor="admin", reason="gift")
+    assert problems(broker.store) == []
+
+
+# SQLite, locked by another process.
+
+HOLD = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+for statement in sys.argv[2:]:
+    connection.execute(statement).fetchall()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def held(path: Path, *statements: str) -> Iterator[None]:
+    """Another process has run these statements, and does not let go."""
+    command = [sys.executable, "-c", HOLD, str(path), *statements]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout and other.stdout.readline() == "held\n"
+        yield
+        other.communicate()
+
+
+def test_another_writer_that_does_not_let_go(path: Path) -> None:
+    with in_use(f"sqlite:///{path}") as broker:
+        with held(path, "BEGIN IMMEDIATE"):
+            assert_unavailable(broker, reads=False)
+            assert len(broker.open_leases()) == 1, "who only reads is not disturbed"
+        assert_works(broker)
+
+
+def test_the_whole_file_locked(path: Path) -> None:
+    with in_use(f"sqlite:///{path}") as broker:
+        broker.store.engine.dispose()  # a lock of the whole file waits for who has it open
+        whole = ("PRAGMA locking_mode = EXCLUSIVE", "BEGIN EXCLUSIVE", "SELECT * FROM accounts")
+        with held(path, *whole):
+            assert_unavailable(broker)
+        assert_works(broker)
+
+
+def test_a_lock_that_lets_go_in_time_is_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "BUSY_SECONDS", 10)
+    with in_use(f"sqlite:///{path}") as broker:
+        with held(path, "BEGIN IMMEDIATE"):
+            waiting = broker.store.executor.submit(acquire, broker, "cara", 1)
+            time.sleep(0.5)
+            assert not waiting.done()
+        assert len(waiting.result(timeout=10).devices) == 1
+
+
+# SQLite, gone.
+
+
+def test_the_folder_is_gone_and_comes_back(path: Path) -> None:
+    with in_use(f"sqlite:///{path}") as broker:
+        path.parent.rename(path.parent.with_name("elsewhere"))
+        assert_unavailable(broker)
+        path.parent.mkdir()
+        assert_unavailable(broker)
+        assert list(path.parent.iterdir()) == [], "no empty database takes its place"
+        path.parent.rmdir()
+        path.parent.with_name("elsewhere").rename(path.parent)
+        assert_works(broker)
+
+
+def test_the_file_is_deleted(path: Path) -> None:
+    """Nothing is written to a file that nobody can read any more."""
+    with in_use(f"sqlite:///{path}") as broker:
+        copy = path.with_name("copy.sqlite")
+        broker.store.engine.dispose()  # whoever closes it last writes everything into the file
+        shutil.copy(path, copy)
+        assert broker.open_leases()
+        for file in path.parent.glob("gpuspawner.sqlite*"):
+            file.unlink()
+        assert_unavailable(broker)
+        copy.rename(path)  # a backup is put in its place, while the hub runs
+        assert_works(broker)
+
+
+def test_it_was_never_there(tmp_path: Path) -> None:
+    broker = open_broker(f"sqlite:///{tmp_path}/not/yet/gpuspawner.sqlite")
+    assert_unavailable(broker)
+    (tmp_path / "not" / "yet").mkdir(parents=True)
+    assert acquire(broker, "anna").server == ServerRef("anna")
+    broker.store.close()
+
+
+def test_it_is_no_database(path: Path) -> None:
+    path.write_text("a letter that somebody saved here by mistake " * 100)
+    broker = open_broker(f"sqlite:///{path}")
+    assert_unavailable(broker)
+    assert path.read_text().startswith("a letter"), "and is left as it was"
+    broker.store.close()
+
+
+# SQLite, not to be read, not to be written, full. As processes, whose rights and limits are
+# their own.
+
+
+def _as_somebody_else(gate: Barrier, url: str, mode: int) -> list[str]:
+    """What reading and writing comes to when the rights change under a running hub."""
+    store_module.BUSY_SECONDS = 0.3
+    broker = open_broker(url)
+    broker.overview()
+    broker.store.engine.dispose()
+    os.chmod(broker.store.engine.url.database or "", mode)
+    if os.geteuid() == 0:  # whom no rights stop
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    return [racers.outcome(broker.open_leases), racers.outcome(partial(acquire, broker, "anna"))]
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_a_file_that_others_own(mode: int) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="gpuspawner-rights-"))  # not in a folder of root's own
+    try:
+        folder.chmod(0o755)
+        url = f"sqlite:///{folder}/gpuspawner.sqlite"
+        assert racers.together((_as_somebody_else, url, mode)) == [["StoreUnavailable"] * 2]
+        (folder / "gpuspawner.sqlite").chmod(0o600)
+        broker = open_broker(url)
+        assert acquire(broker, "anna").server == ServerRef("anna")
+        broker.store.close()
+    finally:
+        shutil.rmtree(folder)
+
+
+def _on_a_full_disk(gate: Barrier, url: str) -> tuple[list[str], str, list[str]]:
+    """Lives of servers until there is no room, then one with room again."""
+    broker = open_broker(url)
+    broker.overview()
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, most))
+    said: list[str] = []
+    while len(said) < 2000 and set(said) <= {"lease"}:
+        said.append(racers.outcome(partial(_come_and_go, broker, f"user{len(said)}")))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    after = racers.outcome(partial(_come_and_go, broker, "late"))
+    wrong = problems(broker.store)
+    broker.store.close()
+    return said, after, wrong
+
+
+def _come_and_go(broker: Broker, user: str) -> None:
+    lease = running(broker, user)
+    broker.charge_all()
+    broker.release(lease.id, reason="stopped")
+
+
+def test_a_full_disk(path: Path) -> None:
+    """A limit of the process's file size stands for the disk's end: the same write fails."""
+    ((said, after, wrong),) = racers.together((_on_a_full_disk, f"sqlite:///{path}"))
+    assert (said[0], said[-1]) == ("lease", "StoreUnavailable")
+    assert (after, wrong) == ("lease", [])
+
+
+# PostgreSQL.
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PrivatePostgres]:
+    """A server of our own: it is stopped in the middle of everything."""
+    with PrivatePostgres() as server:
+        yield server
+
+
+def test_postgresql_stops_and_comes_back(server: PrivatePostgres) -> None:
+    with in_use(server.fresh_database()) as broker:
+        server.halt()
+        assert_unavailable(broker)
+        assert_unavailable(broker)
+        server.start()
+        assert_works(broker)
+
+
+def test_postgresql_stops_within_a_transaction(server: PrivatePostgres) -> None:
+    with in_use(server.fresh_database()) as broker:
+        before = broker.open_leases()[0]
+        with pytest.raises(StoreUnavailable), broker.store.write() as connection:
+            leases.end(connection, before.id, before.granted_at, "half", charged=0)
+            server.halt()
+        server.start()
+        assert broker.open_leases() == [before]
+        assert_works(broker)
+
+
+def test_postgresql_throws_its_clients_out(server: PrivatePostgres) -> None:
+    """A restart between two transactions is not even noticed."""
+    url = server.fresh_database()
+    admin = sa.create_engine(url, isolation_level="AUTOCOMMIT")
+    others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+    others += "WHERE datname = current_database() AND pid != pg_backend_pid()"
+    with in_use(url) as broker:
+        with admin.connect() as connection:
+            assert connection.execute(sa.text(others)).all()
+        assert_works(broker)
+        with pytest.raises(StoreUnavailable), broker.store.write() as mine:
+            with admin.connect() as connection:
+                connection.execute(sa.text(others)).all()
+            mine.execute(sa.text("SELECT 1"))
+    admin.dispose()
+
+
+def test_another_writer_of_postgresql_that_does_not_let_go(server: PrivatePostgres) -> None:
+    url = server.fresh_database()
+    with in_use(url) as broker:
+        other = open_broker(f"{url}?application_name=other")
+        with other.store.write():
+            assert_unavailable(broker, reads=False)
+            assert len(broker.open_leases()) == 1, "who only reads is not disturbed"
+        other.store.close()
+        assert_works(broker)
+
+
+def test_postgresql_takes_no_more_clients(server: PrivatePostgres) -> None:
+    url = server.fresh_database()
+    admin = sa.create_engine(url, isolation_level="AUTOCOMMIT")
+    with in_use(url) as broker, admin.connect() as connection:
+        broker.store.engine.dispose()
+        connection.execute(sa.text(f'ALTER DATABASE "{admin.url.database}" CONNECTION LIMIT 0'))
+        connection.execute(sa.text("CREATE ROLE member LOGIN"))
+        limited = open_broker(url.replace("postgres@", "member@"))
+        assert_unavailable(limited)
+        limited.store.close()
+        assert_works(broker)
+    admin.dispose()
