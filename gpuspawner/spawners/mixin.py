@@ -27,7 +27,6 @@ from jupyterhub.utils import (
     make_ssl_context,
     maybe_future,
 )
-from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
 from traitlets import Any as AnyTrait
 from traitlets import default
 
@@ -36,6 +35,7 @@ from ..catalog import Environment
 from ..engines import Engine
 from ..errors import GPUSpawnerError, ServerHasLease, StartFailed
 from ..model import Lease, Request, ServerRef, format_credits
+from .answering import answers
 from .base import GPUSpawnerBase, spawn_exception
 from .gone import Proof
 from .progress import Progress
@@ -204,7 +204,7 @@ class GPUSpawnerMixin(GPUSpawnerBase):
         ssl_context = self._hub_ssl_context()
 
         async def answers_or_gone() -> bool:
-            if await _answers(address, ssl_context):
+            if await answers(address, ssl_context):
                 return True
             if (await self.poll()) is not None:
                 detail = await self.failure_detail()
@@ -346,19 +346,3 @@ def _what_you_got(lease: Lease) -> str:
         return "A server without a GPU (free of charge)"
     named = ", ".join(f"GPU {d.index} ({d.model})" for d in lease.devices)
     return f"{named} is yours, {format_credits(lease.rate)} credits an hour"
-
-
-async def _answers(url: str, ssl_context: Any) -> bool:
-    """Whether a server answers there; a refusal to show something is an answer too."""
-    request = HTTPRequest(
-        url,
-        ssl_options=ssl_context,
-        follow_redirects=False,
-        connect_timeout=2,
-        request_timeout=5,
-    )
-    try:
-        response = await AsyncHTTPClient().fetch(request, raise_error=False)
-    except (OSError, HTTPClientError):
-        return False  # refused, too slow, or closed by Docker's proxy: nobody listens behind it yet
-    return response.code < 500
