@@ -34,6 +34,11 @@ class LeaseFigures:
     stops_at: datetime | None = None
     """When the server is stopped unless credits are given: its account ran dry."""
 
+    @property
+    def since(self) -> datetime:
+        """When it came up, or was granted if it never did."""
+        return self.lease.started_at or self.lease.granted_at
+
 
 @dataclass(frozen=True, slots=True)
 class Funds:

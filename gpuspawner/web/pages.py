@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 from jupyterhub.services.auth import HubOAuthCallbackHandler
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from tornado import web
 
 from ..broker.view import clock
@@ -93,12 +93,10 @@ class NotFound(Page):
 # Values to words.
 
 
-def credit(micro: int, places: int = 2) -> str:
-    """Microcredits as credits; what is not nothing is never shown as nothing."""
-    if micro and abs(micro) < 10 ** (6 - places):
-        places = 6
-    text = format_credits(micro, places)
-    return text.replace("-", "\N{MINUS SIGN}")
+def credit(micro: int) -> str:
+    """Microcredits as credits with two decimals, or as many as show that it is not nothing."""
+    places = next((n for n in (2, 4) if abs(micro) >= 10 ** (6 - n)), 6) if micro else 2
+    return format_credits(micro, places).replace("-", "\N{MINUS SIGN}")
 
 
 def span(length: timedelta) -> str:
@@ -112,9 +110,26 @@ def span(length: timedelta) -> str:
     return f"{minutes} min" if minutes else "less than a minute"
 
 
-def moment(at: datetime) -> Markup:
-    """Date and time of day in the hub's own zone."""
-    return _time(at, at.astimezone().strftime("%Y-%m-%d %H:%M"))
+def moment(at: datetime, now: datetime) -> Markup:
+    """Date and time of day in the hub's own zone, with the year when it is not this one."""
+    local = at.astimezone()
+    day = local.strftime("%-d %b" if local.year == now.astimezone().year else "%-d %b %Y")
+    words = Markup("<span>{}</span> <span>{}</span>").format(day, local.strftime("%H:%M"))
+    return _time(at, words)
+
+
+def clock_time(at: datetime) -> Markup:
+    """The time of day alone."""
+    return _time(at, at.astimezone().strftime("%H:%M"))
+
+
+def period(some: figures.LeaseFigures, now: datetime) -> Markup:
+    """From when to when a session went on; the second day only when it is another one."""
+    start, end = some.since, some.lease.ended_at or now
+    same_day = start.astimezone().date() == end.astimezone().date()
+    return Markup("{} \N{EN DASH} {}").format(
+        moment(start, now), clock_time(end) if same_day else moment(end, now)
+    )
 
 
 def until(at: datetime, now: datetime) -> Markup:
@@ -134,14 +149,20 @@ def device_names(devices: tuple[LeasedDevice, ...]) -> str:
     models: dict[str, list[str]] = {}
     for device in devices:
         models.setdefault(device.model, []).append(str(device.index))
-    return "; ".join(
-        f"{len(found)} \N{MULTIPLICATION SIGN} {model} (GPU {', '.join(found)})"
+    named = (
+        f"{len(found)} \N{MULTIPLICATION SIGN} {model}" + _unbroken(f" (GPU {', '.join(found)})")
         for model, found in models.items()
     )
+    return "; ".join(named)
+
+
+def _unbroken(text: str) -> str:
+    """The text on one line, which may begin a new one."""
+    return text[0] + text[1:].replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _time(at: datetime, text: str) -> Markup:
-    return Markup('<time datetime="{}">{}</time>').format(instant(at), escape(text))
+    return Markup('<time datetime="{}">{}</time>').format(instant(at), text)
 
 
 def _environment() -> jinja2.Environment:
@@ -156,6 +177,7 @@ def _environment() -> jinja2.Environment:
         "credit": credit,
         "span": span,
         "moment": moment,
+        "period": period,
         "until": until,
         "memory": memory,
         "device_names": device_names,

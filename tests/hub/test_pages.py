@@ -1,0 +1,374 @@
+"""Real here: JupyterHub, proxy, accounting service, local servers, Chromium; one hub for all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from playwright.sync_api import Browser
+
+from gpuspawner.broker import Broker
+from gpuspawner.devices.simulated import SimulatedDevices
+from gpuspawner.errors import StoreUnavailable
+from gpuspawner.model import MICRO, member_account
+from tests.support.browser import screenshot
+from tests.support.hub import ADMIN, NAVIGATION
+from tests.support.pages import ask, picture, served, sign_in, words
+from tests.support.paying_hub import FLEET, PayingHub
+from tests.support.processes import wait_for
+
+TRICK = "<script>alert('a reason')</script>"
+TWO = "2 \N{MULTIPLICATION SIGN} A100-80GB"
+WIDE = {"width": 1280, "height": 800}
+PHONE = {"width": 360, "height": 740}
+
+CONFIG = """
+c.Broker.gpu_rates = {"*": 1, "A100": 4, "T4": "0.5"}
+c.Broker.hold_minutes = 10
+c.Broker.grace_seconds = 3600
+c.Broker.credits_help = "Ask Kim <kim@lab.example> for more."
+c.JupyterHub.services.append({"name": "ada", "api_token": "service-called-ada"})
+c.JupyterHub.load_roles.append(
+    {"name": "impostor", "services": ["ada"], "scopes": ["access:services!service=gpu"]}
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    """Ada has two GPUs and a past; Bob's credits ran out; Cleo's are low; Dan has nothing."""
+    folder = tmp_path_factory.mktemp("pages") / "hub"
+    with PayingHub(folder, CONFIG) as hub:
+        hub.start_server("ada", "short-one", gpus=1, gpu_model="T4")
+        hub.stop_server("ada", "short-one")
+        hub.start_server("ada", gpus=2, gpu_model="A100")
+        hub.broker.grant(member_account("ada"), 12 * MICRO, actor="admin", reason=TRICK)
+        hub.start_server("bob", "training", gpus=1)
+        left = hub.broker.member("bob").balance
+        hub.broker.grant(member_account("bob"), -left, actor="admin", reason="a correction")
+        hub.start_server("cleo", gpus=0)
+        hub.api("POST", "users/dan").raise_for_status()
+
+        def bob_was_warned() -> bool:
+            leases = hub.broker.open_leases()
+            return any(lease.warned_at for lease in leases if lease.server.user == "bob")
+
+        wait_for(bob_was_warned, "bob's warning", timeout=15)
+        yield hub
+
+
+# Who may see what.
+
+
+def test_a_stranger_is_sent_to_the_login_page(hub: PayingHub) -> None:
+    for path in ("", "admin"):
+        page = requests.get(f"{hub.url}/services/gpu/{path}", headers=NAVIGATION, timeout=30)
+        assert "/hub/login" in page.url
+        assert "credits" not in page.text.lower()
+    for path in ("me", "devices", "leases", "accounts"):
+        url = f"{hub.url}/services/gpu/api/{path}"
+        answer = requests.get(url, timeout=30, allow_redirects=False)
+        assert answer.status_code == 403
+        assert answer.json()["error"] == "http_403"
+
+
+def test_a_member_sees_their_own(hub: PayingHub) -> None:
+    page = words(hub.page("ada"))
+    assert "My GPUs and credits" in page
+    assert "at 8.00 credits an hour, until" in page
+    assert f"{TWO} (GPU 0, 1)" in page
+    assert "0 of 3 free" in page
+    assert page.count("yours") == 2
+    assert "short-one" in page
+    assert "1 \N{MULTIPLICATION SIGN} T4" in page
+    assert "Your credits" not in page
+
+
+def test_a_member_sees_no_other_members_name(hub: PayingHub) -> None:
+    answers = [hub.page("ada")] + [hub.json("ada", path) for path in ("me", "devices", "leases")]
+    for answer in answers:
+        assert answer.ok
+        for name in ("bob", "cleo", "training"):
+            assert name not in answer.text, f"{name} in {answer.url}"
+    leases = hub.json("ada", "leases").json()["leases"]
+    assert {lease["user"] for lease in leases} == {"ada"}
+    bobs = hub.broker.leases_of("member:bob")[0].id
+    assert bobs not in hub.json("ada", "devices").text
+
+
+@pytest.mark.parametrize("path", ["accounts", "leases?all=1"])
+def test_a_member_is_refused_what_is_everybodys(hub: PayingHub, path: str) -> None:
+    answer = hub.json("ada", path)
+    assert answer.status_code == 403
+    assert answer.json()["message"].startswith("This page is not for you.")
+    assert "bob" not in answer.text
+    page = hub.page("ada", "admin")
+    assert page.status_code == 403
+    assert "This page is not for you." in words(page)
+    assert "Everyone" not in hub.page("ada").text
+
+
+def test_a_service_that_bears_a_members_name_is_not_the_member(hub: PayingHub) -> None:
+    headers = {"Authorization": "token service-called-ada"}
+    for path in ("api/me", "api/leases", ""):
+        answer = requests.get(f"{hub.url}/services/gpu/{path}", headers=headers, timeout=30)
+        assert answer.status_code == 403
+        assert "A100" not in answer.text
+
+
+def test_a_token_without_access_is_refused(hub: PayingHub) -> None:
+    made = hub.api("POST", "users/ada/tokens", json={"scopes": ["read:users:name!user"]})
+    headers = {"Authorization": f"token {made.json()['token']}"}
+    answer = requests.get(f"{hub.url}/services/gpu/api/me", headers=headers, timeout=30)
+    assert answer.status_code == 403
+
+
+def test_an_admin_sees_everybody(hub: PayingHub) -> None:
+    page = words(hub.page(ADMIN, "admin"))
+    for text in ("ada", "bob/training", "member:cleo", "out of credits", TWO):
+        assert text in page
+    uuid = hub.broker.overview().devices[0].device.uuid
+    assert uuid in page
+    accounts = hub.json(ADMIN, "accounts").json()["accounts"]
+    assert {"member:ada", "member:bob", "member:cleo"} <= {some["account"] for some in accounts}
+    leases = hub.json(ADMIN, "leases?all=1").json()["leases"]
+    assert {"ada", "bob", "cleo"} == {lease["user"] for lease in leases}
+    devices = hub.json(ADMIN, "devices").json()["devices"]
+    assert [device["user"] for device in devices] == ["ada", "ada", "bob"]
+
+
+# What is said.
+
+
+def test_credits_that_ran_out_are_said(hub: PayingHub) -> None:
+    page = hub.page("bob")
+    text = words(page)
+    assert "Your credits have run out. Your server training will be stopped at" in text
+    assert "Ask Kim &lt;kim@lab.example&gt; for more." in page.text
+    me = hub.json("bob", "me").json()
+    assert Decimal(me["account"]["balance"]) <= 0
+    assert me["account"]["lasts_seconds"] == 0
+    (lease,) = me["running"]
+    assert lease["warned_at"] < lease["stops_at"]
+
+
+def test_low_credits_are_said(hub: PayingHub) -> None:
+    account = member_account("ada")
+    before = hub.broker.account(account).balance
+    hub.broker.grant(account, 2 * MICRO - before, actor="admin", reason="a test")
+    try:
+        assert re.search(r"Your credits last for 1[45] min more\.", words(hub.page("ada")))
+    finally:
+        hub.broker.grant(account, before - 2 * MICRO, actor="admin", reason="a test, undone")
+
+
+def test_who_has_nothing_sees_that_kindly(hub: PayingHub) -> None:
+    page = words(hub.page("dan"))
+    assert "0.00 credits" in page
+    assert "You have no server running" in page
+    assert "Your account opens with your first sign-in" in page
+    assert hub.json("dan", "me").json()["statement"] == []
+
+
+def test_json_has_decimal_strings_and_utc(hub: PayingHub) -> None:
+    me = hub.json("ada", "me").json()
+    assert me["name"] == "ada"
+    assert me["admin"] is False
+    account = me["account"]
+    for key in ("balance", "held", "available", "rate_per_hour"):
+        assert re.fullmatch(r"-?\d+\.\d{6}", account[key]), key
+    assert Decimal(account["balance"]) - Decimal(account["held"]) == Decimal(account["available"])
+    assert account["rate_per_hour"] == "8.000000"
+    (lease,) = me["running"]
+    assert lease["state"] == "running"
+    assert [device["index"] for device in lease["devices"]] == [0, 1]
+    for key in ("granted_at", "started_at"):
+        assert datetime.fromisoformat(lease[key].replace("Z", "+00:00")).tzinfo == timezone.utc
+    assert sum(Decimal(line["amount"]) for line in me["statement"]) == Decimal(
+        me["statement"][0]["balance"]
+    )
+
+
+def test_the_cost_is_up_to_the_second(hub: PayingHub) -> None:
+    """The rate is 8 credits an hour, and charges come only now and then."""
+    me = hub.json("ada", "me").json()
+    (lease,) = me["running"]
+    as_of, since = (
+        datetime.fromisoformat(text.replace("Z", "+00:00"))
+        for text in (me["as_of"], lease["started_at"])
+    )
+    expected = 8 * (as_of - since).total_seconds() / 3600
+    assert abs(float(lease["cost"]) - expected) < 8 * 0.01 / 3600
+
+
+@pytest.mark.parametrize("limit", ["0", "501", "-1", "x", "1.5", "", "٣"])
+def test_a_limit_that_makes_no_sense_is_named(hub: PayingHub, limit: str) -> None:
+    answer = hub.json("ada", f"leases?limit={limit}")
+    assert answer.status_code == 400
+    assert answer.json()["error"] == "invalid_request"
+    assert "'limit'" in answer.json()["message"]
+
+
+def test_a_limit_is_kept(hub: PayingHub) -> None:
+    assert len(hub.json("ada", "leases").json()["leases"]) == 2
+    assert len(hub.json("ada", "leases?limit=1").json()["leases"]) == 1
+
+
+# How it is sent.
+
+
+def test_headers_and_escapes(hub: PayingHub) -> None:
+    page = hub.page("ada")
+    policy = page.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert page.headers["X-Content-Type-Options"] == "nosniff"
+    assert page.headers["Cache-Control"] == "no-store"
+    assert TRICK not in page.text
+    assert "&lt;script&gt;alert(" in page.text
+    assert "<script" not in page.text
+    style = requests.get(f"{hub.url}/services/gpu/static/gpu.css", timeout=30)
+    assert style.headers["Content-Type"].startswith("text/css")
+    assert "http" not in style.text.replace("https://", "http")
+    assert requests.get(f"{hub.url}/services/gpu", timeout=30).ok
+
+
+def test_nothing_can_be_changed_and_errors_are_pages(hub: PayingHub) -> None:
+    before = hub.broker.statement("member:ada", limit=1000)[-1]
+    browser = hub.login("ada")
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        for path in ("", "api/me", "admin"):
+            url = f"{hub.url}/services/gpu/{path}"
+            answer = browser.request(method, url, data={"amount": "100"}, timeout=30)
+            assert answer.status_code in (403, 405), f"{method} {path}"
+            assert "Traceback" not in answer.text
+    assert hub.broker.statement("member:ada", limit=1000)[-1] == before
+    missing = hub.page("ada", "no/such/page")
+    assert missing.status_code == 404
+    assert "There is no such page." in words(missing)
+    for query in ("", "?code=x", "?error=denied", "?code=x&state=y"):
+        back = requests.get(f"{hub.url}/services/gpu/oauth_callback{query}", timeout=30)
+        assert back.status_code in (400, 403)
+        assert "This did not work" in words(back)
+    assert "Traceback" not in hub.log_text()
+
+
+# What is seldom: the same application, on devices and a store of this test.
+
+
+@pytest.fixture
+def rare(hub: PayingHub, tmp_path: Path) -> Iterator[tuple[str, SimulatedDevices, Broker]]:
+    """Pages over a fleet that can fail, and a store of its own."""
+    broker = Broker(
+        database_url=f"sqlite:///{tmp_path}/rare.sqlite", device_source=FLEET, refresh_seconds=0
+    )
+    source = broker.watch.source
+    assert isinstance(source, SimulatedDevices)
+    broker.open_account("ada")
+    with served(hub, broker) as url:
+        yield url, source, broker
+    broker.store.close()
+
+
+def test_devices_in_every_state(
+    hub: PayingHub, rare: tuple[str, SimulatedDevices, Broker], browser: Browser
+) -> None:
+    url, source, broker = rare
+    first, second, _ = (d.device.uuid for d in broker.overview().devices)
+    source.occupy(first, 4711, name="secret-work")
+    source.fail(second, "It fell off the bus.")
+    states = [d["state"] for d in ask(hub, "ada", url + "api/devices").json()["devices"]]
+    assert states == ["occupied", "unknown", "free"]
+    page = words(ask(hub, "ada", url))
+    assert "1 of 2 free" in page
+    for hidden in ("secret-work", "4711", "fell off the bus"):
+        assert hidden not in page
+        assert hidden not in ask(hub, "ada", url + "api/devices").text
+    told = words(ask(hub, ADMIN, url + "admin"))
+    assert "used without a lease by secret-work (pid 4711)" in told
+    assert "It fell off the bus." in told
+    picture(browser, hub, url + "admin", "pages-admin-states-wide", WIDE)
+
+
+def test_nvml_lost(hub: PayingHub, rare: tuple[str, SimulatedDevices, Broker]) -> None:
+    url, source, _ = rare
+    source.lose("The driver says: secret detail.")
+    page = words(ask(hub, "ada", url))
+    assert "The GPUs cannot be seen just now." in page
+    assert "secret detail" not in page
+    answer = ask(hub, "ada", url + "api/devices").json()
+    assert answer["seen"] is False
+    assert answer["error"] == ""
+    assert answer["free"] == 0
+    assert "secret detail" in words(ask(hub, ADMIN, url + "admin"))
+    assert "secret detail" in ask(hub, ADMIN, url + "api/devices").json()["error"]
+
+
+def test_a_mistake_of_ours_is_no_traceback(
+    hub: PayingHub,
+    rare: tuple[str, SimulatedDevices, Broker],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url, _, broker = rare
+    for error, status, sentence in (
+        (ZeroDivisionError("a secret of the code"), 500, "Something went wrong."),
+        (StoreUnavailable(), 503, "The database does not answer."),
+    ):
+
+        def fail(error: Exception = error) -> Any:
+            raise error
+
+        monkeypatch.setattr(broker, "open_leases", fail)
+        for path in ("", "api/me"):
+            answer = ask(hub, "ada", url + path)
+            assert answer.status_code == status
+            assert sentence in answer.text
+            for trace in ("a secret", "Traceback", "ZeroDivision"):
+                assert trace not in answer.text
+
+
+# What it looks like.
+
+
+@pytest.mark.parametrize(
+    ("user", "path", "name", "size", "scheme"),
+    [
+        ("ada", "", "pages-member-wide", WIDE, "light"),
+        ("ada", "", "pages-member-phone", PHONE, "light"),
+        ("ada", "", "pages-member-dark", WIDE, "dark"),
+        ("bob", "", "pages-dry-phone-dark", PHONE, "dark"),
+        ("dan", "", "pages-empty-wide", WIDE, "light"),
+        (ADMIN, "admin", "pages-admin-wide", WIDE, "light"),
+        (ADMIN, "admin", "pages-admin-phone", PHONE, "light"),
+    ],
+)
+def test_pages_in_a_browser(
+    hub: PayingHub, browser: Browser, user: str, path: str, name: str, size: Any, scheme: Any
+) -> None:
+    """No script of ours is needed, nothing comes from elsewhere, nothing sticks out."""
+    context = browser.new_context(viewport=size, color_scheme=scheme)
+    page = context.new_page()
+    asked: list[str] = []
+    troubles: list[str] = []
+    sign_in(page, hub, user, path)
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: troubles.append(message.text))
+    page.reload()
+    screenshot(page, name)
+
+    assert all(url.startswith(f"{hub.url}/services/gpu/") for url in asked), asked
+    assert troubles == []
+    assert page.locator("h1").count() == 1
+    assert page.locator("table th:not([scope])").count() == 0
+    assert page.locator("[aria-current=page]").count() == 1
+    across = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert page.evaluate(across) == 0
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert dark == ("rgb(20, 23, 27)" if scheme == "dark" else "rgb(246, 247, 249)")
+    context.close()
