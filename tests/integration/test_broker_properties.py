@@ -97,6 +97,9 @@ class BrokerMachine(RuleBasedStateMachine):
         self.ended: dict[str, Server] = {}
         self.given: dict[str, int] = {}
         self.keys = itertools.count()
+        self.uuids: list[str] = []
+        self.unfit: set[str] = set()
+        self.driver_lost = False
         self.broker = self.new_broker()
 
     def new_broker(self) -> Broker:
@@ -109,7 +112,8 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @initialize()
     def members_sign_in(self) -> None:
-        assert self.broker.overview().free == 4
+        self.uuids = [view.device.uuid for view in self.broker.overview().devices]
+        assert len(self.free()) == 4
         for name in MEMBERS:
             self.broker.open_account(name)
             self.given[name] = OPENING
@@ -131,18 +135,27 @@ class BrokerMachine(RuleBasedStateMachine):
         what=st.sampled_from(["fail", "occupy", "restore", "lose", "restore all"]),
     )
     def a_device_changes(self, number: int, what: str) -> None:
-        source = fleet(self.broker)
-        uuid = list(source._healthy)[number]
+        source, uuid = fleet(self.broker), self.uuids[number]
         if what == "fail":
             source.fail(uuid)
+            self.unfit.add(uuid)
         elif what == "occupy":
             source.occupy(uuid, pid=4711)
+            self.unfit.add(uuid)
         elif what == "restore":
             source.restore(uuid)
+            self.unfit.discard(uuid)
         elif what == "lose":
             source.lose()
+            self.driver_lost = True
         else:
             source.restore()
+            self.unfit, self.driver_lost = set(), False
+
+    def free(self) -> set[str]:
+        """The devices that may be leased now, as they really are."""
+        leased = {uuid for lease in self.broker.open_leases() for uuid in lease.uuids}
+        return set() if self.driver_lost else set(self.uuids) - self.unfit - leased
 
     # One life of a server.
 
@@ -155,7 +168,9 @@ class BrokerMachine(RuleBasedStateMachine):
     def a_server_is_asked_for(self, user: str, name: str, count: int, answers: bool) -> None:
         ref = ServerRef(user, name)
         before = self.broker.open_leases()
-        free = {v.device.uuid for v in self.broker.overview().devices if v.state == "free"}
+        free = self.free()
+        shown = {v.device.uuid for v in self.broker.overview().devices if v.state == "free"}
+        assert shown == free
         try:
             lease = acquire(self.broker, user, count, name)
         except ServerHasLease:
@@ -360,7 +375,7 @@ def new_file(tmp_path: Path) -> Iterator[Callable[[], str]]:
 
 @pytest.mark.soak
 def test_whatever_happens_on_sqlite(new_file: Callable[[], str]) -> None:
-    run(new_file, examples=rounds(300), steps=50 if SOAK else 30)
+    run(new_file, examples=rounds(500), steps=50 if SOAK else 30)
 
 
 @pytest.mark.soak
