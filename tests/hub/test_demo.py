@@ -84,15 +84,20 @@ class DemoProcess:
 
     def close(self) -> None:
         """Whatever a failed test left running ends now."""
-        LIVE.remove(self)
-        if self.process is not None:
-            for process in [*self.below(), psutil.Process()]:
-                if process.pid != os.getpid():
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-            if self.process.poll() is None:
-                self.process.kill()
+        if self in LIVE:
+            LIVE.remove(self)
+        if self.process is None or self.process.poll() is not None:
+            return
+        left = self.below()
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
             self.process.wait()
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def below(self) -> list[psutil.Process]:
         """The processes that came out of the demo, while it runs."""
