@@ -10,7 +10,7 @@ from jupyterhub.services.auth import HubOAuth, HubOAuthenticated
 from tornado import web
 
 from ..broker import Broker
-from ..errors import GPUSpawnerError
+from ..errors import GPUSpawnerError, Unavailable
 
 T = TypeVar("T")
 
@@ -64,7 +64,13 @@ class Handler(HubOAuthenticated, web.RequestHandler):
 
     async def prepare(self) -> None:
         # Off the event loop's way: JupyterHub's own look-up would block it while the Hub is slow.
-        await self.hub_auth.get_user(self, sync=False)
+        try:
+            await self.hub_auth.get_user(self, sync=False)
+        except web.HTTPError as error:
+            if error.status_code < 500:
+                raise
+            sentence = "The Hub cannot say who you are just now. Try again in a moment."
+            raise web.HTTPError(503, "%s", error.log_message) from Unavailable(sentence)
 
     def check_hub_user(self, model: dict[str, Any]) -> dict[str, Any] | None:
         """Only people have accounts: a service that bears a member's name is not the member."""

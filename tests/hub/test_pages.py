@@ -21,7 +21,7 @@ from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.pages import ask, picture, served, sign_in, words
 from tests.support.paying_hub import FLEET, PayingHub
-from tests.support.processes import wait_for
+from tests.support.processes import free_port, wait_for
 
 TRICK = "<script>alert('a reason')</script>"
 TWO = "2 \N{MULTIPLICATION SIGN} A100-80GB"
@@ -331,6 +331,18 @@ def test_a_mistake_of_ours_is_no_traceback(
             assert sentence in answer.text
             for trace in ("a secret", "Traceback", "ZeroDivision"):
                 assert trace not in answer.text
+
+
+def test_a_hub_that_does_not_answer_is_said(
+    hub: PayingHub, rare: tuple[str, SimulatedDevices, Broker]
+) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}/hub/api"
+    with served(hub, rare[2], api_url=nobody) as url:
+        for path in ("", "api/me"):
+            answer = ask(hub, "ada", url + path)
+            assert answer.status_code == 503
+            assert "The Hub cannot say who you are just now." in answer.text
+            assert nobody not in answer.text
 
 
 # What it looks like.

@@ -35,10 +35,10 @@ def ask(hub: PayingHub, user: str, url: str) -> requests.Response:
 
 
 @contextmanager
-def served(hub: PayingHub, broker: Broker) -> Iterator[str]:
+def served(hub: PayingHub, broker: Broker, *, api_url: str = "") -> Iterator[str]:
     """Serve the pages from this process; the Hub still says who asks."""
     auth = HubOAuth(
-        api_url=f"{hub.url}/hub/api",
+        api_url=api_url or f"{hub.url}/hub/api",
         api_token=hub.token,
         base_url="/services/gpu/",
         oauth_client_id="service-gpu",

@@ -5,6 +5,7 @@ Run as ``c.Spawner.cmd``; it answers everything with its own environment's lease
 
 from __future__ import annotations
 
+import contextlib
 import os
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -26,4 +27,6 @@ class Answer(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     url = urlsplit(os.environ["JUPYTERHUB_SERVICE_URL"])
-    ThreadingHTTPServer((url.hostname or "127.0.0.1", url.port or 80), Answer).serve_forever()
+    server = ThreadingHTTPServer((url.hostname or "127.0.0.1", url.port or 80), Answer)
+    with contextlib.suppress(KeyboardInterrupt):  # how the hub stops a local process
+        server.serve_forever()
