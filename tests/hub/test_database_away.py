@@ -97,6 +97,24 @@ def test_a_start_while_the_database_is_locked(hub: GPUHub, member: str) -> None:
     hub.stop_server("bystander")
 
 
+def test_cancelled_while_it_waits_for_the_database(hub: GPUHub, member: str) -> None:
+    """The grant that comes after all is given back at once."""
+    hub.api("POST", f"users/{member}")
+    asking = threading.Thread(target=lambda: hub.spawn(member, {"gpus": 1}))
+    with locked(hub):
+        asking.start()
+        time.sleep(0.5)
+        stopping = threading.Thread(target=lambda: hub.api("DELETE", f"users/{member}/server"))
+        stopping.start()
+        time.sleep(0.5)
+    asking.join()
+    stopping.join()
+    wait_for(lambda: hub.server(member) is None, "the stop")
+    wait_for(lambda: not hub.open_leases(member), "the release")
+    assert [lease.charged for lease in hub.leases(member)] in ([], [0])
+    assert not hub.containers()
+
+
 def test_locked_between_the_grant_and_the_start(hub: GPUHub) -> None:
     member = "slow-one"
     hub.api("POST", f"users/{member}")

@@ -19,8 +19,9 @@ from tests.support.processes import wait_for
 
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
-SLOW = 30_000
-"""Milliseconds for what takes Jupyter some time."""
+SLOW = 60_000
+"""Milliseconds for what takes Jupyter some time, on a machine with other things to do."""
+expect.set_options(timeout=20_000)
 
 CATALOG = """
 environments:
@@ -123,7 +124,6 @@ def wait_for_lab(page: Page, user: str) -> None:
     """Until JupyterLab is there, by itself."""
     page.wait_for_url(re.compile(f"/user/{user}/lab"), timeout=SLOW)
     expect(page.locator(".jp-Launcher, .jp-NotebookPanel").first).to_be_visible(timeout=SLOW)
-    page.wait_for_load_state("networkidle")  # a notebook opened earlier may get two kernels
 
 
 def run_cell(page: Page, code: str) -> str:
@@ -213,7 +213,7 @@ def test_two_members(hub: GPUHub) -> None:
         assert ended.charged == owed(ended.rate, ended.started_at, ended.ended_at) > 0
         assert hub.balance("member1") == 50 * MICRO - ended.charged
         start(three, "JupyterLab")
-        wait_for_lab(three, "member3")
+        hub.wait_server("member3")
         assert hub.open_leases("member3")[0].uuids == ended.uuids
 
         # And comes back, without a GPU this time: the files are where they were.
@@ -244,9 +244,11 @@ def test_a_member_changes_their_mind(hub: GPUHub) -> None:
         page.get_by_text("Event log").click()
         expect(page.locator("#progress-log")).to_contain_text("A server without a GPU (free of")
         page.get_by_role("button", name="Stop Server").click()
-        expect(page.get_by_role("heading", name="Server not running")).to_be_visible(timeout=SLOW)
-        keep(page, "8-stopped")
+        wait_for(lambda: hub.server("member4") is None, "the stop")
         wait_for(lambda: not hub.open_leases("member4"), "the release")
+        page.goto(f"{hub.url}/hub/spawn-pending/member4")
+        expect(page.get_by_role("heading", name="Server not running")).to_be_visible()
+        keep(page, "8-stopped")
         assert "member4" not in str(hub.containers())
 
 

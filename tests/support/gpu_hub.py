@@ -162,6 +162,7 @@ class GPUHub(HubProcess):
         """The session of a member who signed in by the form; one for each member."""
         if user not in self._sessions:
             self._sessions[user] = self.login(user)
+            self.open_page(user, "/hub/spawn")  # the first visit opens the account
         return self._sessions[user]
 
     def send_form(self, user: str, fields: Mapping[str, Any]) -> requests.Response:
