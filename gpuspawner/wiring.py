@@ -124,11 +124,22 @@ def _environment(c: Config) -> dict[str, str]:
     settings = {section: _plain_section(c, section) for section in ("Broker", "Accounting")}
     database = settings["Broker"].pop("database_url", None) or default_url()
     kept = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith("PG")}
+    if host := _engine_url(c):
+        kept["DOCKER_HOST"] = host
     return kept | {
         "GPUSPAWNER_DATABASE_URL": _absolute(database),
         "GPUSPAWNER_CONFIG": json.dumps(settings, sort_keys=True),
         "GPUSPAWNER_HUB_PID": str(os.getpid()),
     }
+
+
+def _engine_url(c: Config) -> str:
+    """The Docker Engine that the spawner's own ``client_kwargs`` name, if they do."""
+    for section in ("GPUDockerSpawner", "DockerSpawner"):
+        settings = c[section].get("client_kwargs") if section in c else None
+        if isinstance(settings, dict) and settings.get("base_url"):
+            return str(settings["base_url"])
+    return ""
 
 
 def _plain_section(c: Config, section: str) -> dict[str, Any]:

@@ -88,7 +88,8 @@ class DockerEngine:
         """When a container that is removed by now died, if the engine's events still say so."""
 
         def ask(client: docker.APIClient) -> list[dict[str, Any]]:
-            until = datetime.now(timezone.utc)
+            # docker-py would cut a datetime to the second, and with it what just happened.
+            until = f"{datetime.now(timezone.utc).timestamp():.6f}"
             wanted = {"container": ref, "event": ["die"]}
             return list(client.events(since=since, until=until, filters=wanted, decode=True))
 
