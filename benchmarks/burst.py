@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 
 from support.docker_hub import DockerHub, docker_hub
-from support.report import Report, arguments, in_turns, pair
+from support.report import Report, argument_parser, in_turns, pair
 
 AT_ONCE = 20
 MOST = 0.8
@@ -32,9 +32,11 @@ def burst(hub: DockerHub, names: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    args = arguments(__doc__, runs=10)
+    parser = argument_parser(__doc__, runs=10)
+    parser.add_argument("--servers", type=int, default=AT_ONCE, help=f"spawns at once ({AT_ONCE})")
+    args = parser.parse_args()
     found: dict[str, list[tuple[float, float]]] = {"ours": [], "stock": []}
-    with docker_hub(AT_ONCE) as hub:
+    with docker_hub(args.servers) as hub:
         for names in (hub.ours, hub.stock):
             burst(hub, names)  # the first of all loads what the next ones share
         in_turns(
@@ -44,12 +46,12 @@ def main() -> None:
         )
     columns = ("what", "bursts", "GPUDockerSpawner, s", "DockerSpawner, s", "ratio")
     report = Report("burst", columns)
-    report.figure("servers", AT_ONCE)
+    report.figure("servers", args.servers)
     report.figure("runs", args.runs)
     for at, name in enumerate(("spawns", "stops")):
         both = pair([run[at] for run in found["ours"]], [run[at] for run in found["stock"]])
         texts = (both.ours.text(2), both.baseline.text(2), both.ratios.text(3))
-        report.row(f"{AT_ONCE} {name} at once", str(args.runs), *texts)
+        report.row(f"{args.servers} {name} at once", str(args.runs), *texts)
         report.figure(f"{name}_ours_s", both.ours.median)
         report.figure(f"{name}_stock_s", both.baseline.median)
         report.figure(f"{name}_ratio", both.ratios.median, MOST if name == "spawns" else None)

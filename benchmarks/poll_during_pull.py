@@ -117,7 +117,7 @@ def make_report(
     names = {"ours": "GPUDockerSpawner", "stock": "DockerSpawner"}
     for when, found in (("during a pull", pulling), ("otherwise", quiet)):
         for side, name in names.items():
-            times = Series(tuple(1e3 * seconds for seconds in found[side]))
+            times = Series(tuple(found[side])).times(1e3)
             p99, most = quantile(times.values, 0.99), max(times.values)
             cells = (str(len(times.values)), times.text(), f"{p99:.1f}", f"{most:.1f}")
             report.row(f"{name}, {when}", *cells)

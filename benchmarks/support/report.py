@@ -9,13 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
-def arguments(description: str | None, runs: int) -> argparse.Namespace:
+def argument_parser(description: str | None, runs: int) -> argparse.ArgumentParser:
     """``--json`` and ``--runs N`` (default ``runs``), as every benchmark has them."""
     first = (description or "").strip().splitlines()[0]
     parser = argparse.ArgumentParser(description=first)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--runs", type=int, default=runs, help=f"runs of each side ({runs})")
-    return parser.parse_args()
+    return parser
+
+
+def arguments(description: str | None, runs: int) -> argparse.Namespace:
+    """The arguments of a benchmark that has no others."""
+    return argument_parser(description, runs).parse_args()
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -41,6 +46,10 @@ class Series:
     @property
     def p90(self) -> float:
         return quantile(self.values, 0.9)
+
+    def times(self, factor: float) -> Series:
+        """The same in another unit."""
+        return Series(tuple(factor * value for value in self.values))
 
     def text(self, digits: int = 1) -> str:
         """``median (p10-p90)``."""
