@@ -246,6 +246,15 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     def engine_ref(self) -> str:
         return self.container_id or ""
 
+    async def get_url(self) -> str:
+        """Where the server is: a hub that was killed during the start wrote down no address."""
+        try:
+            return self._server_url(await self.get_ip_and_port()).removesuffix("api")
+        except (DockerException, requests.RequestException, OSError, RuntimeError) as error:
+            self.log.warning("Cannot see where %s is: %s", self._log_name, error)
+            url: str = await super().get_url()
+            return url
+
     @property
     def will_resume(self) -> bool:
         """Never: every start makes a new container, so the old token must not live on."""

@@ -34,7 +34,7 @@ from ..broker import Broker
 from ..catalog import Environment
 from ..engines import Engine
 from ..errors import GPUSpawnerError, ServerHasLease, StartFailed
-from ..model import Lease, Request, ServerRef, format_credits
+from ..model import Lease, LeaseState, Request, ServerRef, format_credits
 from .answering import answers
 from .base import GPUSpawnerBase, spawn_exception
 from .gone import Proof
@@ -173,6 +173,8 @@ class GPUSpawnerMixin(GPUSpawnerBase):
             self.lease = await self.broker.run(
                 self.broker.confirm, self.lease.id, self.engine_ref()
             )
+            if self.lease.state is LeaseState.ENDED:
+                raise StartFailed(cause="its lease was ended before it answered")
         except GPUSpawnerError as error:
             raise spawn_exception(error) from error
         except asyncio.CancelledError:
