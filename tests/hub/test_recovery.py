@@ -1,0 +1,65 @@
+"""Whose server is whose. Real: two hubs with their stores on one Docker Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.brokers import open_broker, problems
+from tests.support.engine import PrivateEngine
+from tests.support.gpu_hub import GPUHub, message_of
+from tests.support.processes import wait_for
+
+SLOW = """
+async def wait_for_slow_members(spawner):
+    import asyncio
+    if spawner.user.name == "slow":
+        await asyncio.sleep(3)
+
+c.Spawner.pre_spawn_hook = wait_for_slow_members
+"""
+
+
+@pytest.fixture
+def hub(engine: PrivateEngine, images: Any, tmp_path: Path) -> Iterator[GPUHub]:
+    with GPUHub(tmp_path / "hub", engine, SLOW, fleet="2xT4") as hub:
+        yield hub
+    engine.clean()
+
+
+def test_another_hub_on_the_same_engine_is_left_alone(
+    hub: GPUHub, engine: PrivateEngine, tmp_path: Path
+) -> None:
+    """A first start ends what nobody owns; a lease of another store is somebody's."""
+    assert hub.spawn("anna", {"gpus": 1}).status_code == 201
+    [lease] = hub.open_leases()
+    with GPUHub(tmp_path / "other", engine, fleet="2xT4", name="other hub") as other:
+        assert other.spawn("bert", {"gpus": 1}).status_code == 201
+        assert {c["Labels"]["gpuspawner.member"] for c in hub.containers()} == {"anna", "bert"}
+        assert hub.get("anna", "env").status_code == 200
+        assert hub.open_leases() == [lease]
+        other.stop_server("bert")
+    assert hub.get("anna", "env").status_code == 200
+
+
+def test_a_server_whose_lease_ended_before_it_answered_does_not_run(hub: GPUHub) -> None:
+    """Whoever ended it, the device may be somebody else's by now."""
+    broker = open_broker(hub.database_url, device_source="simulated:2xT4")
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(hub.spawn, "slow", {"gpus": 1})
+        [lease] = wait_for(lambda: hub.open_leases("slow"), "the lease")
+        broker.release(lease.id, reason="released by an admin")
+        answer = asking.result(timeout=60)
+    assert answer.status_code == 500
+    assert message_of(answer) == (
+        "Your server did not start: its lease was ended before it answered. Nothing was charged."
+    )
+    assert hub.server("slow") is None and hub.containers() == [] and hub.taken() == {}
+    assert hub.balance("slow") == 100_000_000
+    assert hub.spawn("anna", {"gpus": 2}).status_code == 201
+    assert problems(broker.store) == []
+    broker.store.close()
