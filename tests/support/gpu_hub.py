@@ -17,21 +17,21 @@ from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.model import Lease, LeaseState, Place, member_account
 from gpuspawner.store import leases as lease_rows
 from gpuspawner.store import schema
-from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.hub import NAVIGATION, HubProcess
+from tests.support.images import INSTANT
 
 CATALOG = f"""
 environments:
   - slug: instant
     display_name: Instant
     description: A server that answers at once.
-    image: {images.INSTANT}
+    image: {INSTANT}
     default: true
     devices: {{default: 1, max: 8}}
   - slug: cpu
     display_name: Without a GPU
-    image: {images.INSTANT}
+    image: {INSTANT}
     devices: {{max: 0}}
 """
 """What members choose from unless a test says otherwise; both answer in a moment."""

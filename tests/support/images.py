@@ -34,7 +34,7 @@ SILENT = "gpuspawner/silent:test"
 LABEL = "org.gpuspawner.content"
 """On each image, the hash of everything that it was made of."""
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
-HERE = Path(__file__).parent / "images"
+HERE = Path(__file__).parent / "dockerfiles"
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _save(engine: PrivateEngine, tag: str, copy: Path) -> None:
 
 def _proxies() -> dict[str, str]:
     """Docker knows these build arguments without an ARG line, and keeps none in the image."""
-    names = ("http_proxy", "https_proxy", "no_proxy")
+    names: tuple[str, ...] = ("http_proxy", "https_proxy", "no_proxy")
     names += tuple(n.upper() for n in names)
     return {n: os.environ[n] for n in names if os.environ.get(n)}
 
