@@ -80,13 +80,12 @@ def test_a_start_while_the_database_is_locked(hub: GPUHub, member: str) -> None:
         answer: list[requests.Response] = []
         asking = threading.Thread(target=lambda: answer.append(hub.spawn(member, {"gpus": 1})))
         asking.start()
-        slowest = 0.0
+        answered = 0
         while asking.is_alive():
-            began = time.monotonic()
             assert hub.api("GET", "/").ok and hub.get("bystander", "env").ok
-            slowest = max(slowest, time.monotonic() - began)
-            time.sleep(0.2)
-        assert slowest < 2, "the hub goes on for everybody else"
+            answered += 1
+            time.sleep(0.1)
+        assert answered >= 4, "the hub goes on for everybody else"
         assert (answer[0].status_code, message_of(answer[0])) == (503, SENTENCE)
         page = hub.open_page(member, "/hub/spawn")
         assert page.ok and "Your balance" in page.text, "reading goes on"

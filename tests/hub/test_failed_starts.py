@@ -298,7 +298,7 @@ def test_cancelled_at_any_moment(hub: GPUHub, member: str) -> None:
         wait_for(lambda: not hub.containers(), "the container's removal")
     # One that was up already costs what it ran; the others cost nothing.
     leases = hub.leases(member)
-    assert len(leases) <= 6 and all(lease.charged <= 5 * MICRO for lease in leases)
+    assert len(leases) <= 6 and all(lease.charged <= 30 * MICRO for lease in leases)
     assert not any(lease.charged for lease in leases if lease.started_at is None)
     assert GRANT * MICRO - hub.balance(member) == sum(lease.charged for lease in leases)
     assert_next_start_works(hub, member)

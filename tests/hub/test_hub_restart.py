@@ -128,17 +128,19 @@ def test_servers_that_ended_meanwhile_are_settled(
     assert hub.spawn("member1", {"gpus": 1}).status_code == 201
     [lease] = hub.open_leases()
     hub.kill9()
+    before = datetime.now(timezone.utc)
     if how == "killed":
         engine.client.kill(lease.engine_ref)
     else:
         engine.client.remove_container(lease.engine_ref, force=True)
-    died = datetime.now(timezone.utc)
+    after = datetime.now(timezone.utc)
     time.sleep(1)
     hub.start()
     assert hub.spawn("member2", {"gpus": 1}).status_code == 201
     wait_for(lambda: hub.server("member1") is None, "the hub to show it stopped")
     [ended] = hub.leases("member1")
-    assert ended.ended_at is not None and abs(ended.ended_at - died) < timedelta(seconds=0.5)
+    assert ended.ended_at is not None
+    assert before - timedelta(seconds=0.1) < ended.ended_at < after + timedelta(seconds=0.9)
     assert_paid_exactly(hub, lease)
     assert [c["Labels"][LABEL_LEASE] for c in hub.containers()] == [hub.open_leases()[0].id]
 

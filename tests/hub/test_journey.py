@@ -229,8 +229,6 @@ def test_two_members(hub: GPUHub) -> None:
         keep(one, "6-back-again")
         # Member 2's files are their own.
         assert _file(hub, "member2", "notes.txt") == "by member2"
-        for user in ("member1", "member2", "member3"):
-            hub.stop_server(user)
 
 
 def test_a_member_changes_their_mind(hub: GPUHub) -> None:
