@@ -10,6 +10,7 @@ LABEL_LEASE = "gpuspawner.lease"
 LABEL_MEMBER = "gpuspawner.member"
 LABEL_SERVER = "gpuspawner.server"
 LABEL_ENVIRONMENT = "gpuspawner.environment"
+LABELS = (LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER, LABEL_ENVIRONMENT)
 
 
 class Engine(Protocol):

@@ -61,8 +61,11 @@ class DockerEngine:
         found = []
         for listed in containers:
             state = self.inspect(listed["Id"])
-            if state is not None:  # it may have gone since the list was made
-                found.append(sighting_of(state))
+            if state is None:
+                continue  # it has gone since the list was made
+            sighting = sighting_of(state)
+            if sighting.lease_id:  # one that waits for its next start has none
+                found.append(sighting)
         return found
 
     def inspect(self, ref: str) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from .base import spawn_exception
 from .container import ContainerSettings, build
 from .gone import Proof
 from .injecting import injection_mode
-from .keeping import Kept, keep
+from .keeping import Kept, Plain, keep, leave_plain
 from .limits import allowed_ulimits
 from .mixin import GPUSpawnerMixin
 from .pulling import Pulls
@@ -95,6 +95,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     _changing: asyncio.Future[Any] | None = None
     _kept = Kept()
+    _plain: Plain | None = None
 
     @property
     def own_form_traits(self) -> tuple[str, ...]:
@@ -129,6 +130,8 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     async def docker(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """A Docker call in a thread; what DockerSpawner creates gets the lease applied."""
+        if method == "create_container" and self._plain:
+            return await self._call(method, *args, **self._plain.applied(kwargs))
         if method == "create_container":
             kwargs = build(kwargs, self._held(), await self._container_settings())
             await self._storage().prepare(self.image)
@@ -242,6 +245,27 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     async def start_object(self) -> None:
         self.said.say("Starting the container", 60)
         await super().start_object()
+
+    async def create_plain(self, plain: Plain) -> None:
+        """Create the container as DockerSpawner alone would, and do not start it."""
+        self._plain = plain
+        try:
+            await DockerSpawner.create_object(self)
+        finally:
+            self._plain = None
+
+    def get_env(self) -> dict[str, str]:
+        env: dict[str, str] = DockerSpawner.get_env(self) if self._plain else super().get_env()
+        return env
+
+    async def _release(self, reason: str) -> bool:
+        released = await super()._release(reason)
+        if released and not self.remove:
+            try:
+                await leave_plain(self)
+            except (DockerException, requests.RequestException, OSError) as error:
+                self.log.warning("%s is kept as it ended: %s", self.object_name, error)
+        return released
 
     def engine_ref(self) -> str:
         return self.container_id or ""

@@ -268,13 +268,14 @@ class GPUSpawnerMixin(GPUSpawnerBase):
             if inspect.isawaitable(hook):
                 await hook
 
-    async def _release(self, reason: str) -> None:
+    async def _release(self, reason: str) -> bool:
+        """Release the lease once the server is proved gone. Whether it was."""
         if self._acquiring is not None and not self._acquiring.done():
             await asyncio.wait([self._acquiring])
         if self.lease is None:
             self.lease = await self.broker.run(self.broker.lease_of, self.server_ref)
         if self.lease is None:
-            return
+            return False
         self.lease_id = self.lease.id
         proof = await self.prove_gone()
         if not proof.gone:
@@ -283,12 +284,13 @@ class GPUSpawnerMixin(GPUSpawnerBase):
             proof = await self.prove_gone()
         if not proof.gone:
             self.log.warning("%s is not proved gone: its lease stays", self._log_name)
-            return
+            return False
         ended = self.stopped_at or proof.ended_at or self.seen_alive_at
         await self.broker.run(
             self.broker.release, self.lease_id, ended_at=ended, reason=proof.detail or reason
         )
         self.lease, self.lease_id, self.seen_alive_at = None, "", None
+        return True
 
     # State and environment.
 

@@ -224,10 +224,6 @@ def test_three_lines_in_and_out_again(club: Club) -> None:
     assert "'course': 'stats'" in club.hooks()[3]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a container that is kept (remove = False) keeps the devices of its last lease",
-)
 @pytest.mark.parametrize("club", [images.INSTANT], indirect=True)
 def test_no_gpu_is_left_behind(club: Club) -> None:
     """Without the three lines nobody leases GPUs, so nobody may see one."""

@@ -61,8 +61,13 @@ def test_files_of_the_container_itself_are_there_next_time(
     shell(clean_engine, "echo mine > /notes.txt")
     first = clean_engine.client.inspect_container("jupyter-member1")
     hub.stop_server("member1")
-    kept = clean_engine.client.inspect_container("jupyter-member1")
-    assert kept["Id"] == first["Id"], "stopping must not remove a container that is kept"
+    waiting = clean_engine.client.inspect_container("jupyter-member1")
+    assert waiting["State"]["Status"] == "created"
+    assert not waiting["HostConfig"]["DeviceRequests"], "it waits with a GPU that it may not have"
+    variables = dict(item.split("=", 1) for item in waiting["Config"]["Env"])
+    assert not variables["GPUSPAWNER_LEASE_ID"]
+    assert variables["NVIDIA_VISIBLE_DEVICES"] == "void", "as in the image"
+    assert not waiting["Config"]["Labels"]["gpuspawner.lease"]
 
     run_once(hub, 2)
     assert shell(clean_engine, "cat /notes.txt") == "mine\n"
@@ -110,9 +115,11 @@ def test_with_remove_there_is_nothing_left(
 
 def test_tokens_are_emptied_and_the_rest_is_kept() -> None:
     environment = ["PATH=/bin", "JUPYTERHUB_API_TOKEN=abc", "MY_TOKEN=x", "GPUSPAWNER_RATE=1"]
-    assert keeping.without_secrets(environment) == [
+    environment.append("NVIDIA_VISIBLE_DEVICES=GPU-1")
+    assert keeping.without_secrets(environment, ["NVIDIA_VISIBLE_DEVICES=void"]) == [
         "PATH=/bin",
         "JUPYTERHUB_API_TOKEN=",
         "MY_TOKEN=",
         "GPUSPAWNER_RATE=",
+        "NVIDIA_VISIBLE_DEVICES=void",
     ]

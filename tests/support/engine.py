@@ -126,13 +126,15 @@ class PrivateEngine:
             self._daemon = None
 
     def clean(self) -> None:
-        """Remove every container, volume and network; images stay."""
+        """Remove every container, volume and network; images stay, but for members' own."""
         client = self.client
         for container in client.containers(all=True):
             try:
                 client.remove_container(container["Id"], force=True, v=True)
             except docker.errors.NotFound:
                 continue  # gone on its own meanwhile
+        for image in client.images("gpuspawner-kept"):
+            client.remove_image(image["Id"], force=True)
         for volume in client.volumes().get("Volumes") or []:
             client.remove_volume(volume["Name"], force=True)
         for network in client.networks():
