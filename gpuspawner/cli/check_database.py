@@ -13,7 +13,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import sqlalchemy as sa
-from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util.exc import CommandError
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
@@ -22,6 +21,7 @@ from ..engines.probe import Finding, Status
 from ..errors import GPUSpawnerError
 from ..store import Store
 from ..store.migrate import config as alembic_config
+from ..store.migrate import revision as schema_revision
 from ..store.migrate import upgrade
 from ..store.schema import accounts, lease_places, leases, postings, tickets, transfers
 from .config import passwords, redact, shown_url, sqlite_path
@@ -111,7 +111,7 @@ def _check(url: str, where: str) -> tuple[Finding, bool]:
 def _check_schema(connection: sa.Connection, where: str) -> tuple[Finding, bool]:
     scripts = ScriptDirectory.from_config(alembic_config())
     head = scripts.get_current_head()
-    now = MigrationContext.configure(connection).get_current_revision()
+    now = schema_revision(connection)
     if now is None:
         upgrade(connection)
     elif now not in {script.revision for script in scripts.walk_revisions()}:

@@ -15,12 +15,21 @@ from ..errors import ConfigError
 
 SCRIPTS = Path(__file__).parent / "migrations"
 
+VERSION_TABLE = "gpuspawner_version"
+"""Not Alembic's own name: JupyterHub's tables may lie in the same database."""
+
 
 def config() -> Config:
     """The Alembic configuration; no alembic.ini, so that a wheel needs no extra file."""
     settings = Config()
     settings.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
     return settings
+
+
+def revision(connection: sa.Connection) -> str | None:
+    """The version of the schema in the database; None for an empty one."""
+    context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
+    return context.get_current_revision()
 
 
 def upgrade(connection: sa.Connection) -> None:
@@ -30,7 +39,7 @@ def upgrade(connection: sa.Connection) -> None:
     """
     settings = config()
     head = ScriptDirectory.from_config(settings).get_current_head()
-    current = MigrationContext.configure(connection).get_current_revision()
+    current = revision(connection)
     if current == head:
         return
     settings.attributes["connection"] = connection

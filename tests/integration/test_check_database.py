@@ -83,7 +83,7 @@ def test_a_ledger_that_can_be_changed_is_red(broker: Broker) -> None:
 
 
 def test_a_database_of_a_newer_program_is_red(broker: Broker) -> None:
-    change(broker, "UPDATE alembic_version SET version_num = '9999'")
+    change(broker, "UPDATE gpuspawner_version SET version_num = '9999'")
     finding, readable = check_database(broker.database_url)
     assert (finding.status, readable) == (Status.FAIL, False)
     assert "is of version 9999, which this gpuspawner does not know" in finding.text

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from jupyterhub import orm
 
 from gpuspawner.errors import ConfigError
 from gpuspawner.store import Store, book
@@ -38,3 +39,13 @@ def test_the_file_is_for_the_hub_alone(tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_said(url: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Store(url)
+
+
+def test_jupyterhubs_own_database_can_be_shared(postgres: PrivatePostgres) -> None:
+    """Its tables and its Alembic version are not ours."""
+    url = postgres.fresh_database()
+    orm.new_session_factory(url)
+    store = Store(url)
+    assert store.run(book.all_accounts) == []
+    store.close()
+    orm.new_session_factory(url)  # the hub starts again, and finds its version

@@ -29,7 +29,7 @@ APPEND_ONLY = {
 
 
 def is_ours(name: str | None, kind: str, parents: Any) -> bool:
-    return not (kind == "table" and name == "alembic_version")
+    return not (kind == "table" and name == "gpuspawner_version")
 
 
 def differences(connection: sa.Connection) -> list[Any]:
@@ -43,7 +43,7 @@ def differences(connection: sa.Connection) -> list[Any]:
 def conditions(inspector: sa.Inspector) -> dict[str, Any]:
     """What Alembic does not compare: the conditions of partial indexes, and the checks."""
     found: dict[str, Any] = {}
-    for table in sorted(set(inspector.get_table_names()) - {"alembic_version"}):
+    for table in sorted(set(inspector.get_table_names()) - {"gpuspawner_version"}):
         for index in inspector.get_indexes(table):
             options = index.get("dialect_options", {})
             found[str(index["name"])] = {k: str(v) for k, v in options.items() if "where" in k}
@@ -101,7 +101,7 @@ def test_running_twice_changes_nothing(database_url: str) -> None:
         with store.write() as connection:
             assert book.open_account(connection, "member:anna", T0) is (number == 0)
             migrate.upgrade(connection)
-            assert MigrationContext.configure(connection).get_current_revision() == head()
+            assert migrate.revision(connection) == head()
             assert differences(connection) == []
         store.close()
 
@@ -142,7 +142,7 @@ def test_several_processes_find_an_empty_database_at_once(database_url: str) -> 
 def test_a_database_of_a_newer_gpuspawner_is_left_alone(database_url: str) -> None:
     store = Store(database_url)
     with store.write() as connection:
-        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+        connection.execute(sa.text("UPDATE gpuspawner_version SET version_num = '9999'"))
     store.close()
     older = Store(database_url)
     with pytest.raises(ConfigError, match="of version 9999, which this gpuspawner does"):

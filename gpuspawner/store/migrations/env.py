@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from alembic import context
 
+from gpuspawner.store.migrate import VERSION_TABLE
 from gpuspawner.store.schema import metadata
 
 connection = context.config.attributes["connection"]
-context.configure(connection=connection, target_metadata=metadata, transactional_ddl=True)
+context.configure(
+    connection=connection,
+    target_metadata=metadata,
+    transactional_ddl=True,
+    version_table=VERSION_TABLE,
+)
 context.run_migrations()
