@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,7 +21,13 @@ _PLACE_FIELDS = tuple(LeasedDevice.__dataclass_fields__)
 # Built once: to put a statement together takes longer than to run it.
 
 _left = leases.c.hold - leases.c.charged
-_PLACES = sa.select(lease_places.c.uuid, lease_places.c.slot).where(OPEN_PLACE)
+# As one text and not as rows: a grant reads it, and hundreds of new objects each time make
+# Python collect garbage more often, with the hub standing still meanwhile.
+_PLACES = sa.select(
+    sa.func.aggregate_strings(
+        lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text), " "
+    )
+).where(OPEN_PLACE)
 _TAKEN = sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(
     OPEN_PLACE
 )
@@ -59,7 +66,14 @@ def taken(connection: sa.Connection) -> dict[Place, str]:
 
 def places_taken(connection: sa.Connection) -> frozenset[Place]:
     """Every place under an open lease."""
-    return frozenset(map(Place._make, connection.execute(_PLACES).all()))
+    text: str | None = connection.execute(_PLACES).scalar_one()
+    return frozenset(map(_place, text.split(" "))) if text else frozenset()
+
+
+@lru_cache(maxsize=65536)
+def _place(text: str) -> Place:
+    uuid, _, slot = text.rpartition(":")
+    return Place(uuid, int(slot))
 
 
 def insert(connection: sa.Connection, lease: Lease) -> None:

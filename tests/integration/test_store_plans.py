@@ -1,4 +1,4 @@
-"""Real: SQLite, asked how it will find what it is asked for.
+"""Real: SQLite (and PostgreSQL), asked how it will find what it is asked for.
 
 What is open is little, and what has ended grows for years: no question about open leases may
 read the latter. A partial index serves only a condition in which its own is written out.
@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.model import ServerRef
+from gpuspawner.model import Lease, LeasedDevice, Place, ServerRef
 from gpuspawner.store import Store, book, leases
+from tests.support.brokers import T0
 
 QUESTIONS: dict[str, Callable[[sa.Connection], Any]] = {
     "the open lease of a server": lambda c: leases.open_of(c, ServerRef("anna")),
@@ -48,3 +49,28 @@ def test_what_has_ended_is_not_read(store: Store, question: str) -> None:
             plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
             for step in plan.scalars("detail"):
                 assert "USING" in step or "SCAN" not in step, f"{step}, for {statement}"
+
+
+def test_places_read_as_one_text_are_those_read_row_by_row(database_url: str) -> None:
+    store = Store(database_url)
+    uuids = ("GPU-1", "MIG-GPU-5/1/0", "odd:name:3", "GPU-größer")
+    devices = tuple(LeasedDevice(u, n, n, "A100", 80) for n, u in enumerate(uuids))
+    lease = Lease(
+        id="one",
+        server=ServerRef("anna"),
+        account="member:anna",
+        environment="",
+        devices=devices,
+        rate=0,
+        hold=0,
+        granted_at=T0,
+    )
+    with store.write() as connection:
+        assert leases.places_taken(connection) == frozenset()
+        book.open_account(connection, "member:anna", T0)
+        leases.insert(connection, lease)
+        assert leases.places_taken(connection) == leases.taken(connection).keys()
+        assert leases.places_taken(connection) == {Place(u, n) for n, u in enumerate(uuids)}
+        leases.end(connection, "one", T0, "stopped", charged=0)
+        assert leases.places_taken(connection) == frozenset()
+    store.close()
