@@ -113,8 +113,18 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         )
         return pool
 
+    @property
+    def client(self) -> docker.APIClient:
+        """The client for DockerSpawner's own calls: one a hub, and the first one stays.
+
+        DockerSpawner has threads that ask at once put theirs one after the other into an
+        attribute of the class; CPython crashes when one of them still reads the last.
+        """
+        made: docker.APIClient | None = self.hub_settings.get("gpuspawner_docker_client")
+        return made or self.hub_settings.setdefault("gpuspawner_docker_client", self.connect())
+
     def connect(self, timeout: float = 60) -> docker.APIClient:
-        """A client of its own with the spawner's settings; DockerSpawner's is for its calls."""
+        """A client of its own with the spawner's settings."""
         settings: dict[str, Any] = {"version": "auto", "timeout": timeout}
         if self.tls_config:
             settings["tls"] = docker.tls.TLSConfig(**self.tls_config)
