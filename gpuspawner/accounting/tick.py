@@ -53,25 +53,8 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
             self.errors[engine.name] = error
             return None
         if isinstance(engine, DockerEngine):
-            found += self._died(engine, {sighting.lease_id for sighting in found})
+            found += engine.removed(self._leases, found)
         return found
-
-    def _died(self, engine: DockerEngine, found: Collection[str]) -> list[Sighting]:
-        """Servers whose container is removed by now, with their end if the events tell it."""
-        return [
-            Sighting(
-                lease_id=lease.id,
-                ref=lease.engine_ref,
-                server=lease.server,
-                alive=False,
-                ended_at=engine.died_at(lease.engine_ref, lease.granted_at),
-            )
-            for lease in self._leases
-            if lease.engine == engine.name
-            and lease.state is LeaseState.RUNNING
-            and lease.engine_ref
-            and lease.id not in found
-        ]
 
 
 @dataclass(slots=True)

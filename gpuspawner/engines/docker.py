@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import requests
 from docker.errors import APIError, DockerException, NotFound
 
 from ..errors import EngineUnavailable
-from ..model import ServerRef, Sighting
+from ..model import Lease, LeaseState, ServerRef, Sighting
 from .base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 
 T = TypeVar("T")
@@ -86,6 +86,28 @@ class DockerEngine:
 
         with contextlib.suppress(NotFound):
             self.call(stop_and_remove)
+
+    def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
+        """Servers whose container is removed by now, with their end if the events tell it.
+
+        Read ``leases`` before you look for ``found``: a running one that is not among them
+        has lost its container.
+        """
+        there = {sighting.lease_id for sighting in found}
+        return [
+            Sighting(
+                lease_id=lease.id,
+                ref=lease.engine_ref,
+                server=lease.server,
+                alive=False,
+                ended_at=self.died_at(lease.engine_ref, lease.granted_at),
+            )
+            for lease in leases
+            if lease.engine == self.name
+            and lease.state is LeaseState.RUNNING
+            and lease.engine_ref
+            and lease.id not in there
+        ]
 
     def died_at(self, ref: str, since: datetime) -> datetime | None:
         """When a container that is removed by now died, if the engine's events still say so."""

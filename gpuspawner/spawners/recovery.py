@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from jupyterhub import orm
 
-from ..engines import Engine, LocalEngine
+from ..engines import DockerEngine, Engine, LocalEngine
 from ..errors import EngineUnavailable, NotReconciled
-from ..model import ServerRef, Sighting
+from ..model import Lease, ServerRef, Sighting
 from ..reconcile import HubState, Remove
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ async def _recover(spawner: GPUSpawnerMixin) -> None:
     # Twice at most: what the first look removes, the second one settles.
     for _ in range(2):
         servers = hub_servers(spawner)
-        sightings = await _look(engines)
+        leases = await broker.run(broker.open_leases)
+        sightings = await asyncio.to_thread(_look, engines, leases)
         actions = await broker.run(broker.reconcile, sightings, servers, grace_seconds=0)
         if sightings[spawner.engine_name] is None:
             spawner.log.error("Granting nothing yet: %s does not answer", spawner.engine_name)
@@ -58,13 +59,20 @@ def _engines(spawner: GPUSpawnerMixin) -> dict[str, Engine]:
     return {"local": LocalEngine(), spawner.engine_name: spawner.engine()}
 
 
-async def _look(engines: dict[str, Engine]) -> dict[str, Sequence[Sighting] | None]:
+def _look(
+    engines: dict[str, Engine], leases: Sequence[Lease]
+) -> dict[str, Sequence[Sighting] | None]:
+    """What each engine runs, and how those ended that it does not have any more. Blocks."""
     found: dict[str, Sequence[Sighting] | None] = {}
     for name, engine in engines.items():
         try:
-            found[name] = await asyncio.to_thread(engine.sightings)
+            seen = engine.sightings()
         except EngineUnavailable:
             found[name] = None
+            continue
+        if isinstance(engine, DockerEngine):
+            seen += engine.removed(leases, seen)
+        found[name] = seen
     return found
 
 

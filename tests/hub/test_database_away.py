@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -57,26 +55,13 @@ def member(request: pytest.FixtureRequest) -> str:
     return re.sub(r"[^a-z0-9]+", "-", request.node.name).strip("-")
 
 
-@contextmanager
-def locked(hub: GPUHub) -> Iterator[None]:
-    """Another process, which is us, is in the middle of a write and stays there."""
-    connection = sqlite3.connect(hub.database_url.removeprefix("sqlite:///"), timeout=20)
-    connection.isolation_level = None
-    connection.execute("BEGIN EXCLUSIVE")
-    try:
-        yield
-    finally:
-        connection.rollback()
-        connection.close()
-
-
 def test_a_start_while_the_database_is_locked(hub: GPUHub, member: str) -> None:
     assert hub.spawn("bystander", {"gpus": 1}).status_code == 201
     hub.browser_of(member)
     assert hub.spawn(member, {"environment": "cpu"}).status_code == 201
     hub.stop_server(member)
     before = hub.records()
-    with locked(hub):
+    with hub.locked():
         answer: list[requests.Response] = []
         asking = threading.Thread(target=lambda: answer.append(hub.spawn(member, {"gpus": 1})))
         asking.start()
@@ -100,7 +85,7 @@ def test_cancelled_while_it_waits_for_the_database(hub: GPUHub, member: str) -> 
     """The grant that comes after all is given back at once."""
     hub.api("POST", f"users/{member}")
     asking = threading.Thread(target=lambda: hub.spawn(member, {"gpus": 1}))
-    with locked(hub):
+    with hub.locked():
         asking.start()
         time.sleep(0.5)
         stopping = threading.Thread(target=lambda: hub.api("DELETE", f"users/{member}/server"))
@@ -121,7 +106,7 @@ def test_locked_between_the_grant_and_the_start(hub: GPUHub) -> None:
     asking = threading.Thread(target=lambda: answer.append(hub.spawn(member, {"gpus": 1})))
     asking.start()
     wait_for(lambda: hub.open_leases(member), "the grant")
-    with locked(hub):
+    with hub.locked():
         asking.join()
         assert (answer[0].status_code, message_of(answer[0])) == (503, SENTENCE)
         assert hub.server(member) is None
@@ -138,7 +123,7 @@ def test_a_stop_while_the_database_is_locked(
     hub: GPUHub, engine: PrivateEngine, member: str
 ) -> None:
     assert hub.spawn(member, {"gpus": 1}).status_code == 201
-    with locked(hub):
+    with hub.locked():
         before = datetime.now(timezone.utc)
         hub.api("DELETE", f"users/{member}/server").raise_for_status()
         wait_for(lambda: not hub.containers(), "the container's end")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,18 @@ class GPUHub(HubProcess):
                 table.name: sorted(map(repr, connection.execute(sa.select(table))))
                 for table in RECORDS
             }
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Another process, which is us, is in the middle of a write to SQLite and stays there."""
+        file = self.database_url.removeprefix("sqlite:///")
+        connection = sqlite3.connect(file, timeout=20, isolation_level=None)
+        connection.execute("BEGIN EXCLUSIVE")
+        try:
+            yield
+        finally:
+            connection.rollback()
+            connection.close()
 
     # What runs, and what members see.
 
