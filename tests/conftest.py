@@ -7,6 +7,7 @@ Engine, ``hub`` a real JupyterHub with all of it, ``gpu`` a real GPU.
 from __future__ import annotations
 
 import glob
+import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +28,12 @@ ORDER = ("unit", "integration", "engines", "hub", "gpu")
 NO_GPU = "no NVIDIA GPU on this machine"
 LOG_SHOWN = 20_000
 """Characters of each part's log that a failing test shows."""
+
+
+# Started in the background (`make test &`), a shell has us ignore Ctrl-C, and everything that
+# tests start would inherit that; some of it is tested with Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # The parts.

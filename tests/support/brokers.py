@@ -115,3 +115,11 @@ def problems(store: Store, failed: Collection[str] = ()) -> list[str]:
 
 def _twice(what: str, names: list[Any]) -> list[str]:
     return [f"{what} {name} is leased {n} times." for name, n in Counter(names).items() if n > 1]
+
+
+def credits_of(broker: Broker, user: str = "anna") -> float:
+    return broker.member(user).balance / MICRO
+
+
+def states(broker: Broker) -> list[str]:
+    return [view.state for view in broker.overview().devices]
