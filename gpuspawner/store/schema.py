@@ -54,6 +54,9 @@ class UTCDateTime(TypeDecorator[datetime]):
 
 metadata = MetaData()
 
+MOST = 2**62
+"""The greatest balance of an account, in microcredits, either way."""
+
 # SQLite gives ids by itself only to INTEGER primary keys.
 _Id = BigInteger().with_variant(Integer, "sqlite")
 
@@ -82,6 +85,8 @@ accounts = Table(
     Column("name", Text, primary_key=True),
     Column("balance", BigInteger, nullable=False, default=0),
     Column("opened_at", UTCDateTime, nullable=False),
+    # Beyond 64 bits SQLite would go on with a float, and lose microcredits without a word.
+    CheckConstraint(f"balance BETWEEN {-MOST} AND {MOST}", name="accounts_balance"),
 )
 
 leases = Table(

@@ -13,7 +13,7 @@ from gpuspawner.broker import Broker
 from gpuspawner.devices.simulated import SimulatedDevices
 from gpuspawner.ledger.checks import Books, PostingRow, check_all
 from gpuspawner.ledger.entries import TransferKind
-from gpuspawner.model import Account, Lease, LeaseState, Request, ServerRef
+from gpuspawner.model import MICRO, Account, Lease, LeaseState, Request, ServerRef
 from gpuspawner.store import Store, leases
 from gpuspawner.store.schema import accounts, lease_places, postings, transfers
 

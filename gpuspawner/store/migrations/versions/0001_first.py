@@ -19,6 +19,10 @@ def upgrade() -> None:
         sa.Column("name", sa.Text(), nullable=False),
         sa.Column("balance", sa.BigInteger(), nullable=False),
         sa.Column("opened_at", sa.DateTime(timezone=True), nullable=False),
+        sa.CheckConstraint(
+            "balance BETWEEN -4611686018427387904 AND 4611686018427387904",
+            name="accounts_balance",
+        ),
         sa.PrimaryKeyConstraint("name"),
     )
     op.create_table(
