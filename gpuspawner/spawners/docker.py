@@ -26,7 +26,7 @@ from .injecting import injection_mode
 from .keeping import Kept, Plain, keep, leave_plain
 from .limits import allowed_ulimits
 from .mixin import GPUSpawnerMixin
-from .pulling import Pulls
+from .pulling import Pulls, split_image
 from .storage import Storage
 
 THREADS = 16
@@ -243,7 +243,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
                 if policy == "never":
                     cause = f"the image {image} is not on this machine, and pulling is off"
                     raise StartFailed(cause=cause) from None
-        repository, tag = _split(image)
+        repository, tag = split_image(image)
         self.said.say(f"Pulling {image}", 15)
         pulls: Pulls = self.shared("gpuspawner_pulls", lambda: Pulls(lambda: self.connect(3600)))
         await pulls.pull(repository, tag, lambda message: self.said.say(message, 20))
@@ -255,6 +255,11 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     async def start_object(self) -> None:
         self.said.say("Starting the container", 60)
         await super().start_object()
+
+    async def stop_object(self) -> None:
+        """Stop the container; what comes after, its removal, is not the member's time."""
+        await super().stop_object()
+        self.stopped_at = self.broker.clock()
 
     async def create_plain(self, plain: Plain) -> None:
         """Create the container as DockerSpawner alone would, and do not start it."""
@@ -378,17 +383,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         if state.get("OOMKilled"):
             return "it ran out of memory"
         return f"it exited at once with code {state['ExitCode']}"
-
-
-def _split(image: str) -> tuple[str, str]:
-    """Repository and tag (or digest); a port in the registry's name is no tag."""
-    if "@" in image:
-        repository, _, digest = image.partition("@")
-        return repository, digest
-    if ":" in image.rpartition("/")[2]:
-        repository, _, tag = image.rpartition(":")
-        return repository, tag
-    return image, "latest"
 
 
 def _explanation(error: Exception) -> str:

@@ -247,7 +247,7 @@ class GPUSpawnerMixin(GPUSpawnerBase):
     async def stop(self, now: bool = False) -> None:
         """Stop the server; the lease is settled up to this moment."""
         await super().stop(now=now)
-        self.stopped_at = self.broker.clock()
+        self.stopped_at = self.stopped_at or self.broker.clock()
 
     def run_post_stop_hook(self) -> Any:
         """Release, then the admin's own ``post_stop_hook``."""

@@ -105,6 +105,17 @@ def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
     return done
 
 
+def split_image(image: str) -> tuple[str, str]:
+    """Repository and tag (or digest); a port in the registry's name is no tag."""
+    if "@" in image:
+        repository, _, digest = image.partition("@")
+        return repository, digest
+    if ":" in image.rpartition("/")[2]:
+        repository, _, tag = image.rpartition(":")
+        return repository, tag
+    return image, "latest"
+
+
 def layers(
     image: str, stream: Iterator[dict[str, Any]], clock: Callable[[], float] = time.monotonic
 ) -> Iterator[str]:
