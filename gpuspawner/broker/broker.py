@@ -174,16 +174,18 @@ class Broker(Reads, BrokerSettings):
         ended_at: datetime | None = None,
         reason: str,
         failed: bool = False,
+        still: LeaseState | None = None,
     ) -> Lease:
         """Settle and free the devices. Only for a server that is proved gone.
 
         ``ended_at`` is its proven end; None charges up to when it was last seen alive.
-        A start that failed costs nothing. Doing it twice changes nothing.
+        A start that failed costs nothing. Doing it twice changes nothing. ``still``: do it
+        only if the lease is as it was when the proof was made; it may have started since.
         """
         now = self.clock()
         with self.store.write() as connection:
             lease = leases.get(connection, lease_id, lock=True)
-            if lease.state is LeaseState.ENDED:
+            if lease.state is LeaseState.ENDED or still not in (None, lease.state):
                 return lease
             last_proof = lease.seen_at or lease.started_at or lease.granted_at
             end = min(max(ended_at or last_proof, lease.started_at or lease.granted_at), now)
@@ -243,7 +245,7 @@ class Broker(Reads, BrokerSettings):
                 case reconcile.Confirm(lease, ref):
                     self.confirm(lease.id, ref)
                 case reconcile.Release(lease, ended_at, reason):
-                    self.release(lease.id, ended_at=ended_at, reason=reason)
+                    self.release(lease.id, ended_at=ended_at, reason=reason, still=lease.state)
         return actions
 
     # Credits.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import sqlalchemy as sa
+from sqlalchemy.exc import DataError, IntegrityError
 
 from ..errors import LedgerError, UnknownAccount
 from ..ledger.entries import Posting, Transfer, TransferKind
@@ -164,9 +165,13 @@ def _postings_of_key(connection: sa.Connection, key: str) -> list[tuple[str, int
 def _move(connection: sa.Connection, posting: Posting, at: datetime) -> None:
     """Add a posting to its account's balance; the ledger's own accounts open by themselves."""
     change = {"account": posting.account, "amount": posting.amount}
-    if connection.execute(_MOVE, change).rowcount:
-        return
-    if not posting.account.startswith("system:"):
-        raise UnknownAccount(account=posting.account)
-    values = {"name": posting.account, "balance": posting.amount, "opened_at": at}
-    connection.execute(_INSERT_ACCOUNT, values)
+    try:
+        if connection.execute(_MOVE, change).rowcount:
+            return
+        if not posting.account.startswith("system:"):
+            raise UnknownAccount(account=posting.account)
+        values = {"name": posting.account, "balance": posting.amount, "opened_at": at}
+        connection.execute(_INSERT_ACCOUNT, values)
+    except (IntegrityError, DataError):
+        what = f"{posting.account} would have more than an account can hold; use a smaller amount"
+        raise LedgerError(what=what) from None

@@ -317,6 +317,20 @@ def test_a_transfer_to_nobody_leaves_no_trace(store: Store) -> None:
         assert book.account(connection, ANNA).balance == 0
 
 
+@pytest.mark.parametrize("amount", [2**62, 2**63 - 1])
+def test_a_balance_never_leaves_whole_numbers(store: Store, amount: int) -> None:
+    """Beyond 64 bits SQLite would go on with a float."""
+    with store.write() as connection:
+        book.post(connection, grant("first", amount=2**62 - 1))
+    with pytest.raises(LedgerError, match="more than an account can hold"):
+        store.run(lambda c: book.post(c, grant("second", amount=amount)), write=True)
+    with store.read() as connection:
+        assert book.account(connection, ANNA).balance == 2**62 - 1
+        assert len(book.all_transfers(connection)) == 1
+    with pytest.raises(IntegrityError):
+        insert(store, schema.accounts, name="member:bert", balance=-(2**62) - 1, opened_at=T0)
+
+
 def test_a_statement_says_the_balance_after_each_line(store: Store) -> None:
     with store.write() as connection:
         for number in range(1, 5):

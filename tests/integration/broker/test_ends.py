@@ -277,6 +277,25 @@ def test_reconcile_adopts_settles_and_leaves_alone(broker: Broker, clock: Clock)
     assert [type(action) for action in again] == [Seen, Unknown]
 
 
+def test_a_lease_that_started_during_the_comparison_is_not_released(
+    broker: Broker, clock: Clock
+) -> None:
+    """The proof that there was no server is older than the server."""
+    lease = acquire(broker, "anna")
+    clock.forward(minutes=5)
+
+    class LateLook(dict[str, list[Sighting]]):
+        def get(self, engine: str, default: Any = None) -> Any:
+            broker.confirm(lease.id)
+            return []
+
+    [action] = broker.reconcile(LateLook(), {})
+    assert isinstance(action, Release)
+    assert broker.lease(lease.id).state is LeaseState.RUNNING
+    broker.reconcile({"docker": []}, {})
+    assert broker.lease(lease.id).state is LeaseState.ENDED
+
+
 def test_reconcile_changes_nothing_while_the_engine_does_not_answer(
     broker: Broker, clock: Clock
 ) -> None:
