@@ -145,6 +145,7 @@ class Tick:
         # to be touched, or was pending.
         servers = await self._servers()
         leases = await self.broker.run(self.broker.open_leases)
+        servers = await self._with_missing(servers, leases)
         recent = await self.broker.run(self.broker.leases_of, None)
         names = self.ask or {lease.engine for lease in (*leases, *recent)}
         asked = {name: engine for name, engine in self.engines.items() if name in names}
@@ -175,6 +176,22 @@ class Tick:
             return None
         self.well("Hub")
         return servers
+
+    async def _with_missing(
+        self, servers: dict[ServerRef, HubState] | None, leases: Collection[Lease]
+    ) -> dict[ServerRef, HubState] | None:
+        """A list in pages can miss a server while others stop: those with a lease are asked for."""
+        if servers is None:
+            return None
+        found = dict(servers)
+        for server in {lease.server for lease in leases} - set(servers):
+            try:
+                if state := await self.hub.server(server):
+                    found[server] = state
+            except Unavailable as error:
+                self.trouble("Hub", error)
+                return None
+        return found
 
     async def _remove(self, action: Remove) -> None:
         """End a server, unless the Hub knows it after all."""

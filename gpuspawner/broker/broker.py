@@ -125,6 +125,12 @@ class Broker(Reads, BrokerSettings):
     ) -> Lease:
         now = self.clock()
         account = account or member_account(server.user)
+        if request.devices and look.inventory.error and not look.devices:
+            # Nothing was ever seen: that is not to have no GPU.
+            raise NoDeviceFree(
+                f"The GPUs cannot be seen just now, so none is given out: {look.inventory.error}",
+                unknown=0,
+            )
         with self.store.write() as connection:
             if leases.open_of(connection, server):
                 raise ServerHasLease()

@@ -75,6 +75,14 @@ def test_a_hub_that_starts_without_a_driver_knows_its_devices_from_the_store(mak
         acquire(blind, "anna")
 
 
+def test_devices_that_were_never_seen_are_not_said_to_be_none(make: Make) -> None:
+    broker = make()
+    fleet(broker).lose("the driver does not answer")
+    with pytest.raises(NoDeviceFree, match=r"cannot be seen just now.*the driver"):
+        acquire(broker, "anna")
+    assert acquire(broker, "anna", devices=0).devices == ()
+
+
 def test_a_device_that_was_taken_out_is_not_free(make: Make, clock: Clock) -> None:
     make(device_source="simulated:3xT4").overview()
     fewer = make(device_source="simulated:2xT4")
