@@ -30,10 +30,12 @@ LOG_SHOWN = 20_000
 """Characters of each part's log that a failing test shows."""
 
 
-# Started in the background (`make test &`), a shell has us ignore Ctrl-C, and everything that
-# tests start would inherit that; some of it is tested with Ctrl-C.
+# Started in the background or by nohup, we ignore Ctrl-C or a lost terminal, and everything
+# that tests start would inherit that; some of it is tested with these signals.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # The parts.
