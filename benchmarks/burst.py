@@ -32,7 +32,7 @@ def burst(hub: DockerHub, names: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__, runs=10)
+    parser = argument_parser(__doc__, runs=8)
     parser.add_argument("--servers", type=int, default=AT_ONCE, help=f"spawns at once ({AT_ONCE})")
     args = parser.parse_args()
     found: dict[str, list[tuple[float, float]]] = {"ours": [], "stock": []}

@@ -62,7 +62,7 @@ def program(engine: PrivateEngine) -> tuple[dict[str, bytes], dict[str, Any]]:
 
 
 def main() -> None:
-    args = arguments(__doc__, runs=8)
+    args = arguments(__doc__, runs=6)
     pulling: dict[str, list[float]] = {"ours": [], "stock": []}
     quiet: dict[str, list[float]] = {"ours": [], "stock": []}
     spawns: dict[str, list[float]] = {"ours": [], "stock": []}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,4 +77,8 @@ def docker_hub(members: int, config: str = "", *, spare: int = 0) -> Iterator[Do
             ours = [f"ours-{n}" for n in range(members)]
             stock = [f"stock-{n}" for n in range(members)]
             client.add(ours + stock)
-            yield DockerHub(engine, hub, client, ours, stock)
+            try:
+                yield DockerHub(engine, hub, client, ours, stock)
+            except BaseException:
+                print(hub.log_text()[-8000:], engine.log_text(), sep="\n", file=sys.stderr)
+                raise
