@@ -58,6 +58,8 @@ class Running:
     started_at: float
     ends_at: float | None = None
     """When its session ends at the latest; None when there is no end."""
+    ticket_id: str = ""
+    """The ticket that it came of; "" is one with the lease's own id, or none."""
 
     @property
     def devices(self) -> int:
