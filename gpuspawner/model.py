@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Decimal
 from enum import Enum
 from functools import lru_cache
@@ -158,6 +158,34 @@ class Lease:
     end_reason: str = ""
     warned_at: datetime | None = None
     """When the member was first warned that the credits ran out."""
+    group: str = ""
+    """Whose share and limits it counts on beside the member's own."""
+    seconds: int | None = None
+    """Session length, from when the server answers; None when there is no end."""
+    told_minutes: float | None = None
+    """The last warning of the session's end that was given, in minutes left."""
+    ticket_id: str | None = None
+    """The ticket that waited for it, if it had to."""
+    claim_seconds: int | None = None
+    """How long the server waits for its member to connect; None when it need not."""
+    claimed_at: datetime | None = None
+    """When the member connected."""
+    outcome: str = ""
+    """How it ended, in a word: ``""`` as asked, ``no_show``, ``session_end``."""
+
+    @property
+    def ends_at(self) -> datetime | None:
+        """The end of the session; before the server answers, the earliest that it can be."""
+        if self.seconds is None:
+            return None
+        return (self.started_at or self.granted_at) + timedelta(seconds=self.seconds)
+
+    @property
+    def claim_by(self) -> datetime | None:
+        """Until when the member must connect; None when they need not, or did."""
+        if self.claim_seconds is None or self.claimed_at or not self.started_at:
+            return None
+        return self.started_at + timedelta(seconds=self.claim_seconds)
 
     @property
     def uuids(self) -> tuple[str, ...]:
@@ -167,6 +195,67 @@ class Lease:
     def held(self) -> int:
         """Microcredits still set aside: the hold less what was charged, none once ended."""
         return 0 if self.state is LeaseState.ENDED else max(0, self.hold - self.charged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """A request that waits. It keeps its place across restarts of everything."""
+
+    id: str
+    server: ServerRef
+    request: Request
+    options: Mapping[str, object] = field(default_factory=dict)
+    """The member's choices, to start the server with after a restart of the hub."""
+    engine: str = ""
+    account: str = ""
+    group: str = ""
+    seconds: int | None = None
+    """Session length that was asked for; None when there is no end."""
+    priority: int = 0
+    boost: float = 0.0
+    position: int | None = None
+    last: bool = False
+    """Behind everybody else, after a second no-show."""
+    version: int = 1
+    """Grows with every change by whomever; so that a process sees what another one changed."""
+    created_at: datetime
+    ended_at: datetime | None = None
+    outcome: str = ""
+    """Empty while it waits; then ``granted``, ``cancelled``, ``expired``, ``refused``,
+    ``replaced`` or ``member_gone``."""
+    end_reason: str = ""
+    lease_id: str | None = None
+
+
+class NoticeKind(str, Enum):
+    """What a member can be told of."""
+
+    TURN = "turn"
+    """Your server starts: it was your turn."""
+    TICKET_ENDED = "ticket_ended"
+    """Your place in line is gone, and why."""
+    SESSION_ENDS = "session_ends"
+    """Your session ends soon."""
+    STOPPED = "stopped"
+    """Your server was stopped, and why."""
+    CREDITS_LOW = "credits_low"
+    """Your credits run low."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """Something that a member is told, once for each ``key``."""
+
+    key: str
+    user: str
+    kind: NoticeKind
+    title: str
+    body: str
+    at: datetime
+    id: int = 0
+    sent_at: datetime | None = None
+    tries: int = 0
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

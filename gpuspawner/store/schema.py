@@ -2,7 +2,7 @@
 
 * one open lease for each (device, slot) and one for each server: partial unique indexes;
 * one waiting ticket for each server: the same;
-* transfers and postings never change: triggers, in the first migration;
+* transfers, postings and the audit trail never change: triggers, in the migrations;
 * a transfer's idempotency key is unique.
 """
 
@@ -19,6 +19,7 @@ from sqlalchemy import (
     ColumnElement,
     DateTime,
     Dialect,
+    Float,
     ForeignKey,
     Index,
     Integer,
@@ -27,6 +28,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     literal_column,
+    text,
 )
 
 
@@ -109,6 +111,13 @@ leases = Table(
     Column("ended_at", UTCDateTime),
     Column("end_reason", Text, nullable=False, default=""),
     Column("warned_at", UTCDateTime),
+    Column("group", Text, nullable=False, default="", server_default=text("''")),
+    Column("seconds", BigInteger),
+    Column("told_minutes", Float),
+    Column("ticket_id", Text),
+    Column("claim_seconds", BigInteger),
+    Column("claimed_at", UTCDateTime),
+    Column("outcome", Text, nullable=False, default="", server_default=text("''")),
     CheckConstraint("state IN ('granted', 'running', 'ended')", name="leases_state"),
     CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="leases_end"),
     CheckConstraint("rate >= 0 AND hold >= 0 AND charged >= 0", name="leases_amounts"),
@@ -154,13 +163,26 @@ tickets = Table(
     Column("id", Text, primary_key=True),
     Column("user", Text, nullable=False),
     Column("server_name", Text, nullable=False, default=""),
+    Column("group", Text, nullable=False, default=""),
+    Column("account", Text, nullable=False, default=""),
     Column("request", Text, nullable=False),
+    Column("options", Text, nullable=False, default="{}"),
+    Column("engine", Text, nullable=False, default=""),
+    Column("seconds", BigInteger),
+    Column("priority", Integer, nullable=False, default=0),
+    Column("boost", Float, nullable=False, default=0.0),
+    Column("position", Integer),
+    Column("last", Boolean, nullable=False, default=False),
+    Column("version", Integer, nullable=False, default=1),
     Column("state", Text, nullable=False),
     Column("created_at", UTCDateTime, nullable=False),
     Column("ended_at", UTCDateTime),
+    Column("outcome", Text, nullable=False, default=""),
     Column("end_reason", Text, nullable=False, default=""),
+    Column("lease_id", Text, ForeignKey("leases.id")),
     CheckConstraint("state IN ('waiting', 'ended')", name="tickets_state"),
     CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="tickets_end"),
+    CheckConstraint("(state = 'ended') = (outcome != '')", name="tickets_outcome"),
 )
 OPEN_TICKET = tickets.c.state == literal_column("'waiting'")
 Index(
@@ -195,3 +217,51 @@ postings = Table(
 )
 Index("postings_by_account", postings.c.account, postings.c.id)
 Index("postings_by_transfer", postings.c.transfer_id)
+
+closures = Table(
+    "closures",
+    metadata,
+    # "granting" (maintenance), or a device's UUID: nobody new on it.
+    Column("subject", Text, primary_key=True),
+    Column("at", UTCDateTime, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False, default=""),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("at", UTCDateTime, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("detail", Text, nullable=False, default=""),
+)
+
+notices = Table(
+    "notices",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("key", Text, nullable=False, unique=True),
+    Column("user", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("title", Text, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("at", UTCDateTime, nullable=False),
+    Column("sent_at", UTCDateTime),
+    Column("tries", Integer, nullable=False, default=0),
+    Column("error", Text, nullable=False, default=""),
+)
+UNSENT = notices.c.sent_at.is_(None)
+Index("notices_unsent", notices.c.id, sqlite_where=UNSENT, postgresql_where=UNSENT)
+Index("notices_by_user", notices.c.user, notices.c.id)
+
+notice_choices = Table(
+    "notice_choices",
+    metadata,
+    Column("user", Text, primary_key=True),
+    Column("channel", Text, primary_key=True),
+    Column("address", Text, nullable=False, default=""),
+    Column("kinds", Text, nullable=False),
+)

@@ -23,8 +23,10 @@ APPEND_ONLY = {
         "transfers_never_delete",
         "postings_never_update",
         "postings_never_delete",
+        "audit_never_update",
+        "audit_never_delete",
     },
-    "postgresql": {"transfers_append_only", "postings_append_only"},
+    "postgresql": {"transfers_append_only", "postings_append_only", "audit_append_only"},
 }
 
 
