@@ -79,6 +79,40 @@ class ServerHasLease(Refused):
     status_code = 409
 
 
+class ServerWaits(Refused):
+    """This server waits in line already: go to its page, or stop it first."""
+
+    reason = "already_waiting"
+    status_code = 409
+
+
+class TicketEnded(Refused):
+    """Your place in line is gone: {why}. Start the server again to get a new one."""
+
+    reason = "ticket_ended"
+    status_code = 409
+
+
+class TooManyTickets(Refused):
+    """You wait in line {count} times already, and {most} is the most. Stop one of them first."""
+
+    reason = "limit"
+
+
+class CannotExtend(Refused):
+    """The session cannot be extended: {why}."""
+
+    reason = "cannot_extend"
+    status_code = 409
+
+
+class GrantingPaused(Refused):
+    """No GPUs are given out just now: {why}. You can start without a GPU."""
+
+    reason = "paused"
+    status_code = 503
+
+
 # Something that the hub leans on does not answer.
 
 
@@ -107,6 +141,13 @@ class NotReconciled(Unavailable):
     reason = "not_reconciled"
 
 
+class AnotherHubGrants(Unavailable):
+    """Another hub gives out the GPUs of this database; one database belongs to one hub.
+    Stop the other hub, or give this one a database of its own (c.Broker.database_url)."""
+
+    reason = "another_hub"
+
+
 class StartFailed(GPUSpawnerError):
     """Your server did not start: {cause}. Nothing was charged."""
 
@@ -133,6 +174,13 @@ class UnknownLease(Refused):
     """There is no lease {lease!r}."""
 
     reason = "unknown_lease"
+    status_code = 404
+
+
+class UnknownTicket(Refused):
+    """There is no ticket {ticket!r}."""
+
+    reason = "unknown_ticket"
     status_code = 404
 
 

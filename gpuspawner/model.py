@@ -162,6 +162,8 @@ class Lease:
     """Whose share and limits it counts on beside the member's own."""
     seconds: int | None = None
     """Session length, from when the server answers; None when there is no end."""
+    extended: int = 0
+    """Seconds that were added to the session since."""
     told_minutes: float | None = None
     """The last warning of the session's end that was given, in minutes left."""
     ticket_id: str | None = None
@@ -171,14 +173,16 @@ class Lease:
     claimed_at: datetime | None = None
     """When the member connected."""
     outcome: str = ""
-    """How it ended, in a word: ``""`` as asked, ``no_show``, ``session_end``."""
+    """Why it is to end or has ended, in a word: ``""`` for as the member asked, ``no_show``,
+    ``session_end``, ``admin``. One that is open still is stopped by the accounting service."""
 
     @property
     def ends_at(self) -> datetime | None:
         """The end of the session; before the server answers, the earliest that it can be."""
         if self.seconds is None:
             return None
-        return (self.started_at or self.granted_at) + timedelta(seconds=self.seconds)
+        start = self.started_at or self.granted_at
+        return start + timedelta(seconds=self.seconds + self.extended)
 
     @property
     def claim_by(self) -> datetime | None:

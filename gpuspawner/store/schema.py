@@ -113,6 +113,7 @@ leases = Table(
     Column("warned_at", UTCDateTime),
     Column("group", Text, nullable=False, default="", server_default=text("''")),
     Column("seconds", BigInteger),
+    Column("extended", BigInteger, nullable=False, default=0, server_default=text("0")),
     Column("told_minutes", Float),
     Column("ticket_id", Text),
     Column("claim_seconds", BigInteger),

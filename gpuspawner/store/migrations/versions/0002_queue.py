@@ -17,6 +17,7 @@ def upgrade() -> None:
     for column in (
         sa.Column("group", sa.Text(), nullable=False, server_default=sa.text("''")),
         sa.Column("seconds", sa.BigInteger()),
+        sa.Column("extended", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
         sa.Column("told_minutes", sa.Float()),
         sa.Column("ticket_id", sa.Text()),
         sa.Column("claim_seconds", sa.BigInteger()),

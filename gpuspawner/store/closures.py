@@ -1,0 +1,79 @@
+"""What is closed to new leases, and the trail of who changed what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+import sqlalchemy as sa
+
+from .schema import audit, closures
+
+GRANTING = "granting"
+"""The subject that stands for every device: maintenance."""
+
+_ALL = sa.select(closures).order_by(closures.c.at, closures.c.subject)
+
+
+@dataclass(frozen=True, slots=True)
+class Closure:
+    """Something that is closed to new leases; those that are there go on."""
+
+    subject: str
+    """A device's UUID, or :data:`GRANTING`."""
+    at: datetime
+    actor: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One line of the audit trail."""
+
+    at: datetime
+    actor: str
+    action: str
+    subject: str
+    detail: str
+    id: int = 0
+
+
+def load(connection: sa.Connection) -> dict[str, Closure]:
+    """Everything that is closed, by subject."""
+    return {row.subject: Closure(*row) for row in connection.execute(_ALL)}
+
+
+def close(connection: sa.Connection, closure: Closure) -> bool:
+    """Close something. False when it was closed already; then nothing changes."""
+    if connection.execute(sa.select(closures).filter_by(subject=closure.subject)).first():
+        return False
+    row = {name: getattr(closure, name) for name in Closure.__dataclass_fields__}
+    connection.execute(sa.insert(closures).values(row))
+    return True
+
+
+def reopen(connection: sa.Connection, subject: str) -> bool:
+    """Open something again. False when it was not closed."""
+    done = connection.execute(sa.delete(closures).where(closures.c.subject == subject))
+    return done.rowcount > 0
+
+
+def note(
+    connection: sa.Connection,
+    *,
+    at: datetime,
+    actor: str,
+    action: str,
+    subject: str,
+    detail: str = "",
+) -> None:
+    """Add a line to the audit trail, in the transaction of the change itself."""
+    row = {"at": at, "actor": actor, "action": action, "subject": subject, "detail": detail}
+    connection.execute(sa.insert(audit).values(row))
+
+
+def trail(connection: sa.Connection, limit: int = 100) -> list[Change]:
+    """The newest lines of the audit trail, newest first."""
+    columns = (audit.c.at, audit.c.actor, audit.c.action, audit.c.subject, audit.c.detail)
+    query = sa.select(*columns, audit.c.id).order_by(audit.c.id.desc()).limit(limit)
+    return [Change(*row) for row in connection.execute(query)]
