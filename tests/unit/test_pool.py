@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -373,15 +372,3 @@ def test_in_a_large_fleet_whole_groups_are_found(count: int) -> None:
         groups[index // count].append(index)
     (group,) = groups.values()
     assert len(group) == count
-
-
-@pytest.mark.parametrize("count", [1, 2, 8, 32])
-def test_a_thousand_devices_are_quick(count: int) -> None:
-    devices, links = fleet((1000, "A100-80GB", 80)), eights(1000)
-    taken = in_use(*(n for n in range(1000) if n * 7919 % 10 < 5))
-    took = []
-    for _ in range(9):
-        started = time.perf_counter()
-        pool.choose(Request(devices=count, model="a100"), devices, taken, links)
-        took.append(time.perf_counter() - started)
-    assert min(took) < 0.005
