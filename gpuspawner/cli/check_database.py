@@ -94,9 +94,9 @@ def _check(url: str, where: str) -> tuple[Finding, bool]:
     store = Store(url)
     try:
         with store.engine.connect() as connection:
-            connection = connection.execution_options(gpuspawner_write=True)
             transaction = connection.begin()
             try:
+                store.begin(connection, write=True)
                 return _check_schema(connection, where)
             finally:
                 transaction.rollback()

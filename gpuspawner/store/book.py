@@ -12,21 +12,24 @@ from ..errors import LedgerError, UnknownAccount
 from ..ledger.entries import Posting, Transfer, TransferKind
 from ..model import Account
 from . import leases as lease_rows
+from .prepared import Prepared
 from .schema import accounts, leases, postings, transfers
 
-# Built once: to put a statement together takes longer than to run it.
-
 _HELD = lease_rows.HELD.where(leases.c.account == accounts.c.name).scalar_subquery()
-_ACCOUNT = sa.select(accounts.c.balance, _HELD).where(accounts.c.name == sa.bindparam("account"))
-_INSERT_ACCOUNT = sa.insert(accounts)
-_INSERT_TRANSFER = sa.insert(transfers)
-_INSERT_POSTINGS = sa.insert(postings)
-_MOVE = (
+_ACCOUNT = Prepared(
+    sa.select(accounts.c.balance, _HELD).where(accounts.c.name == sa.bindparam("account"))
+)
+_INSERT_ACCOUNT = Prepared(sa.insert(accounts), ("name", "balance", "opened_at"))
+_INSERT_TRANSFER = Prepared(
+    sa.insert(transfers), ("id", "key", "kind", "at", "actor", "reason", "lease_id")
+)
+_INSERT_POSTING = Prepared(sa.insert(postings), ("transfer_id", "account", "amount"))
+_MOVE = Prepared(
     sa.update(accounts)
     .where(accounts.c.name == sa.bindparam("account"))
     .values(balance=accounts.c.balance + sa.bindparam("amount", type_=accounts.c.balance.type))
 )
-_OF_KEY = (
+_OF_KEY = Prepared(
     sa.select(postings.c.account, postings.c.amount)
     .join(transfers, transfers.c.id == postings.c.transfer_id)
     .where(transfers.c.key == sa.bindparam("key"))
@@ -52,14 +55,14 @@ def open_account(connection: sa.Connection, name: str, at: datetime) -> bool:
     """Open the account unless it is there. True when it is new."""
     if find(connection, name):
         return False
-    connection.execute(_INSERT_ACCOUNT, {"name": name, "balance": 0, "opened_at": at})
+    _INSERT_ACCOUNT.run(connection, name=name, balance=0, opened_at=at)
     return True
 
 
 def find(connection: sa.Connection, name: str) -> Account | None:
     """Balance and holds of one account, if there is one of that name."""
-    row = connection.execute(_ACCOUNT, {"account": name}).first()
-    return Account(name=name, balance=row[0], held=int(row[1])) if row else None
+    rows = _ACCOUNT.rows(connection, account=name)
+    return Account(name=name, balance=rows[0][0], held=int(rows[0][1])) if rows else None
 
 
 def account(connection: sa.Connection, name: str) -> Account:
@@ -94,23 +97,21 @@ def post(connection: sa.Connection, transfer: Transfer) -> bool:
         return False
     for posting in transfer.postings:
         _move(connection, posting, transfer.at)
-    connection.execute(
-        _INSERT_TRANSFER,
-        {
-            "id": transfer.id,
-            "key": transfer.key,
-            "kind": transfer.kind.value,
-            "at": transfer.at,
-            "actor": transfer.actor,
-            "reason": transfer.reason,
-            "lease_id": transfer.lease_id,
-        },
+    _INSERT_TRANSFER.run(
+        connection,
+        id=transfer.id,
+        key=transfer.key,
+        kind=transfer.kind.value,
+        at=transfer.at,
+        actor=transfer.actor,
+        reason=transfer.reason,
+        lease_id=transfer.lease_id,
     )
     rows = [
         {"transfer_id": transfer.id, "account": p.account, "amount": p.amount}
         for p in transfer.postings
     ]
-    connection.execute(_INSERT_POSTINGS, rows)
+    _INSERT_POSTING.run_each(connection, rows)
     return True
 
 
@@ -159,19 +160,18 @@ def all_transfers(connection: sa.Connection) -> list[Transfer]:
 
 
 def _postings_of_key(connection: sa.Connection, key: str) -> list[tuple[str, int]]:
-    return [(name, amount) for name, amount in connection.execute(_OF_KEY, {"key": key})]
+    return [(name, amount) for name, amount in _OF_KEY.rows(connection, key=key)]
 
 
 def _move(connection: sa.Connection, posting: Posting, at: datetime) -> None:
     """Add a posting to its account's balance; the ledger's own accounts open by themselves."""
-    change = {"account": posting.account, "amount": posting.amount}
+    name, amount = posting.account, posting.amount
     try:
-        if connection.execute(_MOVE, change).rowcount:
+        if _MOVE.run(connection, account=name, amount=amount):
             return
-        if not posting.account.startswith("system:"):
-            raise UnknownAccount(account=posting.account)
-        values = {"name": posting.account, "balance": posting.amount, "opened_at": at}
-        connection.execute(_INSERT_ACCOUNT, values)
+        if not name.startswith("system:"):
+            raise UnknownAccount(account=name)
+        _INSERT_ACCOUNT.run(connection, name=name, balance=amount, opened_at=at)
     except (IntegrityError, DataError):
-        what = f"{posting.account} would have more than an account can hold; use a smaller amount"
+        what = f"{name} would have more than an account can hold; use a smaller amount"
         raise LedgerError(what=what) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from functools import lru_cache
@@ -13,60 +13,72 @@ from sqlalchemy.exc import IntegrityError
 
 from ..errors import NoDeviceFree, ServerHasLease, UnknownLease
 from ..model import Lease, LeasedDevice, LeaseState, Place, ServerRef
+from .prepared import Prepared
 from .schema import OPEN_LEASE, OPEN_PLACE, lease_places, leases
 
 _LEASE_FIELDS = tuple(n for n in Lease.__dataclass_fields__ if n not in ("server", "devices"))
 _PLACE_FIELDS = tuple(LeasedDevice.__dataclass_fields__)
-
-# Built once: to put a statement together takes longer than to run it.
+# A row has the server's two columns, then the lease's, then those of one place.
+_AT_ID = 2 + _LEASE_FIELDS.index("id")
+_AT_PLACE = 2 + len(_LEASE_FIELDS)
 
 _left = leases.c.hold - leases.c.charged
 # As one text and not as rows: a grant reads it, and hundreds of new objects each time make
 # Python collect garbage more often, with the hub standing still meanwhile.
-_PLACES = sa.select(
-    sa.func.aggregate_strings(
-        lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text), " "
-    )
-).where(OPEN_PLACE)
-_TAKEN = sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(
-    OPEN_PLACE
+_PLACES = Prepared(
+    sa.select(
+        sa.func.aggregate_strings(
+            lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text), " "
+        )
+    ).where(OPEN_PLACE)
+)
+_TAKEN = Prepared(
+    sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(OPEN_PLACE)
+)
+_SELECTED = (
+    leases.c.user,
+    leases.c.server_name,
+    *(leases.c[name] for name in _LEASE_FIELDS),
+    *(lease_places.c[name] for name in _PLACE_FIELDS),
 )
 _LEASES = (
-    sa.select(leases, *(lease_places.c[name] for name in _PLACE_FIELDS))
+    sa.select(*_SELECTED)
     .select_from(leases.outerjoin(lease_places))
     .order_by(leases.c.granted_at, leases.c.id, lease_places.c.index)
 )
-_ONE = _LEASES.where(leases.c.id == sa.bindparam("lease"))
-_ONE_LOCKED = _ONE.with_for_update(of=leases)
-_OPEN_OF_SERVER = _LEASES.where(
-    leases.c.user == sa.bindparam("member"),
-    leases.c.server_name == sa.bindparam("server"),
-    OPEN_LEASE,
+_one = _LEASES.where(leases.c.id == sa.bindparam("lease"))
+_ONE, _ONE_LOCKED = Prepared(_one), Prepared(_one.with_for_update(of=leases))
+_OPEN_OF_SERVER = Prepared(
+    _LEASES.where(
+        leases.c.user == sa.bindparam("member"),
+        leases.c.server_name == sa.bindparam("server"),
+        OPEN_LEASE,
+    )
 )
-_OPEN = _LEASES.where(OPEN_LEASE)
-_INSERT, _INSERT_PLACE = sa.insert(leases), sa.insert(lease_places)
-_UPDATE = sa.update(leases).where(leases.c.id == sa.bindparam("lease"))
-_FREE_PLACES = (
+_OPEN = Prepared(_LEASES.where(OPEN_LEASE))
+_INSERT = Prepared(sa.insert(leases), ("user", "server_name", *_LEASE_FIELDS))
+_INSERT_PLACE = Prepared(sa.insert(lease_places), ("lease_id", "open", *_PLACE_FIELDS))
+_FREE_PLACES = Prepared(
     sa.update(lease_places)
     .where(lease_places.c.lease_id == sa.bindparam("lease"))
-    .values(open=False)
+    .values(open=sa.false())
 )
 
 HELD = sa.select(sa.func.coalesce(sa.func.sum(sa.case((_left > 0, _left), else_=0)), 0)).where(
     OPEN_LEASE
 )
 """Microcredits set aside by open leases; whose, the caller adds."""
-_HELD_BY = HELD.where(leases.c.account == sa.bindparam("account"))
+_HELD_BY = Prepared(HELD.where(leases.c.account == sa.bindparam("account")))
 
 
 def taken(connection: sa.Connection) -> dict[Place, str]:
     """Every place under an open lease, with the lease's id."""
-    return {Place(uuid, slot): lease for uuid, slot, lease in connection.execute(_TAKEN)}
+    return {Place(uuid, slot): lease for uuid, slot, lease in _TAKEN.rows(connection)}
 
 
 def places_taken(connection: sa.Connection) -> frozenset[Place]:
     """Every place under an open lease."""
-    text: str | None = connection.execute(_PLACES).scalar_one()
+    ((text,),) = _PLACES.rows(connection)
     return frozenset(map(_place, text.split(" "))) if text else frozenset()
 
 
@@ -79,14 +91,13 @@ def _place(text: str) -> Place:
 def insert(connection: sa.Connection, lease: Lease) -> None:
     """Write a new lease with its places.
 
-    Raises ServerHasLease or NoDeviceFree when the database's own constraints forbid it.
+    Raises ServerHasLease or NoDeviceFree when the database's own constraints forbid it; the
+    transaction is then to be given up.
     """
     places = [{"lease_id": lease.id, "open": True, **asdict(device)} for device in lease.devices]
     try:
-        with connection.begin_nested():
-            connection.execute(_INSERT, _row(lease))
-            if places:
-                connection.execute(_INSERT_PLACE, places)
+        _INSERT.run(connection, **_row(lease))
+        _INSERT_PLACE.run_each(connection, places)
     except IntegrityError as error:
         if "one_open_lease_a_slot" in str(error) or "lease_places.uuid" in str(error):
             raise NoDeviceFree("The GPU was just taken by somebody else. Try again.") from None
@@ -100,7 +111,7 @@ def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Leas
 
     Raises UnknownLease.
     """
-    found = _leases(connection.execute(_ONE_LOCKED if lock else _ONE, {"lease": lease_id}))
+    found = _leases((_ONE_LOCKED if lock else _ONE).rows(connection, lease=lease_id))
     if not found:
         raise UnknownLease(lease=lease_id)
     return found[0]
@@ -108,14 +119,13 @@ def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Leas
 
 def open_of(connection: sa.Connection, server: ServerRef) -> Lease | None:
     """The open lease of a server, if there is one."""
-    mine = {"member": server.user, "server": server.name}
-    found = _leases(connection.execute(_OPEN_OF_SERVER, mine))
+    found = _leases(_OPEN_OF_SERVER.rows(connection, member=server.user, server=server.name))
     return found[0] if found else None
 
 
 def open_leases(connection: sa.Connection) -> list[Lease]:
     """All open leases, oldest first."""
-    return _leases(connection.execute(_OPEN))
+    return _leases(_OPEN.rows(connection))
 
 
 def of_account(connection: sa.Connection, account: str | None, limit: int = 50) -> list[Lease]:
@@ -129,32 +139,37 @@ def of_account(connection: sa.Connection, account: str | None, limit: int = 50) 
 
 def held(connection: sa.Connection, account: str) -> int:
     """Microcredits set aside by the account's open leases."""
-    return int(connection.execute(_HELD_BY, {"account": account}).scalar_one())
+    ((amount,),) = _HELD_BY.rows(connection, account=account)
+    return int(amount)
 
 
 def update(connection: sa.Connection, lease_id: str, **values: Any) -> None:
     """Change fields of an open lease."""
     if isinstance(values.get("state"), LeaseState):
         values["state"] = values["state"].value
-    connection.execute(_UPDATE, {"lease": lease_id, **values})
+    _update(tuple(values)).run(connection, lease=lease_id, **values)
+
+
+@lru_cache(maxsize=64)
+def _update(columns: tuple[str, ...]) -> Prepared:
+    return Prepared(sa.update(leases).where(leases.c.id == sa.bindparam("lease")), columns)
 
 
 def end(connection: sa.Connection, lease_id: str, at: datetime, reason: str, charged: int) -> None:
     """Close a lease and free its places."""
     ended = LeaseState.ENDED
     update(connection, lease_id, state=ended, ended_at=at, end_reason=reason, charged=charged)
-    connection.execute(_FREE_PLACES, {"lease": lease_id})
+    _FREE_PLACES.run(connection, lease=lease_id)
 
 
-def _leases(rows: Iterable[sa.Row[Any]]) -> list[Lease]:
+def _leases(rows: Iterable[Sequence[Any]]) -> list[Lease]:
     """Rows of leases, one for each place, put together again in the order in which they came."""
-    found: dict[str, tuple[Any, list[LeasedDevice]]] = {}
+    found: dict[str, tuple[Sequence[Any], list[LeasedDevice]]] = {}
     for row in rows:
-        fields = row._mapping
-        _, places = found.setdefault(fields["id"], (fields, []))
-        if fields["uuid"] is not None:
-            places.append(LeasedDevice(**{name: fields[name] for name in _PLACE_FIELDS}))
-    return [_lease(fields, places) for fields, places in found.values()]
+        _, places = found.setdefault(row[_AT_ID], (row, []))
+        if row[_AT_PLACE] is not None:
+            places.append(LeasedDevice(*row[_AT_PLACE:]))
+    return [_lease(row, places) for row, places in found.values()]
 
 
 def _row(lease: Lease) -> dict[str, Any]:
@@ -164,8 +179,8 @@ def _row(lease: Lease) -> dict[str, Any]:
     return row
 
 
-def _lease(row: Any, places: list[LeasedDevice]) -> Lease:
-    fields = {name: row[name] for name in _LEASE_FIELDS}
+def _lease(row: Sequence[Any], places: list[LeasedDevice]) -> Lease:
+    user, server_name, *values = row[:_AT_PLACE]
+    fields = dict(zip(_LEASE_FIELDS, values, strict=True))
     fields["state"] = LeaseState(fields["state"])
-    server = ServerRef(row["user"], row["server_name"])
-    return Lease(server=server, devices=tuple(places), **fields)
+    return Lease(server=ServerRef(user, server_name), devices=tuple(places), **fields)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -31,13 +31,16 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import ConfigError, StoreUnavailable
 from .migrate import upgrade
+from .prepared import Prepared
 
 T = TypeVar("T")
 
 BUSY_SECONDS = 10.0
 """How long a writer waits for another before it gives up."""
 
-_LOCK_KEY = 0x67707573  # "gpus": the advisory lock of whoever writes
+_LOCK = Prepared(sa.text(f"SELECT pg_advisory_xact_lock({0x67707573})"))
+"""The advisory lock of whoever writes, by the bytes of "gpus"."""
+_BEGIN, _BEGIN_WRITE = Prepared(sa.text("BEGIN")), Prepared(sa.text("BEGIN IMMEDIATE"))
 
 
 class Store:
@@ -50,6 +53,12 @@ class Store:
         self.url = url
         self.engine = _create_engine(url)
         self.dialect = self.engine.dialect.name
+        self._reading = self.engine
+        if self.dialect == "postgresql":
+            # By default each statement of a transaction has a view of its own.
+            self._reading = self.engine.execution_options(
+                isolation_level="REPEATABLE READ", postgresql_readonly=True
+            )
         # SQLite has one writer at a time: more threads would only wait for one another.
         workers = 4 if self.dialect == "sqlite" else 8
         self.executor = ThreadPoolExecutor(workers, thread_name_prefix="gpuspawner-store")
@@ -77,46 +86,34 @@ class Store:
         with self.write() if write else self.read() as connection:
             return work(connection)
 
-    @contextmanager
-    def read(self) -> Iterator[sa.Connection]:
+    def read(self) -> AbstractContextManager[sa.Connection]:
         """A read transaction: one consistent view."""
-        with self._transaction(write=False) as connection:
-            yield connection
+        return self._transaction(write=False)
 
-    @contextmanager
-    def write(self) -> Iterator[sa.Connection]:
+    def write(self) -> AbstractContextManager[sa.Connection]:
         """A write transaction; all of it happens or none. Writers come one at a time."""
-        with self._transaction(write=True) as connection:
-            yield connection
+        return self._transaction(write=True)
 
     @contextmanager
     def _transaction(self, *, write: bool) -> Iterator[sa.Connection]:
         try:
             self._migrate()
-            with self.engine.connect() as connection:
-                connection = connection.execution_options(**self._options(write))
-                with connection.begin():
-                    if write:
-                        self._one_writer(connection)
-                    yield connection
+            engine = self.engine if write else self._reading
+            with engine.connect() as connection, connection.begin():
+                self.begin(connection, write=write)
+                yield connection
         except (IntegrityError, ProgrammingError, DataError):
             raise  # a rule of ours or a mistake of ours: not the database's absence
         except (DBAPIError, PoolTimeout, OSError) as error:
             raise StoreUnavailable() from error
 
-    def _options(self, write: bool) -> dict[str, Any]:
-        if self.dialect == "postgresql" and not write:
-            # By default each statement of a transaction has a view of its own.
-            return {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-        return {"gpuspawner_write": write}
-
-    def _one_writer(self, connection: sa.Connection) -> None:
-        """Writers wait for one another: no deadlocks between accounts, no lost race.
-
-        SQLite does that by itself.
-        """
-        if self.dialect == "postgresql":
-            connection.execute(sa.text(f"SELECT pg_advisory_xact_lock({_LOCK_KEY})"))
+    def begin(self, connection: sa.Connection, *, write: bool) -> None:
+        """What comes first in a transaction. Writers wait for one another: no deadlocks between
+        accounts, no lost race."""
+        if self.dialect == "sqlite":
+            (_BEGIN_WRITE if write else _BEGIN).run(connection)
+        elif write:
+            _LOCK.run(connection)
 
     def _migrate(self) -> None:
         """Bring the schema up to date, once a process."""
@@ -126,11 +123,9 @@ class Store:
             if not self._migrated:
                 if self.dialect == "sqlite":
                     _create_private(self.engine.url.database)
-                with self.engine.connect() as connection:
-                    connection = connection.execution_options(gpuspawner_write=True)
-                    with connection.begin():
-                        self._one_writer(connection)
-                        upgrade(connection)
+                with self.engine.connect() as connection, connection.begin():
+                    self.begin(connection, write=True)
+                    upgrade(connection)
                 self._migrated = True
 
 
@@ -191,7 +186,7 @@ def _create_sqlite(url: sa.URL) -> sa.Engine:
     @sa.event.listens_for(engine, "connect")
     def prepare(dbapi_connection: Any, record: Any) -> None:
         record.info["file"] = _file_at(path)
-        dbapi_connection.isolation_level = None  # we say BEGIN ourselves, below
+        dbapi_connection.isolation_level = None  # we say BEGIN ourselves: Store.begin
         cursor = dbapi_connection.cursor()
         _use_wal(cursor)
         cursor.execute("PRAGMA synchronous=FULL")
@@ -203,11 +198,6 @@ def _create_sqlite(url: sa.URL) -> sa.Engine:
         # SQLite goes on writing to a file that was deleted, and nobody would ever read it.
         if record.info["file"] != _file_at(path):
             raise sa.exc.DisconnectionError("the database file was moved, replaced or deleted")
-
-    @sa.event.listens_for(engine, "begin")
-    def begin(connection: sa.Connection) -> None:
-        write = connection.get_execution_options().get("gpuspawner_write")
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
 
     return engine
 

@@ -32,11 +32,10 @@ def broker(database_url: str) -> Iterator[Broker]:
 
 
 def change(broker: Broker, *statements: str) -> None:
-    with broker.store.engine.connect() as connection:
-        connection = connection.execution_options(gpuspawner_write=True)
-        with connection.begin():
-            for statement in statements:
-                connection.execute(sa.text(statement))
+    with broker.store.engine.connect() as connection, connection.begin():
+        broker.store.begin(connection, write=True)
+        for statement in statements:
+            connection.execute(sa.text(statement))
 
 
 def rows(broker: Broker) -> dict[str, Any]:

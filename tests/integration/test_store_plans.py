@@ -6,9 +6,10 @@ read the latter. A partial index serves only a condition in which its own is wri
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import sqlalchemy as sa
@@ -34,19 +35,37 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
+class Recording(sqlite3.Cursor):
+    """Remembers what it was asked, as the driver was given it."""
+
+    asked: ClassVar[list[tuple[str, Any]]] = []
+
+    def execute(self, statement: str, parameters: Any = ()) -> sqlite3.Cursor:
+        self.asked.append((statement, parameters))
+        return super().execute(statement, parameters)
+
+
+class RecordingConnection(sqlite3.Connection):
+    """One whose cursors are :class:`Recording`."""
+
+    def cursor(self, *_: Any) -> Any:
+        return super().cursor(Recording)
+
+
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_what_has_ended_is_not_read(store: Store, question: str) -> None:
-    asked: list[tuple[str, Any]] = []
+    sa.event.listen(
+        store.engine,
+        "do_connect",
+        lambda _dialect, _record, _args, options: options.update(factory=RecordingConnection),
+    )
     with store.read() as connection:
-        sa.event.listen(
-            connection,
-            "before_cursor_execute",
-            lambda _c, _cursor, statement, parameters, *_: asked.append((statement, parameters)),
-        )
+        Recording.asked.clear()
         QUESTIONS[question](connection)
+        asked = list(Recording.asked)
         assert asked
-        for statement, parameters in list(asked):
-            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+        for statement, parameters in asked:
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", tuple(parameters))
             for step in plan.scalars("detail"):
                 assert "USING" in step or "SCAN" not in step, f"{step}, for {statement}"
 

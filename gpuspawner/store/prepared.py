@@ -1,0 +1,151 @@
+"""Statements that every lease runs, put together once and then given to the driver as they are.
+
+SQLAlchemy takes some 50 microseconds of Python's lock for a statement that SQLite answers in
+five; a hub that starts a server runs a dozen of them beside its event loop. So the few hot ones
+are written as Core expressions like all others, compiled once for each dialect by SQLAlchemy
+itself, and executed on the cursor of the connection's own driver, in the connection's own
+transaction. Values are converted by the columns' types both ways, and what the driver says
+becomes SQLAlchemy's errors, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Dialect
+from sqlalchemy.exc import DBAPIError
+
+Convert = Callable[[Any], Any]
+"""A value from Python to the driver, or back."""
+
+
+class Prepared:
+    """One statement. Immutable but for what it remembers; thread-safe."""
+
+    def __init__(self, statement: Any, columns: Sequence[str] | None = None) -> None:
+        """``columns`` are those that an INSERT or UPDATE sets; each is a parameter of its name."""
+        # Without inline() an INSERT would ask for the new row's id, which nobody reads.
+        self.statement = statement.inline() if isinstance(statement, sa.Insert) else statement
+        self.columns = columns
+        self._plans: dict[type[Dialect], _Plan] = {}
+
+    def rows(self, connection: sa.Connection, **values: Any) -> list[tuple[Any, ...]]:
+        """What a SELECT finds, all of it."""
+        plan = self._plan(connection)
+        with _cursor(connection, plan.text) as cursor:
+            cursor.execute(plan.text, plan.parameters(values))
+            found: list[tuple[Any, ...]] = cursor.fetchall()
+            convert = plan.conversions(cursor.description)
+        return [_converted(row, convert) for row in found] if convert else found
+
+    def run(self, connection: sa.Connection, **values: Any) -> int:
+        """The number of rows that an INSERT, UPDATE or DELETE wrote."""
+        plan = self._plan(connection)
+        with _cursor(connection, plan.text) as cursor:
+            cursor.execute(plan.text, plan.parameters(values))
+            return int(cursor.rowcount)
+
+    def run_each(self, connection: sa.Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The statement once for each of the rows."""
+        plan = self._plan(connection)
+        with _cursor(connection, plan.text) as cursor:
+            cursor.executemany(plan.text, [plan.parameters(row) for row in rows])
+
+    def _plan(self, connection: sa.Connection) -> _Plan:
+        dialect = connection.dialect
+        plan = self._plans.get(type(dialect))
+        if plan is None:
+            plan = self._plans[type(dialect)] = _compile(self.statement, self.columns, dialect)
+        return plan
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A statement as one driver wants it."""
+
+    text: str
+    positions: Sequence[str] | None
+    """The names of the parameters in their order, or None when they are given by name."""
+    constants: dict[str, Any]
+    """Parameters that the statement itself sets."""
+    to_driver: dict[str, Convert]
+    """By parameter; those that are given as they are have none."""
+    from_driver: Callable[[Any], list[tuple[int, Convert]]]
+    """From a cursor's description, the columns that are converted and how."""
+    known: list[tuple[int, Convert]] | None = None
+    """The answer of ``from_driver``, which is the same for every row."""
+
+    def parameters(self, values: Mapping[str, Any]) -> Sequence[Any] | dict[str, Any]:
+        """Raises KeyError when one is missing."""
+        given = {**self.constants, **values}
+        for name, convert in self.to_driver.items():
+            given[name] = convert(given[name])
+        return given if self.positions is None else [given[name] for name in self.positions]
+
+    def conversions(self, description: Any) -> list[tuple[int, Convert]]:
+        if self.known is None:
+            self.known = self.from_driver(description)
+        return self.known
+
+
+def _compile(statement: Any, columns: Sequence[str] | None, dialect: Dialect) -> _Plan:
+    compiled = statement.compile(
+        dialect=dialect, column_keys=columns, compile_kwargs={"render_postcompile": True}
+    )
+    # Columns that are not set have their default from Python, and not from the database.
+    defaults = {column.key: column for column in compiled.insert_prefetch}
+    plain = all(column.default.is_scalar for column in defaults.values())
+    if compiled.update_prefetch or not plain:
+        raise TypeError(f"this depends on the values of each row: {statement}")
+    to_driver: dict[str, Convert] = {}
+    constants: dict[str, Any] = {name: column.default.arg for name, column in defaults.items()}
+    for name, bind in compiled.binds.items():
+        if not bind.required and name not in defaults:
+            constants[name] = bind.value
+        if convert := bind.type.dialect_impl(dialect).bind_processor(dialect):
+            to_driver[name] = convert
+
+    def from_driver(description: Any) -> list[tuple[int, Convert]]:
+        types = [column.type.dialect_impl(dialect) for column in statement.selected_columns]
+        found = [
+            (at, type_.result_processor(dialect, described[1]))
+            for at, (type_, described) in enumerate(zip(types, description, strict=True))
+        ]
+        return [(at, convert) for at, convert in found if convert]
+
+    positions = compiled.positiontup if compiled.positional else None
+    return _Plan(str(compiled), positions, constants, to_driver, from_driver)
+
+
+@contextmanager
+def _cursor(connection: sa.Connection, text: str) -> Iterator[Any]:
+    """A cursor of the driver, whose errors are said as SQLAlchemy says them."""
+    driver: Any = connection.dialect.dbapi
+    cursor: Any = connection.connection.cursor()
+    try:
+        yield cursor
+    except driver.Error as error:
+        gone = connection.dialect.is_disconnect(error, connection.connection, cursor)
+        if gone:
+            connection.invalidate(error)
+        raise DBAPIError.instance(
+            text,
+            None,
+            error,
+            driver.Error,
+            connection_invalidated=gone,
+            dialect=connection.dialect,
+        ) from error
+    finally:
+        cursor.close()
+
+
+def _converted(row: tuple[Any, ...], conversions: list[tuple[int, Convert]]) -> tuple[Any, ...]:
+    changed = list(row)
+    for at, convert in conversions:
+        changed[at] = convert(changed[at])
+    return tuple(changed)
