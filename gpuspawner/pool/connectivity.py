@@ -49,6 +49,14 @@ class Near:
     worth: int
     """Sum of all its closeness."""
 
+    def worth_among(self, free: Collection[str]) -> int:
+        """Sum of its closeness to those that are free: what they miss when it is taken."""
+        return sum(self.closeness[other] for other in self.others if other in free)
+
+
+ALONE = Near({}, frozenset(), 0)
+"""Of a device without links."""
+
 
 def neighbours(links: Links) -> dict[str, Near]:
     """What each linked device is linked to."""
@@ -57,23 +65,6 @@ def neighbours(links: Links) -> dict[str, Near]:
         found.setdefault(one, {})[other] = closeness
         found.setdefault(other, {})[one] = closeness
     return {uuid: Near(near, frozenset(near), sum(near.values())) for uuid, near in found.items()}
-
-
-_ALONE = Near({}, frozenset(), 0)
-
-
-def least_missed(candidates: Sequence[str], free: frozenset[str], near: Mapping[str, Near]) -> str:
-    """The candidate whose links to the other free devices are worth least; the first of equals."""
-    if len(candidates) == 1:
-        return candidates[0]
-
-    def worth(uuid: str) -> int:
-        links = near.get(uuid, _ALONE)
-        if links.others <= free:
-            return links.worth
-        return sum(links.closeness[other] for other in links.others if other in free)
-
-    return min(candidates, key=worth)
 
 
 Neighbours = list[dict[int, int]]

@@ -16,10 +16,11 @@ The rules, in order:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ..model import Device, DeviceStatus, Place, Request
-from .connectivity import Links, best_connected, least_missed, neighbours
+from .connectivity import ALONE, Links, Near, best_connected, neighbours
 from .matching import by_model, most_of_one_model, suitable
 from .refusals import no_device_free, too_much_asked
 
@@ -85,40 +86,66 @@ class Fleet:
         """See :func:`choose`."""
         if request.devices <= 0:
             return ()
-        matching, most = self._suitable(request.model, request.models, request.memory_bytes)
-        if most < request.devices:
-            raise too_much_asked(request, self._existing, list(matching))
+        known = self._suitable(request.model, request.models, request.memory_bytes)
+        if known.most < request.devices:
+            raise too_much_asked(request, self._existing, list(known.devices))
         held = frozenset(taken)
         free = self.free(held)
-        candidates = [device for device in matching if device.uuid in free]
-        if len(candidates) < request.devices or (
-            request.devices > 1 and most_of_one_model(candidates) < request.devices
-        ):
-            raise no_device_free(request, list(matching), candidates, taken)
-        if request.devices == 1:
-            chosen = [self._choose_one(candidates, free)]
-        else:
-            chosen = _choose_several(candidates, request.devices, self.links)
+        if request.devices == 1 and (best := _choose_one(known.by_fit, free)):
+            return (_left(best, held)[0],)
+        candidates = [device for device in known.devices if device.uuid in free]
+        if most_of_one_model(candidates) < request.devices:
+            raise no_device_free(request, list(known.devices), candidates, taken)
+        chosen = _choose_several(candidates, request.devices, self.links)
         return tuple(_left(device, held)[0] for device in chosen)
 
     def free(self, taken: frozenset[Place]) -> frozenset[str]:
         """The UUIDs of the devices with a place that could be given right now."""
-        busy = {place.uuid for place in taken}
+        busy = {uuid for uuid, _ in taken}
         partly = {uuid for uuid in busy & self._shared if _left(self.by_uuid[uuid], taken)}
         return (self._idle - busy) | partly
 
-    def _choose_one(self, candidates: list[Device], free: frozenset[str]) -> Device:
-        least = min(device.memory_bytes for device in candidates)
-        fitting = [device.uuid for device in candidates if device.memory_bytes == least]
-        return self.by_uuid[least_missed(fitting, free, self._near)]
-
     def _find_suitable(
         self, model: str | None, models: tuple[str, ...], memory_bytes: int
-    ) -> tuple[tuple[Device, ...], int]:
-        """The devices that such a request allows, by index, and how many are of one model."""
+    ) -> _Suitable:
         request = Request(devices=1, model=model, models=models, memory_bytes=memory_bytes)
-        matching = tuple(suitable(request, self._existing))
-        return matching, most_of_one_model(matching)
+        found = suitable(request, self._existing)
+        by_fit = sorted(found, key=lambda device: (device.memory_bytes, *_by_index(device)))
+        return _Suitable(
+            devices=tuple(found),
+            most=most_of_one_model(found),
+            by_fit=tuple((device, self._near.get(device.uuid, ALONE)) for device in by_fit),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Suitable:
+    """The devices that a request allows, free or not."""
+
+    devices: tuple[Device, ...]
+    """By index."""
+    most: int
+    """How many are of one model."""
+    by_fit: tuple[tuple[Device, Near], ...]
+    """The tightest fit first, then by index; each with its neighbours."""
+
+
+def _choose_one(by_fit: Iterable[tuple[Device, Near]], free: frozenset[str]) -> Device | None:
+    """Of the free devices that fit tightest, the first that the other free ones miss least."""
+    best: Device | None = None
+    least = 0
+    for device, near in by_fit:
+        if device.uuid not in free:
+            continue
+        if best and device.memory_bytes > best.memory_bytes:
+            break
+        # Most often all neighbours are free, and their sum is known.
+        missed = near.worth if near.others <= free else near.worth_among(free)
+        if best is None or missed < least:
+            best, least = device, missed
+        if not least:
+            break
+    return best
 
 
 def _choose_several(candidates: list[Device], count: int, links: Links) -> list[Device]:
