@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 import sqlalchemy as sa
@@ -36,6 +36,7 @@ class Watch:
         self.refresh = refresh
         self._lock = threading.Lock()
         self._look: Look | None = None
+        self._stale = False
         self._known: tuple[Device, ...] | None = None
         self._saved_at: datetime | None = None
 
@@ -44,8 +45,10 @@ class Watch:
         with self._lock:
             last = self._look
             # A clock that was set back must not make the last look the newest for hours.
-            if last and not fresh and abs(now - last.inventory.observed_at) < self.refresh:
+            recent = last and abs(now - last.inventory.observed_at) < self.refresh
+            if last and recent and not fresh and not self._stale:
                 return last
+            self._stale = False
             inventory = self.source.observe(now)
             if self._known is None:
                 self._known = self.store.run(self._rows)
@@ -63,10 +66,7 @@ class Watch:
 
     def forget(self) -> None:
         """Look anew next time: a server is gone, and so are its processes."""
-        with self._lock:
-            if self._look:
-                stale = replace(self._look.inventory, observed_at=_LONG_AGO)
-                self._look = replace(self._look, inventory=stale)
+        self._stale = True
 
     def _rows(self, connection: sa.Connection) -> tuple[Device, ...]:
         return devices.load(connection, self.source.name)
@@ -89,6 +89,3 @@ def _nothing_new(before: Inventory, now: Inventory) -> bool:
         and before.error == now.error
         and (before.links is now.links or before.links == now.links)
     )
-
-
-_LONG_AGO = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
