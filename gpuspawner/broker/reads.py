@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ..errors import UnknownAccount
-from ..model import Account, Lease, ServerRef, member_account
-from ..store import Store, book, leases
+from ..model import Account, Lease, ServerRef, Ticket, member_account
+from ..store import Store, book, closures, leases, tickets
 from ..store.book import Line
+from ..store.closures import Change, Closure
 
 
 class Reads:
@@ -28,6 +29,26 @@ class Reads:
     def leases_of(self, account: str | None, limit: int = 50) -> list[Lease]:
         """The newest leases of an account (None: of everybody), newest first."""
         return self.store.run(lambda connection: leases.of_account(connection, account, limit))
+
+    def ticket(self, ticket_id: str) -> Ticket:
+        """One ticket, waiting or ended. Raises UnknownTicket."""
+        return self.store.run(lambda connection: tickets.get(connection, ticket_id))
+
+    def tickets_of(self, user: str, limit: int = 20) -> list[Ticket]:
+        """A member's newest tickets, newest first."""
+        return self.store.run(lambda connection: tickets.of_user(connection, user, limit))
+
+    def waiting(self) -> list[Ticket]:
+        """Every ticket that waits, oldest first."""
+        return self.store.run(tickets.waiting)
+
+    def closures(self) -> dict[str, Closure]:
+        """Everything that is closed to new leases, by subject."""
+        return self.store.run(closures.load)
+
+    def trail(self, limit: int = 100) -> list[Change]:
+        """The newest lines of the audit trail, newest first."""
+        return self.store.run(lambda connection: closures.trail(connection, limit))
 
     def account(self, name: str) -> Account:
         """Balance and holds of an account. Raises UnknownAccount."""

@@ -123,6 +123,10 @@ class Scheduler:
             for place, (score, _, ticket_id, parts) in enumerate(scored, start=1)
         ]
 
+    def place(self, ticket_id: str, now: float) -> int:
+        """A ticket's place in line, 1 is next; 0 when it does not wait."""
+        return next((r.place for r in self.order(now) if r.id == ticket_id), 0)
+
     def decide(self, now: float, free: Mapping[str, int]) -> Decision:
         """Who starts now on the ``free`` devices (by kind). Changes nothing."""
         starts: list[str] = []
@@ -132,6 +136,7 @@ class Scheduler:
         left = dict(free)
         kept: dict[str, int] = {}
         held = self._held(now)
+        on: dict[str, str] = {}
         for ranked in self.order(now):
             ticket = self._waiting[ranked.id]
             seconds = self._expected(ticket)
@@ -147,6 +152,7 @@ class Scheduler:
             at, kind = min(options)
             if at <= now and left.get(kind, 0) >= ticket.devices:
                 starts.append(ticket.id)
+                on[ticket.id] = kind
                 left[kind] -= ticket.devices
                 plans[kind].take(ticket.devices, now, seconds)
                 for party in (f"m:{ticket.member}", f"g:{ticket.group}"):
@@ -155,7 +161,7 @@ class Scheduler:
                 kept[kind] = kept.get(kind, 0) + 1
                 planned[ticket.id] = at
                 plans[kind].take(ticket.devices, at, seconds)
-        return Decision(tuple(starts), planned, held_back)
+        return Decision(tuple(starts), planned, held_back, on)
 
     def _parts(self, ticket: Waiting, now: float) -> tuple[Part, ...]:
         waited = max(0.0, now - ticket.asked_at)

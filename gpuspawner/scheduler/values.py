@@ -1,7 +1,7 @@
 """What the scheduler is told and what it answers. Plain values; times are seconds since 1970.
 
 A *kind* names devices that are the same to a request: a model with its memory, as the pool
-puts them together. A request fits one kind or several; all its devices come from those.
+puts them together. A request fits one kind or several; all its devices come from one of those.
 """
 
 from __future__ import annotations
@@ -125,6 +125,8 @@ class Decision:
     tell; those of which nothing can be said are absent."""
     held_back: Mapping[str, str] = field(default_factory=dict)
     """Tickets that a limit keeps waiting, and which one, in words."""
+    on: Mapping[str, str] = field(default_factory=dict)
+    """For each start, the kind of devices that it is to get."""
 
 
 @dataclass(frozen=True, slots=True)

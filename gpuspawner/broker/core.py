@@ -1,0 +1,54 @@
+"""What the parts of the broker know of one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from ..ledger.pricing import RateCard
+from ..model import Account, Lease, Place, Request, ServerRef, Ticket
+from ..store import Store
+from .settings import BrokerSettings
+from .watch import Look
+
+if TYPE_CHECKING:
+    from .queue import Terms
+
+
+class Core(BrokerSettings):
+    """The broker, as its parts see it; :class:`gpuspawner.broker.Broker` has all of it."""
+
+    store: Store
+    clock: Callable[[], datetime]
+    rates: RateCard
+
+    def look(self, *, fresh: bool = False) -> Look:
+        """The newest look at the devices."""
+        raise NotImplementedError
+
+    def acquire(
+        self,
+        server: ServerRef,
+        request: Request,
+        *,
+        engine: str,
+        account: str = "",
+        terms: Terms | None = None,
+    ) -> Lease:
+        """Grant devices to a server, now or never."""
+        raise NotImplementedError
+
+    def _grant_ticket(self, ticket: Ticket, look: Look, kept: frozenset[Place]) -> Lease:
+        raise NotImplementedError
+
+    def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:
+        raise NotImplementedError
+
+    def _check_credits(self, account: Account, hold: int, rate: int) -> None:
+        raise NotImplementedError
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)

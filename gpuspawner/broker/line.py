@@ -1,0 +1,242 @@
+"""The scheduler of this process, kept like the store: who waits, who runs, what is free."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from functools import lru_cache
+
+import sqlalchemy as sa
+
+from ..model import Device, Lease, Place, Request, Ticket
+from ..pool import Fleet, leasable, suitable
+from ..scheduler import Ended, Priority, Running, Scheduler, Waiting
+from ..store import closures, history, leases, tickets
+from .watch import Look
+
+PAST = timedelta(days=28)
+"""How far back a scheduler looks when it begins: four half-lives of the usual policy."""
+
+ALONE = timedelta(minutes=2)
+"""How long a ticket keeps its place in front while no spawn waits with it."""
+
+
+def kind_of(device: Device) -> str:
+    """The devices that are the same to every request."""
+    return f"{device.model}/{device.memory_bytes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """What a line is served from, at one moment."""
+
+    fleet: Fleet
+    free: Mapping[str, int]
+    """Devices that could be given right now, by kind."""
+    usable: Mapping[str, int]
+    """Those and the ones in use, by kind."""
+
+
+class Line:
+    """Tickets and leases of a store, told to a :class:`Scheduler` as they change.
+
+    Whoever uses it holds :attr:`lock`. Other processes change the store too: each
+    :meth:`sync` compares versions, and reads only what is new.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.lock = threading.RLock()
+        self.scheduler = scheduler
+        self.tickets: dict[str, Ticket] = {}
+        self.closed: dict[str, closures.Closure] = {}
+        self.supply = Supply(Fleet((), {}), {}, {})
+        self.revision = 0
+        """Grows with everything that may change an order, a place or an estimate."""
+        self._alone: dict[str, datetime] = {}
+        self._versions: dict[str, str] = {}
+        self._leases: dict[str, str] = {}
+        self._synced_at: datetime | None = None
+        self._kinds = lru_cache(maxsize=4096)(self._find_kinds)
+
+    @property
+    def empty(self) -> bool:
+        """Nobody waits, as far as this process knows."""
+        return not self.tickets
+
+    @property
+    def synced(self) -> bool:
+        """Whether the store was ever read."""
+        return self._synced_at is not None
+
+    def attend(self, present: frozenset[str], now: datetime) -> None:
+        """Which tickets a spawn of this hub waits with; the others keep their place for a while.
+
+        After a restart of the hub its spawns come back one by one; a ticket that nobody comes
+        back for must not hold up those behind it for ever.
+        """
+        for ticket_id, ticket in self.tickets.items():
+            if ticket_id in present:
+                self._alone.pop(ticket_id, None)
+                if ticket_id not in self.scheduler.waiting:
+                    self.scheduler.submit(self.waiting(ticket))
+                    self.revision += 1
+            elif now - self._alone.setdefault(ticket_id, now) > ALONE:
+                self.scheduler.withdraw(ticket_id)
+        for gone in self._alone.keys() - self.tickets.keys():
+            del self._alone[gone]
+
+    def sync(self, connection: sa.Connection, look: Look, now: datetime) -> None:
+        """Bring everything up to date, inside one read of the store."""
+        closed = closures.load(connection)
+        changed = closed != self.closed
+        self.closed = closed
+        changed |= self._sync_leases(connection, look.fleet, now)
+        changed |= self._sync_supply(look.fleet, leases.places_taken(connection))
+        changed |= self._sync_tickets(connection)
+        self._synced_at = now
+        if changed:
+            self.revision += 1
+
+    def add(self, ticket: Ticket) -> None:
+        """A ticket that this process has just written."""
+        self.tickets[ticket.id] = ticket
+        self._versions[ticket.id] = str(ticket.version)
+        self.scheduler.submit(self.waiting(ticket))
+        self.revision += 1
+
+    def drop(self, ticket_id: str) -> None:
+        """A ticket that this process has just ended."""
+        self.tickets.pop(ticket_id, None)
+        self._versions.pop(ticket_id, None)
+        self.scheduler.withdraw(ticket_id)
+        self.revision += 1
+
+    def kinds(self, request: Request) -> frozenset[str]:
+        """The kinds that have enough devices for the request, in use or not."""
+        return self._kinds(request.model, request.models, request.memory_bytes, request.devices)
+
+    def free_for(self, request: Request) -> int:
+        """How many devices that suit the request could be given right now."""
+        return sum(self.supply.free.get(kind, 0) for kind in self.kinds(request))
+
+    # Parts of a sync.
+
+    def _sync_supply(self, fleet: Fleet, taken: frozenset[Place]) -> bool:
+        before = self.supply
+        closed = {Place(uuid, 0) for uuid in self.closed if uuid in fleet.by_uuid}
+        free = fleet.free(taken | closed) - self.closed.keys()
+        able = [
+            d for d in fleet.devices if leasable(d) is None and d.uuid not in self.closed
+        ]  # fmt: skip
+        self.supply = Supply(
+            fleet,
+            Counter(kind_of(fleet.by_uuid[uuid]) for uuid in free),
+            Counter(kind_of(device) for device in able),
+        )
+        if fleet is not before.fleet:
+            self._kinds.cache_clear()
+            self._versions.clear()  # what suits a ticket may have changed: read them all
+        if self.supply.usable != before.usable:
+            self.scheduler.set_capacity(self.supply.usable)
+        return fleet is not before.fleet or self.supply != before
+
+    def _sync_leases(self, connection: sa.Connection, fleet: Fleet, now: datetime) -> bool:
+        found = history.marks(connection)
+        if found == self._leases and self._synced_at is not None:
+            return False
+        since = self._synced_at - timedelta(minutes=5) if self._synced_at else now - PAST
+        for lease in history.ended_since(connection, since):
+            if lease.id in self._leases:
+                self.scheduler.ended(lease.id, _seconds(lease.ended_at or now))
+            elif lease.ended_at and (self._synced_at is None or lease.ended_at > self._synced_at):
+                self.scheduler.learn([_past(lease)])
+        for gone in self._leases.keys() - found.keys():
+            self.scheduler.ended(gone, _seconds(now))
+        new = [lease_id for lease_id, mark in found.items() if self._leases.get(lease_id) != mark]
+        for lease in history.some(connection, new):
+            self._tell_of(lease, fleet)
+        self._leases = found
+        return True
+
+    def _tell_of(self, lease: Lease, fleet: Fleet) -> None:
+        """A lease that is new, or whose end has moved."""
+        ends_at = _seconds(lease.ends_at) if lease.ends_at else None
+        if lease.id in self.scheduler.running:
+            self.scheduler.extended(lease.id, ends_at)
+            return
+        held = Counter(_kind_held(place.uuid, fleet) for place in lease.devices)
+        held.pop("", None)
+        if held:
+            self.scheduler.started(
+                Running(
+                    id=lease.id,
+                    member=lease.server.user,
+                    group=lease.group,
+                    held=dict(held),
+                    started_at=_seconds(lease.started_at or lease.granted_at),
+                    ends_at=ends_at,
+                    ticket_id=lease.ticket_id or "",
+                )
+            )
+
+    def _sync_tickets(self, connection: sa.Connection) -> bool:
+        found = tickets.versions(connection)
+        if found == self._versions:
+            return False
+        for gone in self.tickets.keys() - found.keys():
+            del self.tickets[gone]
+            self.scheduler.withdraw(gone)
+        new = [i for i, version in found.items() if self._versions.get(i) != version]
+        for ticket in tickets.some(connection, new):
+            self.tickets[ticket.id] = ticket
+            self.scheduler.submit(self.waiting(ticket))
+        self._versions = found
+        return True
+
+    def waiting(self, ticket: Ticket) -> Waiting:
+        """A ticket as the scheduler sees it."""
+        return Waiting(
+            id=ticket.id,
+            member=ticket.server.user,
+            group=ticket.group,
+            devices=ticket.request.devices,
+            kinds=self.kinds(ticket.request) or frozenset({""}),
+            asked_at=_seconds(ticket.created_at),
+            seconds=float(ticket.seconds) if ticket.seconds is not None else None,
+            priority=Priority(ticket.priority),
+            boost=ticket.boost,
+            position=ticket.position,
+            last=ticket.last,
+        )
+
+    def _find_kinds(
+        self, model: str | None, models: tuple[str, ...], memory: int, count: int
+    ) -> frozenset[str]:
+        request = Request(devices=count, model=model, models=models, memory_bytes=memory)
+        fitting = Counter(kind_of(d) for d in suitable(request, self.supply.fleet.devices))
+        return frozenset(kind for kind, devices in fitting.items() if devices >= count)
+
+
+def _kind_held(uuid: str, fleet: Fleet) -> str:
+    device = fleet.by_uuid.get(uuid)
+    return kind_of(device) if device else ""
+
+
+def _past(lease: Lease) -> Ended:
+    start = lease.started_at or lease.granted_at
+    return Ended(
+        member=lease.server.user,
+        group=lease.group,
+        devices=len(lease.devices),
+        started_at=_seconds(start),
+        ended_at=_seconds(lease.ended_at or start),
+        seconds=float(lease.seconds) if lease.seconds is not None else None,
+    )
+
+
+def _seconds(at: datetime) -> float:
+    """Seconds since 1970, as the scheduler counts."""
+    return at.astimezone(timezone.utc).timestamp()

@@ -1,0 +1,336 @@
+"""Asking for devices when they may all be in use: tickets, turns and places in line.
+
+One process a database grants (see :mod:`gpuspawner.store.granter`): the hub. Others may end,
+move or boost a ticket; the line of the hub sees it at its next look.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..errors import (
+    GrantingPaused,
+    NoDeviceFree,
+    Refused,
+    ServerHasLease,
+    TicketEnded,
+    TooManyTickets,
+    TooMuchAsked,
+)
+from ..ledger import rules
+from ..model import Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket, member_account
+from ..scheduler import Decision, Ranked
+from ..store import closures, history, leases, notices, tickets
+from .core import Core
+from .line import Line, kind_of
+from .queue_settings import QueueSettings
+from .standing import Standing, waits_for
+from .watch import Look
+
+FRESH = 1.0
+"""Seconds for which places and estimates serve everybody who asks, if nothing changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On which terms a server is asked for, beside its devices."""
+
+    groups: frozenset[str] = frozenset()
+    """The member's groups; one of them may give weight, priority and limits."""
+    seconds: int | None = None
+    """Session length; None when there is no end."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The member's choices, to start the server with after a restart of the hub."""
+    wait: bool = False
+    """Whether to wait in line when no device is free."""
+
+
+class Queue(Core, QueueSettings):
+    """The part of the broker that lets requests wait."""
+
+    line: Line
+    _standings: tuple[tuple[int, float], dict[str, Standing]] = ((-1, 0.0), {})
+
+    def ask(
+        self,
+        server: ServerRef,
+        request: Request,
+        *,
+        engine: str,
+        account: str = "",
+        terms: Terms | None = None,
+    ) -> Lease | Ticket:
+        """A lease when devices are free and nobody waits for them, else a ticket.
+
+        Who asked before and still waits for the same gets that ticket again. Raises what
+        ``acquire`` raises, NoDeviceFree only when ``terms`` say not to wait.
+        """
+        terms = terms or Terms()
+        acquire = partial(
+            self.acquire, server, request, engine=engine, account=account, terms=terms
+        )
+        if not request.devices:
+            return acquire()
+        with self.line.lock:
+            if self._nobody_is_before(server, terms):
+                try:
+                    return acquire()
+                except (NoDeviceFree, GrantingPaused):
+                    if not terms.wait:
+                        raise
+            elif not terms.wait:
+                ticket = self._ticket(server, request, engine, account, terms)
+                return self._now_or_never(ticket, acquire)
+            return self._enqueue(self._ticket(server, request, engine, account, terms))
+
+    def turns(self, present: frozenset[str]) -> list[str]:
+        """The tickets whose turn it is, in order; start them with :meth:`start_ticket`.
+
+        ``present`` are the tickets that a spawn of this hub waits with.
+        """
+        with self.line.lock:
+            self.line.attend(present, self.clock())
+            decision = self._decide()
+            return [ticket for ticket in decision.starts if ticket in present]
+
+    def start_ticket(self, ticket_id: str) -> Lease:
+        """Grant what a ticket waits for. Then, not before, may the engine create anything.
+
+        Raises TicketEnded when it waits no more, and Refused when it was ended now because
+        its member can have no device any more; NoDeviceFree leaves it waiting.
+        """
+        with self.line.lock:
+            ticket = self.line.tickets.get(ticket_id)
+            if ticket is None:
+                raise TicketEnded(why="it was ended")
+            kept = self._kept_for_others(ticket)
+            try:
+                lease = self._grant_ticket(ticket, self.look(), kept)
+            except NoDeviceFree:
+                raise
+            except ServerHasLease:
+                raise
+            except Refused as error:
+                self.end_ticket(ticket_id, "refused", error.message)
+                raise
+            self.line.drop(ticket_id)
+            return lease
+
+    def end_ticket(
+        self, ticket_id: str, outcome: str, reason: str, *, actor: str = "", tell: bool = True
+    ) -> Ticket:
+        """Take a ticket out of the line, for a reason that stays written.
+
+        ``outcome`` as in :attr:`gpuspawner.model.Ticket.outcome`. ``actor`` is an admin, for
+        the audit trail. One that has ended already stays as it is. Raises UnknownTicket.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            ticket = tickets.get(connection, ticket_id, lock=True)
+            if ticket.outcome:
+                return ticket
+            tickets.end(connection, ticket_id, now, outcome, reason)
+            if actor:
+                subject = f"ticket {ticket_id} of {ticket.server}"
+                closures.note(
+                    connection, at=now, actor=actor, action=outcome, subject=subject, detail=reason
+                )
+            if tell:
+                notices.add(connection, _ticket_ended(ticket, reason, now))
+            ended = tickets.get(connection, ticket_id)
+        with self.line.lock:
+            self.line.drop(ticket_id)
+        self.log.info("Ticket %s of %s ended (%s): %s", ticket_id, ticket.server, outcome, reason)
+        return ended
+
+    def standings(self) -> dict[str, Standing]:
+        """Where every ticket stands: place, reason and estimate, by ticket id."""
+        with self.line.lock:
+            decision = self._decide()
+            now = _seconds(self.clock())
+            revision, since = self._standings[0]
+            if revision == self.line.revision and 0 <= now - since < FRESH:
+                return self._standings[1]
+            found = self._stand(self.line.scheduler.order(now), decision)
+            self._standings = ((self.line.revision, now), found)
+            return found
+
+    def order(self) -> list[tuple[Ticket, Ranked, Standing]]:
+        """The whole line with the arithmetic of every score, first next: for admins."""
+        with self.line.lock:
+            decision = self._decide()
+            ranked = self.line.scheduler.order(_seconds(self.clock()))
+            found = self._stand(ranked, decision)
+            return [(self.line.tickets[r.id], r, found[r.id]) for r in ranked]
+
+    def place_of(self, ticket_id: str) -> int:
+        """A ticket's place in line; 0 when it does not wait."""
+        with self.line.lock:
+            return self.line.scheduler.place(ticket_id, _seconds(self.clock()))
+
+    # Steps of the above.
+
+    def _nobody_is_before(self, server: ServerRef, terms: Terms) -> bool:
+        """Whether a request may go straight to the devices: no line, and no limit to count."""
+        if not self.line.synced:
+            self._sync()
+        limits = self.limits_of(self.standing_of(terms.groups)[0])
+        limited = any(limit.devices is not None or limit.gpu_hours is not None for limit in limits)
+        return self.line.empty and not limited
+
+    def _sync(self) -> Look:
+        look: Look = self.look()
+        now = self.clock()
+        self.store.run(lambda connection: self.line.sync(connection, look, now))
+        return look
+
+    def _decide(self) -> Decision:
+        """What the scheduler says now; nobody starts while granting is paused."""
+        self._sync()
+        if closures.GRANTING in self.line.closed or self.line.empty:
+            return Decision()
+        return self.line.scheduler.decide(_seconds(self.clock()), self.line.supply.free)
+
+    def _now_or_never(self, probe: Ticket, acquire: Callable[[], Lease]) -> Lease:
+        """A lease if the scheduler lets this request go before those who wait."""
+        self._sync()
+        waiting = self.line.waiting(probe)
+        self.line.scheduler.submit(waiting)
+        try:
+            decision = self.line.scheduler.decide(waiting.asked_at, self.line.supply.free)
+        finally:
+            self.line.scheduler.withdraw(probe.id)
+        if probe.id in decision.starts:
+            return acquire()
+        why = decision.held_back.get(probe.id)
+        others = len(self.line.tickets)
+        ahead = f"{others} {'server waits' if others == 1 else 'servers wait'} for a GPU before you"
+        sentence = f"{why or ahead}. Start without a GPU, or wait in line."
+        raise NoDeviceFree(sentence[0].upper() + sentence[1:], waiting=others)
+
+    def _enqueue(self, ticket: Ticket) -> Ticket:
+        server, request = ticket.server, ticket.request
+        look = self._sync()
+        self._must_fit(look, request)
+        with self.store.write() as connection:
+            if leases.open_of(connection, server):
+                raise ServerHasLease()
+            known = tickets.open_of(connection, server)
+            if known and (known.request, known.seconds) == (request, ticket.seconds):
+                if known.id not in self.line.tickets:
+                    self.line.add(known)
+                return known
+            if known:
+                why = "another request was made for the same server"
+                tickets.end(connection, known.id, ticket.created_at, "replaced", why)
+            self._must_be_allowed(connection, ticket)
+            ticket = self._at_the_end_if_twice(connection, ticket)
+            tickets.insert(connection, ticket)
+        if known:
+            self.line.drop(known.id)
+        self.line.add(ticket)
+        self.log.info("Ticket %s: %s waits for %d GPUs", ticket.id, server, request.devices)
+        return ticket
+
+    def _ticket(
+        self, server: ServerRef, request: Request, engine: str, account: str, terms: Terms
+    ) -> Ticket:
+        group, priority = self.standing_of(terms.groups)
+        return Ticket(
+            id=secrets.token_hex(8),
+            server=server,
+            request=request,
+            options=dict(terms.options),
+            engine=engine,
+            account=account or member_account(server.user),
+            group=group,
+            seconds=terms.seconds,
+            priority=priority,
+            created_at=self.clock().astimezone(timezone.utc),
+        )
+
+    def _must_fit(self, look: Look, request: Request) -> None:
+        """Raises TooMuchAsked when waiting would not help."""
+        try:
+            look.fleet.choose(request, frozenset())
+        except TooMuchAsked:
+            raise
+        except NoDeviceFree:
+            pass  # it would fit, were it not for what runs there now
+
+    def _must_be_allowed(self, connection: sa.Connection, ticket: Ticket) -> None:
+        """Raises TooManyTickets or NoCredits: better at once than when the turn has come."""
+        payer = self._open_account(connection, ticket.account, ticket.created_at)
+        rate = self._least_rate(ticket.request)
+        hold = rules.hold_for(rate, timedelta(minutes=self.hold_minutes))
+        self._check_credits(payer, hold, rate)
+        limits = self.limits_of(ticket.group)
+        mine = sum(t.server.user == ticket.server.user for t in self.line.tickets.values())
+        groups = sum(t.group == ticket.group for t in self.line.tickets.values())
+        for count, limit in zip((mine, groups), limits, strict=True):
+            if limit.tickets is not None and count >= limit.tickets:
+                raise TooManyTickets(count=count, most=limit.tickets)
+
+    def _least_rate(self, request: Request) -> int:
+        """What the request costs an hour on the cheapest devices that fit."""
+        kinds = self.line.kinds(request)
+        models = {d.model for d in self.line.supply.fleet.devices if kind_of(d) in kinds}
+        rates = (self.rates.lease_rate([model] * request.devices) for model in models)
+        return min(rates, default=0)
+
+    def _at_the_end_if_twice(self, connection: sa.Connection, ticket: Ticket) -> Ticket:
+        if history.no_shows_in_a_row(connection, ticket.server.user) < 2:
+            return ticket
+        return replace(ticket, last=True)
+
+    def _kept_for_others(self, ticket: Ticket) -> frozenset[Place]:
+        """Devices of other kinds than the one that the scheduler means for the ticket."""
+        decision = self._decide()
+        kind = decision.on.get(ticket.id)
+        fleet = self.line.supply.fleet
+        closed = {Place(uuid) for uuid in self.line.closed if uuid in fleet.by_uuid}
+        if kind is None:
+            return frozenset(closed)
+        return frozenset(closed | {Place(d.uuid) for d in fleet.devices if kind_of(d) != kind})
+
+    def _stand(self, ranked: list[Ranked], decision: Decision) -> dict[str, Standing]:
+        found = {}
+        paused = self.line.closed.get(closures.GRANTING)
+        for each in ranked:
+            ticket = self.line.tickets[each.id]
+            why = waits_for(ticket.request, self.line.free_for(ticket.request))
+            if paused:
+                why = f"the GPUs to be given out again ({paused.reason or 'maintenance'})"
+            elif each.id in decision.held_back:
+                why += f" ({decision.held_back[each.id]})"
+            planned = decision.planned.get(each.id)
+            found[each.id] = Standing(
+                place=each.place,
+                of=len(ranked),
+                why=why,
+                estimate=None,
+                planned=datetime.fromtimestamp(planned, timezone.utc) if planned else None,
+            )
+        return found
+
+
+def _ticket_ended(ticket: Ticket, reason: str, now: datetime) -> Notice:
+    return Notice(
+        key=f"ticket_ended:{ticket.id}",
+        user=ticket.server.user,
+        kind=NoticeKind.TICKET_ENDED,
+        title="Your place in line is gone",
+        body=f"{reason.rstrip('.')}. Start the server again to get a new place.",
+        at=now,
+    )
+
+
+def _seconds(at: datetime) -> float:
+    return at.timestamp()
