@@ -244,6 +244,8 @@ class NoticeKind(str, Enum):
     """Your server was stopped, and why."""
     CREDITS_LOW = "credits_low"
     """Your credits run low."""
+    TEST = "test"
+    """A message that the member asked for, to try the channels; nothing to choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
