@@ -14,41 +14,29 @@ from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any, TypeVar
 
-import sqlalchemy as sa
-
 from .. import reconcile
 from ..devices.base import DeviceSource, open_source
-from ..errors import ConfigError, NoCredits, NoDeviceFree, ServerHasLease, UnknownLease
+from ..errors import UnknownLease
 from ..ledger import rules
 from ..ledger.entries import Transfer
 from ..ledger.pricing import RateCard
 from ..model import (
     Account,
-    Device,
     Lease,
-    LeasedDevice,
     LeaseState,
-    Place,
-    Request,
     ServerRef,
     Sighting,
-    format_credits,
     member_account,
-    model_matches,
-    parse_credits,
 )
 from ..store import Store, book, leases
+from ..store.granter import Granter
 from . import view
-from .reads import Reads
-from .settings import BrokerSettings
+from .admin import Admin
+from .grants import Grants
+from .line import Line
 from .watch import Look, Watch
 
 T = TypeVar("T")
-
-
-STOPPING = timedelta(minutes=2)
-"""What it takes beyond the grace: a round of the accounting service to notice that an account
-is dry, and one to stop its servers."""
 
 
 def utcnow() -> datetime:
@@ -56,7 +44,7 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Reads, BrokerSettings):
+class Broker(Grants, Admin):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:
@@ -65,6 +53,8 @@ class Broker(Reads, BrokerSettings):
         self.rates = RateCard.from_config(self.gpu_rates)
         self.store = Store.open(self.database_url)
         self.watch = Watch(self.source(), self.store, timedelta(seconds=self.refresh_seconds))
+        self.line = Line(self.make_scheduler())
+        self.granter = Granter(self.store)
 
     def source(self) -> DeviceSource:
         """The device source that ``device_source`` names."""
@@ -97,65 +87,7 @@ class Broker(Reads, BrokerSettings):
             cuda_version=look.inventory.cuda_version,
         )
 
-    # From grant to release.
-
-    def acquire(
-        self, server: ServerRef, request: Request, *, engine: str, account: str = ""
-    ) -> Lease:
-        """Grant devices to a server, hold credits, and write it all down. Then, not before,
-        may the engine create anything.
-
-        ``account`` pays; the default is the member's own. Raises NoDeviceFree, TooMuchAsked,
-        NoCredits, ServerHasLease or StoreUnavailable; then nothing was written.
-        """
-        grant = partial(self._grant, server, request, engine, account)
-        try:
-            return grant(self.look())
-        except NoDeviceFree as error:
-            # A process of the last server may have ended since the last look.
-            if not error.fields.get("occupied"):
-                raise self._with_end(error, request) from None
-        try:
-            return grant(self.look(fresh=True))
-        except NoDeviceFree as error:
-            raise self._with_end(error, request) from None
-
-    def _grant(
-        self, server: ServerRef, request: Request, engine: str, account: str, look: Look
-    ) -> Lease:
-        now = self.clock()
-        account = account or member_account(server.user)
-        if request.devices and look.inventory.error and not look.devices:
-            # Nothing was ever seen: that is not to have no GPU.
-            raise NoDeviceFree(
-                f"The GPUs cannot be seen just now, so none is given out: {look.inventory.error}",
-                unknown=0,
-            )
-        with self.store.write() as connection:
-            if leases.open_of(connection, server):
-                raise ServerHasLease()
-            places: tuple[Place, ...] = ()
-            if request.devices:
-                places = look.fleet.choose(request, leases.places_taken(connection))
-            devices = tuple(_leased(place, look.fleet.by_uuid[place.uuid]) for place in places)
-            rate = self.rates.lease_rate(device.model for device in devices)
-            payer = self._open_account(connection, account, now)
-            hold = rules.hold_for(rate, timedelta(minutes=self.hold_minutes))
-            self._check_credits(payer, hold, rate)
-            lease = Lease(
-                id=secrets.token_hex(8),
-                server=server,
-                account=account,
-                environment=request.environment,
-                devices=devices,
-                rate=rate,
-                hold=hold,
-                engine=engine,
-                granted_at=now,
-            )
-            leases.insert(connection, lease)
-        self.log.info("Lease %s: %s got %s", lease.id, server, lease.uuids or "no device")
-        return lease
+    # From confirmation to release.
 
     def confirm(self, lease_id: str, engine_ref: str = "") -> Lease:
         """The server answered: charges run from now. Doing it twice changes nothing."""
@@ -196,7 +128,8 @@ class Broker(Reads, BrokerSettings):
             last_proof = lease.seen_at or lease.started_at or lease.granted_at
             end = min(max(ended_at or last_proof, lease.started_at or lease.granted_at), now)
             end = end.astimezone(timezone.utc)
-            due = rules.settlement(lease, end, failed)
+            # A server that nobody came to costs nothing, like one that did not start.
+            due = rules.settlement(lease, end, failed or lease.outcome == "no_show")
             if transfer := rules.settle(lease, due, end):
                 book.post(connection, transfer)
             charged = lease.charged + due
@@ -285,54 +218,6 @@ class Broker(Reads, BrokerSettings):
 
     # Steps of the above.
 
-    def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:
-        """The account, opened with the opening grant if it is a member's and not there yet."""
-        if found := book.find(connection, name):
-            return found
-        book.open_account(connection, name, now)
-        if name.startswith("member:"):
-            try:
-                amount = parse_credits(self.opening_grant)
-            except ValueError as error:
-                raise ConfigError(what=f"Broker.opening_grant: {error}") from None
-            if transfer := rules.opening_grant(name, amount, at=now, actor="gpuspawner"):
-                book.post(connection, transfer)
-        return book.account(connection, name)
-
-    def _check_credits(self, account: Account, hold: int, rate: int) -> None:
-        if rules.can_afford(account.available, hold):
-            return
-        set_aside = ""
-        if account.held:
-            set_aside = f" ({format_credits(account.held)} more are set aside for running servers)"
-        raise NoCredits(
-            f"Your balance of {format_credits(account.available)} credits{set_aside} does not "
-            f"cover this: it costs {format_credits(rate)} credits an hour, and the first "
-            f"{self.hold_minutes:g} minutes ({format_credits(-(-hold // 10_000) * 10_000)}) must "
-            f"be there at the start. {self.credits_help} You can start without a GPU: that is "
-            "free.",
-            balance=account.available,
-            hold=hold,
-        )
-
-    def _with_end(self, error: NoDeviceFree, request: Request) -> NoDeviceFree:
-        """The refusal with when devices come back at the latest, and what to do now."""
-        now = self.clock()
-        running = self.open_leases()
-        accounts = {account.name: account for account in self.accounts()}
-        grace = timedelta(seconds=self.grace_seconds) + STOPPING
-        ends = view.latest_ends(running, accounts, grace, now)
-        fitting = [
-            ends[lease.id]
-            for lease in running
-            for device in lease.devices
-            if lease.id in ends and _fits(device, request)
-        ]
-        promise = view.free_by(fitting, request.devices, now)
-        sentence = error.message.rstrip(".") + (f" ({promise})" if promise else "")
-        advice = "Start without a GPU, or try again."
-        return NoDeviceFree(f"{sentence}. {advice}", **error.fields)
-
     def _is_ours(self, sighting: Sighting) -> bool:
         try:
             self.lease(sighting.lease_id)
@@ -345,20 +230,3 @@ class Broker(Reads, BrokerSettings):
             with self.store.write() as connection:
                 for lease_id in lease_ids:
                     leases.update(connection, lease_id, seen_at=now)
-
-
-def _leased(place: Place, device: Device) -> LeasedDevice:
-    return LeasedDevice(
-        uuid=place.uuid,
-        slot=place.slot,
-        index=device.index,
-        model=device.model,
-        memory_bytes=device.memory_bytes,
-    )
-
-
-def _fits(device: LeasedDevice, request: Request) -> bool:
-    wanted = [request.models, (request.model,) if request.model else ()]
-    return device.memory_bytes >= request.memory_bytes and all(
-        any(model_matches(model, device.model) for model in models) for models in wanted if models
-    )

@@ -332,5 +332,21 @@ def _ticket_ended(ticket: Ticket, reason: str, now: datetime) -> Notice:
     )
 
 
+def your_turn(ticket: Ticket, lease: Lease, now: datetime) -> Notice:
+    """What a member is told when the devices that they waited for are theirs."""
+    body = "The GPU that you waited for is yours, and your server starts."
+    if lease.claim_seconds:
+        minutes = lease.claim_seconds / 60
+        body += f" Connect to it within {minutes:g} minutes of its start, else it stops again."
+    return Notice(
+        key=f"turn:{ticket.id}",
+        user=ticket.server.user,
+        kind=NoticeKind.TURN,
+        title="It is your turn",
+        body=body,
+        at=now,
+    )
+
+
 def _seconds(at: datetime) -> float:
     return at.timestamp()

@@ -14,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from ..errors import NoDeviceFree, ServerHasLease, UnknownLease
 from ..model import Lease, LeasedDevice, LeaseState, Place, ServerRef
 from .prepared import Prepared
-from .schema import OPEN_LEASE, OPEN_PLACE, lease_places, leases
+from .schema import OPEN_LEASE, OPEN_PLACE, closures, lease_places, leases
 
 _LEASE_FIELDS = tuple(n for n in Lease.__dataclass_fields__ if n not in ("server", "devices"))
 _PLACE_FIELDS = tuple(LeasedDevice.__dataclass_fields__)
@@ -25,13 +25,13 @@ _AT_PLACE = 2 + len(_LEASE_FIELDS)
 _left = leases.c.hold - leases.c.charged
 # As one text and not as rows: a grant reads it, and hundreds of new objects each time make
 # Python collect garbage more often, with the hub standing still meanwhile.
-_PLACES = Prepared(
+_place_texts = sa.union_all(
     sa.select(
-        sa.func.aggregate_strings(
-            lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text), " "
-        )
-    ).where(OPEN_PLACE)
-)
+        (lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text)).label("place")
+    ).where(OPEN_PLACE),
+    sa.select((closures.c.subject + ":0").label("place")),
+).subquery()
+_PLACES = Prepared(sa.select(sa.func.aggregate_strings(_place_texts.c.place, " ")))
 _TAKEN = Prepared(
     sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(OPEN_PLACE)
 )
@@ -77,7 +77,7 @@ def taken(connection: sa.Connection) -> dict[Place, str]:
 
 
 def places_taken(connection: sa.Connection) -> frozenset[Place]:
-    """Every place under an open lease."""
+    """Every place under an open lease, and what is closed to new ones (``granting`` for all)."""
     ((text,),) = _PLACES.rows(connection)
     return frozenset(map(_place, text.split(" "))) if text else frozenset()
 
@@ -133,8 +133,13 @@ def of_account(connection: sa.Connection, account: str | None, limit: int = 50) 
     newest = sa.select(leases.c.id).order_by(leases.c.granted_at.desc(), leases.c.id).limit(limit)
     if account is not None:
         newest = newest.where(leases.c.account == account)
-    found = _leases(connection.execute(_LEASES.where(leases.c.id.in_(newest))))
+    found = where(connection, leases.c.id.in_(newest))
     return sorted(found, key=lambda lease: lease.granted_at, reverse=True)
+
+
+def where(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[Lease]:
+    """The leases of which the condition is true, oldest first."""
+    return _leases(connection.execute(_LEASES.where(condition)))
 
 
 def held(connection: sa.Connection, account: str) -> int:

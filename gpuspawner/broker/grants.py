@@ -1,0 +1,249 @@
+"""Granting: devices chosen, credits held and everything written, in one transaction."""
+
+from __future__ import annotations
+
+import secrets
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..errors import (
+    ConfigError,
+    GrantingPaused,
+    NoCredits,
+    NoDeviceFree,
+    ServerHasLease,
+    TicketEnded,
+)
+from ..ledger import rules
+from ..model import (
+    Account,
+    Device,
+    Lease,
+    LeasedDevice,
+    Place,
+    Request,
+    ServerRef,
+    Ticket,
+    format_credits,
+    member_account,
+    model_matches,
+    parse_credits,
+)
+from ..store import book, closures, leases, notices, tickets
+from ..store.closures import GRANTING
+from . import view
+from .queue import Queue, Terms, your_turn
+from .reads import Reads
+from .watch import Look
+
+PAUSED = Place(GRANTING)
+"""Taken while granting is paused."""
+
+STOPPING = timedelta(minutes=2)
+"""What it takes beyond the grace: a round of the accounting service to notice that an account
+is dry, and one to stop its servers."""
+
+
+class Grants(Queue, Reads):
+    """The part of the broker that gives devices out."""
+
+    def acquire(
+        self,
+        server: ServerRef,
+        request: Request,
+        *,
+        engine: str,
+        account: str = "",
+        terms: Terms | None = None,
+    ) -> Lease:
+        """Grant devices to a server, hold credits, and write it all down. Then, not before,
+        may the engine create anything.
+
+        Now or never, whoever waits: :meth:`ask` is the way for members. ``account`` pays; the
+        default is the member's own. Raises NoDeviceFree, TooMuchAsked, NoCredits,
+        GrantingPaused, ServerHasLease or StoreUnavailable; then nothing was written.
+        """
+        terms = terms or Terms()
+        account = account or member_account(server.user)
+        grant = partial(
+            self._grant,
+            server,
+            request,
+            engine=engine,
+            account=account,
+            group=self.standing_of(terms.groups)[0] if terms.groups else "",
+            seconds=terms.seconds if request.devices else None,
+        )
+        try:
+            return grant(self.look())
+        except NoDeviceFree as error:
+            # A process of the last server may have ended since the last look.
+            if not error.fields.get("occupied"):
+                raise self._with_end(error, request) from None
+        try:
+            return grant(self.look(fresh=True))
+        except NoDeviceFree as error:
+            raise self._with_end(error, request) from None
+
+    def _grant(
+        self, server: ServerRef, request: Request, look: Look, *, account: str, **terms: Any
+    ) -> Lease:
+        now = self.clock()
+        _must_be_seen(look, request)
+        with self.store.write() as connection:
+            lease = self._lease(connection, server, request, look, now, account=account, **terms)
+        self.log.info("Lease %s: %s got %s", lease.id, server, lease.uuids or "no device")
+        return lease
+
+    def _grant_ticket(self, ticket: Ticket, look: Look, kept: frozenset[Place]) -> Lease:
+        """A lease for a ticket that waits, and the ticket's end, in one transaction.
+
+        Nothing on the places ``kept`` for others. Raises TicketEnded if it waits no more.
+        """
+        now = self.clock()
+        _must_be_seen(look, ticket.request)
+        claim = round(60 * self.claim_minutes) or None
+        with self.store.write() as connection:
+            row = tickets.get(connection, ticket.id, lock=True)
+            if row.outcome:
+                raise TicketEnded(why=row.end_reason.rstrip("."))
+            lease = self._lease(
+                connection,
+                ticket.server,
+                ticket.request,
+                look,
+                now,
+                kept=kept,
+                account=ticket.account,
+                engine=ticket.engine,
+                group=ticket.group,
+                seconds=ticket.seconds,
+                ticket_id=ticket.id,
+                claim_seconds=claim,
+            )
+            tickets.end(connection, ticket.id, now, "granted", "its turn came", lease.id)
+            notices.add(connection, your_turn(ticket, lease, now))
+        waited = (now - ticket.created_at).total_seconds()
+        self.log.info("Lease %s: %s got %s after %d s", lease.id, lease.server, lease.uuids, waited)
+        return lease
+
+    def _lease(
+        self,
+        connection: sa.Connection,
+        server: ServerRef,
+        request: Request,
+        look: Look,
+        now: datetime,
+        *,
+        account: str,
+        kept: frozenset[Place] = frozenset(),
+        **terms: Any,
+    ) -> Lease:
+        """Choose the places, hold the credits and write the lease, in the caller's transaction."""
+        if leases.open_of(connection, server):
+            raise ServerHasLease()
+        places: tuple[Place, ...] = ()
+        if request.devices:
+            taken = leases.places_taken(connection)
+            if PAUSED in taken:
+                raise GrantingPaused(
+                    why=closures.load(connection)[GRANTING].reason or "maintenance"
+                )
+            places = look.fleet.choose(request, taken | kept if kept else taken)
+        devices = tuple(_leased(place, look.fleet.by_uuid[place.uuid]) for place in places)
+        rate = self.rates.lease_rate(device.model for device in devices)
+        payer = self._open_account(connection, account, now)
+        hold = rules.hold_for(rate, timedelta(minutes=self.hold_minutes))
+        self._check_credits(payer, hold, rate)
+        lease = Lease(
+            id=secrets.token_hex(8),
+            server=server,
+            account=account,
+            environment=request.environment,
+            devices=devices,
+            rate=rate,
+            hold=hold,
+            granted_at=now,
+            **terms,
+        )
+        leases.insert(connection, lease)
+        return lease
+
+    # Steps of the above.
+
+    def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:
+        """The account, opened with the opening grant if it is a member's and not there yet."""
+        if found := book.find(connection, name):
+            return found
+        book.open_account(connection, name, now)
+        if name.startswith("member:"):
+            try:
+                amount = parse_credits(self.opening_grant)
+            except ValueError as error:
+                raise ConfigError(what=f"Broker.opening_grant: {error}") from None
+            if transfer := rules.opening_grant(name, amount, at=now, actor="gpuspawner"):
+                book.post(connection, transfer)
+        return book.account(connection, name)
+
+    def _check_credits(self, account: Account, hold: int, rate: int) -> None:
+        if rules.can_afford(account.available, hold):
+            return
+        set_aside = ""
+        if account.held:
+            set_aside = f" ({format_credits(account.held)} more are set aside for running servers)"
+        raise NoCredits(
+            f"Your balance of {format_credits(account.available)} credits{set_aside} does not "
+            f"cover this: it costs {format_credits(rate)} credits an hour, and the first "
+            f"{self.hold_minutes:g} minutes ({format_credits(-(-hold // 10_000) * 10_000)}) must "
+            f"be there at the start. {self.credits_help} You can start without a GPU: that is "
+            "free.",
+            balance=account.available,
+            hold=hold,
+        )
+
+    def _with_end(self, error: NoDeviceFree, request: Request) -> NoDeviceFree:
+        """The refusal with when devices come back at the latest, and what to do now."""
+        now = self.clock()
+        running = self.open_leases()
+        accounts = {account.name: account for account in self.accounts()}
+        grace = timedelta(seconds=self.grace_seconds) + STOPPING
+        ends = view.latest_ends(running, accounts, grace, now)
+        fitting = [
+            ends[lease.id]
+            for lease in running
+            for device in lease.devices
+            if lease.id in ends and _fits(device, request)
+        ]
+        promise = view.free_by(fitting, request.devices, now)
+        sentence = error.message.rstrip(".") + (f" ({promise})" if promise else "")
+        advice = "Start without a GPU, or try again."
+        return NoDeviceFree(f"{sentence}. {advice}", **error.fields)
+
+
+def _must_be_seen(look: Look, request: Request) -> None:
+    """Raises NoDeviceFree when nothing was ever seen: that is not to have no GPU."""
+    if request.devices and look.inventory.error and not look.devices:
+        raise NoDeviceFree(
+            f"The GPUs cannot be seen just now, so none is given out: {look.inventory.error}",
+            unknown=0,
+        )
+
+
+def _leased(place: Place, device: Device) -> LeasedDevice:
+    return LeasedDevice(
+        uuid=place.uuid,
+        slot=place.slot,
+        index=device.index,
+        model=device.model,
+        memory_bytes=device.memory_bytes,
+    )
+
+
+def _fits(device: LeasedDevice, request: Request) -> bool:
+    wanted = [request.models, (request.model,) if request.model else ()]
+    return device.memory_bytes >= request.memory_bytes and all(
+        any(model_matches(model, device.model) for model in models) for models in wanted if models
+    )
