@@ -93,6 +93,13 @@ class TicketEnded(Refused):
     status_code = 409
 
 
+class MemberRenamed(Refused):
+    """Your name was changed while you waited in line. Start the server again."""
+
+    reason = "member_renamed"
+    status_code = 409
+
+
 class TooManyTickets(Refused):
     """You wait in line {count} times already, and {most} is the most. Stop one of them first."""
 

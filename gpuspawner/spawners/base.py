@@ -14,6 +14,7 @@ from jupyterhub.traitlets import Callable
 from traitlets import Any as AnyTrait
 from traitlets import Integer, Unicode, Union, default
 
+from ..broker import Terms
 from ..broker.view import ModelCount, Overview
 from ..catalog import Catalog, DeviceLimits, Environment, load
 from ..errors import GPUSpawnerError, InvalidRequest, UnknownAccount
@@ -158,6 +159,14 @@ class GPUSpawnerBase(Spawner):
                 "The image comes with the environment: choose that instead.", field="image"
             )
         return environment, options.resolve(choice, environment, self.most_gpus())
+
+    def terms(self, environment: Environment) -> Terms:
+        """On which terms this start asks for its devices."""
+        return Terms(
+            groups=self.group_names,
+            options=dict(self.user_options or {}),
+            wait=True,
+        )
 
     # The form.
 

@@ -17,19 +17,16 @@ LOOK = 2.0
 """Seconds between two looks at the Hub's records."""
 
 
-async def watch(spawner: GPUSpawnerMixin, lease_id: str) -> None:
+async def watch(spawner: GPUSpawnerMixin) -> None:
     """Write down that the member connected, or order the stop when the time for it is over."""
-    while True:
-        lease = spawner.lease
-        if lease is None or lease.id != lease_id or lease.claim_by is None:
-            return
-        broker = spawner.broker
+    broker = spawner.broker
+    while (lease := spawner.lease) is not None and lease.claim_by is not None:
         try:
             if connected(spawner, lease.started_at or lease.granted_at):
-                spawner.lease = await broker.run(broker.claim, lease_id)
+                spawner.lease = await broker.run(broker.claim, lease.id)
                 return
             if broker.clock() >= lease.claim_by:
-                await broker.run(broker.no_show, lease_id)
+                await broker.run(broker.no_show, lease.id)
                 spawner.log.warning("%s: nobody connected in time", spawner._log_name)
                 return
         except GPUSpawnerError as error:

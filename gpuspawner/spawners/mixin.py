@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from datetime import datetime
-from functools import partial
 from typing import Any
 from urllib.parse import urlparse
 
@@ -27,43 +27,32 @@ from jupyterhub.utils import (
     make_ssl_context,
     maybe_future,
 )
-from traitlets import Any as AnyTrait
-from traitlets import default
 
-from ..broker import Broker
 from ..catalog import Environment
 from ..engines import Engine
-from ..errors import GPUSpawnerError, ServerHasLease, StartFailed
-from ..model import Lease, LeaseState, Request, ServerRef, format_credits
+from ..errors import GPUSpawnerError, StartFailed
+from ..model import Lease, LeaseState, format_credits
+from . import claims
+from .acquiring import Acquiring
 from .answering import answers
-from .base import GPUSpawnerBase, spawn_exception
+from .base import spawn_exception
 from .gone import Proof
 from .progress import Progress
 from .recovery import recovered
 
 
-class GPUSpawnerMixin(GPUSpawnerBase):
+class GPUSpawnerMixin(Acquiring):
     """Put before a Spawner class: its servers then hold leases.
 
     An engine adds :meth:`engine`, :meth:`prove_gone` and how a lease reaches a server.
     """
 
-    broker = AnyTrait(help="The broker; shared by all spawners of a hub through its settings.")
-
-    @default("broker")
-    def _default_broker(self) -> Broker:
-        return self.shared("gpuspawner_broker", lambda: Broker(config=self.config))
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.lease: Lease | None = None
-        self.lease_id = ""
         self.seen_alive_at: datetime | None = None
         self.stopped_at: datetime | None = None
-        self.touched = True
-        """Whether the engine was asked to create anything since the last acquire."""
-        self.said = Progress()
-        self._acquiring: asyncio.Future[Lease] | None = None
+        self._claim: asyncio.Task[None] | None = None
+        self._looked_up = False
 
     # What an engine says.
 
@@ -79,24 +68,6 @@ class GPUSpawnerMixin(GPUSpawnerBase):
         """Why a server that started is not there any more, in words; for log and member."""
         return ""
 
-    # Shared by all spawners of this hub.
-
-    @property
-    def hub_settings(self) -> MutableMapping[str, Any]:
-        settings: MutableMapping[str, Any] = self.user.settings
-        return settings
-
-    def shared(self, key: str, make: Any) -> Any:
-        """One object a hub, made by whoever needs it first."""
-        if key not in self.hub_settings:
-            self.hub_settings[key] = make()
-        return self.hub_settings[key]
-
-    @property
-    def server_ref(self) -> ServerRef:
-        """This server, as the store names it."""
-        return ServerRef(self.user.name, self.name or "")
-
     # 1. Acquire.
 
     def run_pre_spawn_hook(self) -> Any:
@@ -110,51 +81,12 @@ class GPUSpawnerMixin(GPUSpawnerBase):
             environment, request = self.resolve_options()
             self.apply_environment(environment)
             await recovered(self)
-            self.lease = await self._acquire(request)
+            self.lease = await self._acquire(request, self.terms(environment))
         except GPUSpawnerError as error:
             raise spawn_exception(error) from error
         self.lease_id = self.lease.id
         self.said.say(_what_you_got(self.lease), 10)
         await maybe_future(super().run_pre_spawn_hook())
-
-    async def _acquire(self, request: Request) -> Lease:
-        try:
-            return await self._grant(request)
-        except ServerHasLease:
-            await self._settle_previous()
-        return await self._grant(request)
-
-    async def _grant(self, request: Request) -> Lease:
-        work = self.broker.run(
-            self.broker.acquire, self.server_ref, request, engine=self.engine_name
-        )
-        self._acquiring = asyncio.ensure_future(work)
-        # The transaction ends even if this spawn is cancelled: what it granted is then
-        # released by whoever comes first, the hook after the stop or this callback.
-        try:
-            lease = await asyncio.shield(self._acquiring)
-        except asyncio.CancelledError:
-            self._acquiring.add_done_callback(self._give_back)
-            raise
-        self.touched = False
-        return lease
-
-    def _give_back(self, acquired: asyncio.Future[Lease]) -> None:
-        if acquired.cancelled() or acquired.exception():
-            return
-        lease = acquired.result()
-        give_back = partial(self.broker.release, lease.id, reason="the start was cancelled")
-        self.broker.store.executor.submit(give_back)
-
-    async def _settle_previous(self) -> None:
-        """End what an earlier start of this very server left behind."""
-        self.lease = await self.broker.run(self.broker.lease_of, self.server_ref)
-        if self.lease is None:
-            return
-        self.log.warning("%s still has lease %s: settling it", self._log_name, self.lease.id)
-        await self._release("left over from an earlier start")
-        if self.lease is not None:
-            raise ServerHasLease()
 
     async def end_leftover(self) -> None:
         """End a server that the Hub believes stopped. The engine overrides it."""
@@ -184,7 +116,30 @@ class GPUSpawnerMixin(GPUSpawnerBase):
             raise spawn_exception(await self._too_slow()) from None
         self.seen_alive_at = self.broker.clock()
         self.said.say("The server answers", 95)
+        self.watch_claim()
         return url
+
+    async def poll(self) -> Any:
+        """As the engine says; a server whose member has yet to come is watched meanwhile."""
+        status = await super().poll()
+        if status is None:
+            await self._remember()
+            self.watch_claim()
+        return status
+
+    async def _remember(self) -> None:
+        """The lease of a server that ran before this hub did; once, it is in the store."""
+        if self.lease is not None or not self.lease_id or self._looked_up:
+            return
+        with suppress(GPUSpawnerError):  # the next poll asks again
+            self.lease = await self.broker.run(self.broker.lease_of, self.server_ref)
+            self._looked_up = True
+
+    def watch_claim(self) -> None:
+        """See to it that the member of a server from the queue comes in time."""
+        waits = self.lease is not None and self.lease.claim_by is not None
+        if waits and (self._claim is None or self._claim.done()):
+            self._claim = asyncio.ensure_future(claims.watch(self))
 
     async def _too_slow(self) -> StartFailed:
         """What to say of a start that ``start_timeout`` ended; JupyterHub would say nothing."""
@@ -255,6 +210,7 @@ class GPUSpawnerMixin(GPUSpawnerBase):
 
     async def _release_then_hook(self) -> None:
         try:
+            await self._leave_line()
             await self._release("stopped")
         except GPUSpawnerError as error:
             self.log.error(
@@ -290,6 +246,7 @@ class GPUSpawnerMixin(GPUSpawnerBase):
             self.broker.release, self.lease_id, ended_at=ended, reason=proof.detail or reason
         )
         self.lease, self.lease_id, self.seen_alive_at = None, "", None
+        self.queueing.kick()
         return True
 
     # State and environment.

@@ -11,30 +11,41 @@ class Progress:
     """Messages of one spawn. Written and read on the event loop."""
 
     def __init__(self) -> None:
-        self._events: list[dict[str, Any]] = []
+        self._events: list[tuple[int, bool, dict[str, Any]]] = []
+        """Number, whether it can be replaced, and what the page gets."""
         self._more = asyncio.Event()
+        self._number = 0
         self._last = 0
 
-    def say(self, message: str, percent: int | None = None) -> None:
-        """Add a message; the bar never goes back."""
+    def say(self, message: str, percent: int | None = None, *, replaces: bool = False) -> None:
+        """Add a message; the bar never goes back.
+
+        One that ``replaces`` takes the place of the last such one: who waits for hours and
+        comes back reads the newest place in line, and not all that there were.
+        """
         self._last = max(self._last, percent or 0)
-        if self._events and self._events[-1]["message"] == message:
+        if self.last == message:
             return
-        self._events.append({"progress": self._last, "message": message})
+        if replaces and self._events and self._events[-1][1]:
+            self._events.pop()
+        self._number += 1
+        self._events.append((self._number, replaces, {"progress": self._last, "message": message}))
         self._more.set()
         self._more = asyncio.Event()
 
     @property
     def last(self) -> str:
         """The newest message."""
-        return str(self._events[-1]["message"]) if self._events else "nothing yet"
+        return str(self._events[-1][2]["message"]) if self._events else "nothing yet"
 
     async def follow(self) -> AsyncIterator[dict[str, Any]]:
         """Every message so far and those to come; ends when the reader goes away."""
         seen = 0
         while True:
             more = self._more
-            while seen < len(self._events):
-                yield self._events[seen]
-                seen += 1
-            await more.wait()
+            for number, _, event in list(self._events):
+                if number > seen:
+                    seen = number
+                    yield event
+            if more is self._more:
+                await more.wait()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jupyterhub import orm
 
 from ..engines import DockerEngine, Engine, LocalEngine
-from ..errors import EngineUnavailable, NotReconciled
+from ..errors import AnotherHubGrants, EngineUnavailable, NotReconciled
 from ..model import Lease, ServerRef, Sighting
 from ..reconcile import HubState, Remove
 
@@ -34,6 +34,8 @@ async def recovered(spawner: GPUSpawnerMixin) -> None:
 
 async def _recover(spawner: GPUSpawnerMixin) -> None:
     broker = spawner.broker
+    if not await broker.run(broker.granter.take):
+        raise AnotherHubGrants()
     engines = _engines(spawner)
     # Twice at most: what the first look removes, the second one settles.
     for _ in range(2):

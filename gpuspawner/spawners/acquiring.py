@@ -1,0 +1,144 @@
+"""How a spawn gets its lease: at once, or in line when its turn has come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import MutableMapping
+from functools import partial
+from typing import Any
+
+from traitlets import Any as AnyTrait
+from traitlets import default
+
+from ..broker import Broker, Terms
+from ..errors import MemberRenamed, ServerHasLease, TicketEnded
+from ..model import Lease, Request, ServerRef, Ticket
+from .base import GPUSpawnerBase
+from .progress import Progress
+from .queueing import Queueing
+
+
+class Acquiring(GPUSpawnerBase):
+    """The part of the mixin that asks the broker. Use :class:`GPUSpawnerMixin`, not this."""
+
+    broker = AnyTrait(help="The broker; shared by all spawners of a hub through its settings.")
+
+    @default("broker")
+    def _default_broker(self) -> Broker:
+        return self.shared("gpuspawner_broker", lambda: Broker(config=self.config))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lease: Lease | None = None
+        self.lease_id = ""
+        self.touched = True
+        """Whether the engine was asked to create anything since the last acquire."""
+        self.said = Progress()
+        self._acquiring: asyncio.Future[Lease | Ticket] | None = None
+        self._left_ticket = ""
+        """The ticket of a wait that was cancelled; whoever stops the server ends it."""
+
+    async def _release(self, reason: str) -> bool:
+        """Release the lease once the server is proved gone. Whether it was."""
+        raise NotImplementedError
+
+    # Shared by all spawners of this hub.
+
+    @property
+    def hub_settings(self) -> MutableMapping[str, Any]:
+        settings: MutableMapping[str, Any] = self.user.settings
+        return settings
+
+    def shared(self, key: str, make: Any) -> Any:
+        """One object a hub, made by whoever needs it first."""
+        if key not in self.hub_settings:
+            self.hub_settings[key] = make()
+        return self.hub_settings[key]
+
+    @property
+    def queueing(self) -> Queueing:
+        """Where the spawns of this hub wait."""
+        found: Queueing = self.shared(
+            "gpuspawner_queueing", lambda: Queueing(self.broker, self.log)
+        )
+        return found
+
+    @property
+    def server_ref(self) -> ServerRef:
+        """This server, as the store names it."""
+        return ServerRef(self.user.name, self.name or "")
+
+    async def _acquire(self, request: Request, terms: Terms) -> Lease:
+        try:
+            return await self._grant(request, terms)
+        except ServerHasLease:
+            await self._settle_previous()
+        return await self._grant(request, terms)
+
+    async def _grant(self, request: Request, terms: Terms) -> Lease:
+        """The lease, at once or when the turn has come."""
+        self._left_ticket = ""
+        work = self.broker.run(
+            self.broker.ask, self.server_ref, request, engine=self.engine_name, terms=terms
+        )
+        self._acquiring = asyncio.ensure_future(work)
+        # The transaction ends even if this spawn is cancelled: what it granted is then
+        # released by whoever comes first, the hook after the stop or this callback.
+        try:
+            got = await asyncio.shield(self._acquiring)
+        except asyncio.CancelledError:
+            self._acquiring.add_done_callback(self._give_back)
+            raise
+        lease = await self._wait_in_line(got) if isinstance(got, Ticket) else got
+        self.touched = False
+        return lease
+
+    def _give_back(self, acquired: asyncio.Future[Lease | Ticket]) -> None:
+        if acquired.cancelled() or acquired.exception():
+            return
+        got = acquired.result()
+        if isinstance(got, Ticket):
+            self._left_ticket = got.id
+            return
+        give_back = partial(self.broker.release, got.id, reason="the start was cancelled")
+        self.broker.store.executor.submit(give_back)
+
+    async def _wait_in_line(self, ticket: Ticket) -> Lease:
+        """Wait for the turn, with place and estimate on the pending page."""
+
+        def still_allowed() -> None:
+            if self.server_ref != ticket.server:
+                raise MemberRenamed()
+            environment, request = self.resolve_options()
+            self.apply_environment(environment)
+            if request != ticket.request:
+                raise TicketEnded(why="what you asked for is not what you may have any more")
+
+        def tell(sentence: str) -> None:
+            self.said.say(sentence, 5, replaces=True)
+
+        try:
+            return await self.queueing.wait(ticket, still_allowed, tell)
+        except asyncio.CancelledError:
+            # By the member's stop, which ends the ticket, or by a hub that shuts down, which
+            # does not: the next one goes on with it.
+            self._left_ticket = ticket.id
+            raise
+
+    async def _leave_line(self) -> None:
+        """The member stopped a start that waited in line: the place is given up."""
+        ticket, self._left_ticket = self._left_ticket, ""
+        if ticket:
+            end = self.broker.end_ticket
+            await self.broker.run(end, ticket, "cancelled", "the start was stopped", tell=False)
+            self.queueing.kick()
+
+    async def _settle_previous(self) -> None:
+        """End what an earlier start of this very server left behind."""
+        self.lease = await self.broker.run(self.broker.lease_of, self.server_ref)
+        if self.lease is None:
+            return
+        self.log.warning("%s still has lease %s: settling it", self._log_name, self.lease.id)
+        await self._release("left over from an earlier start")
+        if self.lease is not None:
+            raise ServerHasLease()
