@@ -5,9 +5,14 @@ be measured: the spawners start nothing, and the proxy is a dictionary. In turns
 the one spawner and a member of the other get a server and stop it again; the second spawner
 differs from the first by GPUSpawnerMixin alone, which leases one device to each server.
 
-* ``processor``: processor time of the hub's process for one spawn and stop, all threads;
-* ``event loop``: the part of it that the event loop's thread spends;
-* ``wall``: time until both requests are answered;
+* ``capacity``: time for one spawn and stop while eight members spawn and stop at once, without
+  a pause, so that the event loop is what all wait for. A hub has one: what takes the loop, or
+  Python's lock from it, in whatever thread, makes the hub serve fewer members, and shows here;
+  what runs beside it (the disk's flush, SQLite's own code) costs the hub nothing and does not.
+  This is what the target of 5% is about, and the event loop's own share of it;
+* ``event loop``: processor time of the event loop's thread for one spawn and stop, one at a time;
+* ``processor``: the same of the hub's whole process, whose other threads work beside the loop;
+* ``wall``: time until both requests are answered, one member at a time;
 * ``longest step``: how long the mixin's own code ever held the event loop at a stretch;
 * ``ticker``: how late a 1 ms ticker on an idle event loop is while leases are granted and
   released beside it without a pause, and while nothing happens: work in other threads holds
@@ -20,6 +25,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +38,11 @@ from tests.support.hub import HubProcess
 
 DEVICES = 1000
 LEASES = 500
-MEMBERS = 5
+MEMBERS = 8
 WARM_UP = 10
+CAPACITY_TURNS = 100
+LIVES = 2
+"""Spawns and stops of each member in a turn of ``capacity``."""
 TICKER_SECONDS = 1.0
 TICKER_TURNS = 20
 MOST_RATIO = 1.05
@@ -67,7 +76,8 @@ class Bench:
 
     def __init__(self, hub: HubProcess) -> None:
         self.hub = hub
-        self.members = Members(hub, connections=8)
+        self.members = Members(hub, connections=MEMBERS)
+        self.threads = ThreadPoolExecutor(MEMBERS)
         self.found: dict[str, dict[str, list[float]]] = {}
 
     def prepare(self, leases: int) -> None:
@@ -75,7 +85,7 @@ class Bench:
         held = [f"ours-held-{n}" for n in range(leases)]
         sides = ("ours", "plain", "timed")
         self.members.add(held + [f"{side}-{n}" for side in sides for n in range(MEMBERS)])
-        self.members.spawn_all(held, at_once=8)
+        self.members.spawn_all(held, at_once=MEMBERS)
 
     def spawn_and_stop(self, side: str, turn: int) -> None:
         """One turn of one side, measured."""
@@ -108,7 +118,34 @@ class Bench:
         for side in self.found.values():
             side["event loop"] = [seconds - asking for seconds in side["event loop"]]
         ours, plain = self.found["ours"], self.found["plain"]
-        return {what: pair(ours[what], plain[what]) for what in ours}
+        return {what: pair(ours[what], plain[what]) for what in ("event loop", "processor", "wall")}
+
+    def all_at_once(self, side: str) -> float:
+        """Seconds for one spawn and stop, when every member of a side does them at once."""
+
+        def live(name: str) -> None:
+            for _ in range(LIVES):
+                self.members.spawn(name)
+                self.members.stop(name)
+
+        began = time.perf_counter()
+        list(self.threads.map(live, [f"{side}-{number}" for number in range(MEMBERS)]))
+        return (time.perf_counter() - began) / (LIVES * MEMBERS)
+
+    def capacity(self, turns: int) -> tuple[Pair, float]:
+        """Both sides in turns, seconds; and which part of its time the stock hub's loop worked."""
+        found: dict[str, list[float]] = {"ours": [], "plain": []}
+        busy: list[float] = []
+
+        def turn(side: str) -> None:
+            worked = self.members.ask("clock")
+            found[side].append(self.all_at_once(side))
+            worked = (self.members.ask("clock") - worked) / (LIVES * MEMBERS)
+            if side == "plain":
+                busy.append(worked / found[side][-1])
+
+        in_turns(turns, lambda _: turn("ours"), lambda _: turn("plain"))
+        return pair(found["ours"], found["plain"]), statistics.median(busy)
 
     def steps(self, runs: int) -> list[float]:
         """Seconds for which our code held the event loop, step by step."""
@@ -152,6 +189,7 @@ def main() -> None:
             bench = Bench(hub)
             bench.prepare(args.leases)
             pairs = bench.compare(args.runs)
+            capacity, busy = bench.capacity(min(args.runs, CAPACITY_TURNS))
             steps = bench.steps(args.runs)
             ticks = bench.ticker(min(args.runs, TICKER_TURNS))
     columns = ("a spawn and a stop", "runs", "ours, ms", "stock hub, ms", "added, ms", "ratio")
@@ -159,7 +197,12 @@ def main() -> None:
     report.figure("devices", DEVICES)
     report.figure("open_leases", args.leases)
     report.figure("runs", args.runs)
-    add_pairs(report, pairs)
+    add_pairs(report, {"capacity": capacity, **pairs})
+    report.figure("capacity_loop_busy", busy)
+    report.notes.append(
+        f"capacity: {MEMBERS} at once, {LIVES} lives each a turn; the stock hub's event loop "
+        f"computes for {busy:.0%} of that time, and waits for its own database in the rest"
+    )
     add_blocking(report, steps, ticks)
     report.print(args.json)
 
@@ -175,7 +218,7 @@ def add_pairs(report: Report, pairs: dict[str, Pair]) -> None:
         report.figure(f"{name}_ours_ms", ours.median)
         report.figure(f"{name}_stock_ms", stock.median)
         report.figure(f"{name}_added_ms", added.median)
-        most = MOST_RATIO if what == "processor" else None
+        most = MOST_RATIO if what in ("capacity", "event loop") else None
         report.figure(f"{name}_ratio", both.ratios.median, most)
 
 
