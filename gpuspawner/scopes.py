@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-ACCOUNTING_SCOPES = ("list:users", "read:servers", "delete:servers")
-"""All that the accounting service may do: see which servers there are, and stop one."""
+ACCOUNTING_SCOPES = ("list:users", "servers")
+"""All that the accounting service may do: see which servers there are, stop one, and start again
+one that waited in line when the hub went down."""
 
 CULLER_SCOPES = ("list:users", "read:users:activity", "read:servers", "delete:servers")
 """All that the idle culler may do."""

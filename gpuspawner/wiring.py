@@ -6,11 +6,12 @@ The last lines of an admin's ``jupyterhub_config.py``::
     c.Broker.database_url = "sqlite:////srv/jupyterhub/gpuspawner.sqlite"
     import gpuspawner; gpuspawner.add_services(c)
 
-What the admin set before stays as it is. The services hear of the ``c.Broker`` and
-``c.Accounting`` settings through their environment: a command line can be read by every
-user of the machine, and a database URL may hold a password. JupyterHub keeps the
-environment of a service in its own database; who does not want the password there
-leaves it out of the URL and uses a PostgreSQL password file (``PGPASSFILE``).
+What the admin set before stays as it is. The services hear of the ``c.Broker``,
+``c.Accounting`` and ``c.Notifier`` settings through their environment: a command line can be
+read by every user of the machine, and a database URL may hold a password. JupyterHub keeps
+the environment of a service in its own database; who does not want the password there
+leaves it out of the URL and uses a PostgreSQL password file (``PGPASSFILE``), and writes
+``{file:/path}`` into the URL of a channel.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,9 @@ from .scopes import ACCOUNTING_SCOPES, CULLER_SCOPES
 from .store import default_url
 
 CULLER = "idle-culler"
+
+SECTIONS = ("Broker", "Accounting", "Notifier")
+"""What the service is told of the configuration."""
 
 PASSED_ON = ("HOME", "TZ", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_CONFIG")
 """Of the hub's environment, what a service needs to reach the engine and to tell local time.
@@ -49,10 +54,13 @@ def add_services(
 
     ``name`` is the service's place on the hub (``/services/gpu/``), ``url`` where it listens:
     a free port of this machine. Servers without activity for ``cull_idle_after`` seconds are
-    stopped. Call it after the ``c.Broker`` and ``c.Accounting`` settings, and once.
+    stopped. Call it after the settings of ``SECTIONS``, and once.
     """
     if cull_idle_after is not None and cull_idle_after <= 0:
         raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
+    if "concurrent_spawn_limit" not in c.JupyterHub:
+        # Who waits in line counts as a pending spawn: no limit, or the line is full at 100.
+        c.JupyterHub.concurrent_spawn_limit = 0
     _add_service(
         c,
         {
@@ -121,9 +129,15 @@ def _append(c: Config, setting: str, entry: dict[str, Any]) -> None:
 
 
 def _environment(c: Config) -> dict[str, str]:
-    settings = {section: _plain_section(c, section) for section in ("Broker", "Accounting")}
+    settings = {section: _plain_section(c, section) for section in SECTIONS}
     database = settings["Broker"].pop("database_url", None) or default_url()
-    kept = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith("PG")}
+    # The secrets of channels too, where their URLs name variables and not files.
+    named = set(re.findall(r"\{env:([^{}\s]+)\}", json.dumps(settings["Notifier"])))
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in PASSED_ON or name.startswith("PG") or name in named
+    }
     if host := _engine_url(c):
         kept["DOCKER_HOST"] = host
     return kept | {

@@ -1,13 +1,15 @@
 """The Hub's REST API, as far as the accounting service may use it.
 
-Scopes: ``list:users`` and ``read:servers`` to see which servers there are, ``delete:servers``
-to stop one. Nothing else.
+Scopes: ``list:users`` to see whose servers there are, ``servers`` to see, start and stop them.
+Nothing else: it starts only what a member asked for and waited for when the hub went down.
 """
 
 from __future__ import annotations
 
 import json
 import ssl
+from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -23,7 +25,19 @@ PAGE = 200
 TIMEOUT = 30.0
 """Seconds. Stopping a server answers after the Hub's ``slow_stop_timeout``, which is 10."""
 
+TAKEN_UP = 3.0
+"""Seconds that a start is waited for: the Hub goes on with it after nobody listens any more."""
+
 _PAGINATED = {"Accept": "application/jupyterhub-pagination+json"}
+
+
+class Started(Enum):
+    """What the Hub says of a start."""
+
+    YES = "yes"
+    """It is on its way, or was already."""
+    NO_MEMBER = "no member"
+    REFUSED = "refused"
 
 
 class Hub:
@@ -80,6 +94,37 @@ class Hub:
         response = await self._ask("DELETE", path, missing_is_answer=True)
         return response.code != 404
 
+    async def start_server(self, server: ServerRef, options: Mapping[str, Any]) -> Started:
+        """Ask for a server's start, as its member did."""
+        path = f"/users/{_quote(server.user)}/server"
+        if server.name:
+            path += f"s/{_quote(server.name)}"
+        request = HTTPRequest(
+            self.api_url + path,
+            method="POST",
+            headers={**self._headers, "Content-Type": "application/json"},
+            body=json.dumps(dict(options)),
+            request_timeout=TAKEN_UP,
+            connect_timeout=TAKEN_UP,
+            ssl_options=self._ssl,
+        )
+        try:
+            await AsyncHTTPClient().fetch(request)
+        except HTTPClientError as error:
+            if error.code == 599:  # our own patience ended
+                return Started.YES
+            if error.code == 404:
+                return Started.NO_MEMBER
+            if error.code == 400:
+                # It is pending or running already, unless the Hub refuses it for good.
+                return Started.YES if await self.server(server) else Started.REFUSED
+            if error.code in (403, 401):
+                raise _not_allowed("POST", path) from None
+            raise Unavailable(f"The Hub answered POST {path} with {error.code}.") from None
+        except (OSError, ValueError) as error:
+            raise Unavailable(f"The Hub at {self.api_url} does not answer ({error}).") from None
+        return Started.YES
+
     async def _ask(
         self,
         method: str,
@@ -102,11 +147,7 @@ class Hub:
             if error.code == 404 and missing_is_answer and error.response is not None:
                 return error.response
             if error.code == 403:
-                raise Unavailable(
-                    f"The Hub does not let this service {method} {path.partition('?')[0]}. "
-                    "Give it the scopes list:users, read:servers and delete:servers "
-                    "(gpuspawner.add_services does), and restart the Hub."
-                ) from None
+                raise _not_allowed(method, path) from None
             raise Unavailable(
                 f"The Hub answered {method} {path.partition('?')[0]} with {error.code} "
                 f"({error.message}). It is asked again at the next round."
@@ -130,6 +171,13 @@ def _json(response: HTTPResponse) -> Any:
         return json.loads(response.body)
     except ValueError as error:
         raise _strange_answer() from error
+
+
+def _not_allowed(method: str, path: str) -> Unavailable:
+    return Unavailable(
+        f"The Hub does not let this service {method} {path.partition('?')[0]}. Give it the scopes "
+        "list:users and servers (gpuspawner.add_services does), and restart the Hub."
+    )
 
 
 def _strange_answer() -> Unavailable:
