@@ -24,13 +24,17 @@ from ..broker import Broker
 from ..engines import DockerEngine, Engine, LocalEngine
 from ..errors import ConfigError, GPUSpawnerError, Unavailable
 from .hub import Hub
+from .notify import Notifier
 from .tick import Tick
+
+NOTICES_EVERY = 2.0
+"""Seconds between two looks for notices to send."""
 
 ENGINES: dict[str, Callable[[], Engine]] = {"docker": DockerEngine, "local": LocalEngine}
 
 
 class Accounting(Application):
-    """Charges, warns, stops what nobody pays for, reconciles, and serves the pages.
+    """Charges, warns, stops what nobody pays for, reconciles, tells members, serves the pages.
 
     The Hub runs it as a service; ``gpuspawner.add_services(c)`` says so in its configuration.
     """
@@ -38,7 +42,7 @@ class Accounting(Application):
     name = "gpuspawner-accounting"
     version = __version__
     description = __doc__ or ""
-    classes = [Broker]
+    classes = [Broker, Notifier]
 
     charge_seconds = Float(
         60.0,
@@ -123,13 +127,20 @@ class Accounting(Application):
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         tick = self._tick()
+        notifier = Notifier(parent=self, broker=tick.broker)
         duties = [
             asyncio.ensure_future(duty)
-            for duty in (self._rounds(tick), self._pages(tick), self._hub_gone(stop))
+            for duty in (
+                self._rounds(tick),
+                self._notices(tick, notifier),
+                self._pages(tick, notifier),
+                self._hub_gone(stop),
+            )
         ]
         try:
             await stop.wait()
         finally:
+            await notifier.close()
             for duty in duties:
                 duty.cancel()
             await asyncio.gather(*duties, return_exceptions=True)
@@ -184,7 +195,12 @@ class Accounting(Application):
         else:
             tick.well(part)
 
-    async def _pages(self, tick: Tick) -> None:
+    async def _notices(self, tick: Tick, notifier: Notifier) -> None:
+        while True:
+            await self._round(tick, "Notices", notifier.round)
+            await notifier.pause(NOTICES_EVERY)
+
+    async def _pages(self, tick: Tick, notifier: Notifier) -> None:
         """Serve the pages; while the address is taken, everything else goes on."""
         address = urlsplit(os.environ.get("JUPYTERHUB_SERVICE_URL", ""))
         if not address.hostname:
@@ -192,7 +208,11 @@ class Accounting(Application):
             return
         port = address.port or (443 if address.scheme == "https" else 80)
         app = web.make_app(
-            tick.broker, hub_auth=HubOAuth.instance(parent=self), warn_minutes=self.warn_minutes
+            tick.broker,
+            hub_auth=HubOAuth.instance(parent=self),
+            warn_minutes=self.warn_minutes,
+            channels=notifier.known,
+            poke=notifier.poke,
         )
         server = HTTPServer(app, ssl_options=self._ssl(ssl.Purpose.CLIENT_AUTH))
         while True:
@@ -234,7 +254,7 @@ class Accounting(Application):
 
 
 def config_from_environment() -> Config:
-    """The Hub's ``c.Broker`` and ``c.Accounting``, as :mod:`gpuspawner.wiring` hands them on."""
+    """The Hub's settings for this service, as :mod:`gpuspawner.wiring` hands them on."""
     text = os.environ.get("GPUSPAWNER_CONFIG", "{}")
     try:
         settings: Any = json.loads(text)

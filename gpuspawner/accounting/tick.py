@@ -18,7 +18,9 @@ from ..errors import EngineUnavailable, Unavailable
 from ..model import Account, Lease, LeaseState, ServerRef, Sighting, format_credits
 from ..reconcile import Action, Confirm, HubState, Release, Remove, Unknown
 from ..web import figures
+from . import telling
 from .hub import Hub
+from .resuming import Resuming
 
 
 class Sightings(Mapping[str, Sequence[Sighting] | None]):
@@ -86,7 +88,8 @@ class Tick:
             account = accounts.get(name, Account(name=name))
             if account.balance > 0:
                 await self._has_credits(account, paying)
-                self._tell(figures.funds(account, paying, now, self.warn_minutes))
+                funds = figures.funds(account, paying, now, self.warn_minutes)
+                await self._tell(funds, paying, now)
             else:
                 for lease in paying:
                     await self._is_dry(account, lease, now)
@@ -97,10 +100,13 @@ class Tick:
                 await self.broker.run(self.broker.unwarn, lease.id)
                 self.log.info("%s has credits again: %s goes on", account.name, lease.server)
 
-    def _tell(self, funds: figures.Funds) -> None:
-        """Log each warning once on the way down; the page shows it all the time."""
+    async def _tell(self, funds: figures.Funds, paying: Sequence[Lease], now: datetime) -> None:
+        """Tell and log each warning once on the way down; the page shows it all the time."""
         name, due = funds.account.name, funds.warning
         if due is not None and due < self._told.get(name, float("inf")) and funds.lasts:
+            gift = await self.broker.run(self.broker.newest_gift, name)
+            for notice in telling.credits_low(funds, paying, gift, now, self.broker.credits_help):
+                await self.broker.run(self.broker.add_notice, notice)
             self.log.info(
                 "%s has %s credits left: enough for %d min",
                 name,
@@ -112,6 +118,10 @@ class Tick:
     async def _is_dry(self, account: Account, lease: Lease, now: datetime) -> None:
         grace = timedelta(seconds=self.broker.grace_seconds)
         if lease.warned_at is None:
+            # Told first: whoever is killed here tells it no second time, and warns then.
+            gift = await self.broker.run(self.broker.newest_gift, account.name)
+            notice = telling.ran_dry(account, lease, gift, now, grace, self.broker.credits_help)
+            await self.broker.run(self.broker.add_notice, notice)
             await self.broker.run(self.broker.warn, lease.id)
             self.log.warning(
                 "%s ran dry (%s credits): %s will be stopped in %d s unless credits are given",
@@ -121,6 +131,8 @@ class Tick:
                 grace.total_seconds(),
             )
         elif now - lease.warned_at >= grace:
+            notice = telling.stopped(account, lease, now, self.broker.credits_help)
+            await self.broker.run(self.broker.add_notice, notice)
             await self._stop(account, lease)
 
     async def _stop(self, account: Account, lease: Lease) -> None:
@@ -144,6 +156,7 @@ class Tick:
         # The Hub is asked first: whatever starts after its answer holds a lease too young
         # to be touched, or was pending.
         servers = await self._servers()
+        await self._resume(servers)
         leases = await self.broker.run(self.broker.open_leases)
         servers = await self._with_missing(servers, leases)
         recent = await self.broker.run(self.broker.leases_of, None)
@@ -176,6 +189,17 @@ class Tick:
             return None
         self.well("Hub")
         return servers
+
+    async def _resume(self, servers: Collection[ServerRef] | None) -> None:
+        """Let every ticket have its spawn, if the Hub lost it."""
+        if servers is None:
+            return
+        try:
+            await Resuming(self.broker, self.hub, self.log).resume(servers)
+        except Unavailable as error:
+            self.trouble("Line", error)
+        else:
+            self.well("Line")
 
     async def _with_missing(
         self, servers: dict[ServerRef, HubState] | None, leases: Collection[Lease]

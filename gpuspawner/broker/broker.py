@@ -34,6 +34,7 @@ from . import view
 from .admin import Admin
 from .grants import Grants
 from .line import Line
+from .notices import Notices
 from .watch import Look, Watch
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Grants, Admin):
+class Broker(Grants, Admin, Notices):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:

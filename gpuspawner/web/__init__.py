@@ -1,10 +1,10 @@
-"""The pages and the JSON that members and admins read. Nothing here changes anything."""
+"""The pages and the JSON of members and admins. What they change goes through the broker."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,37 @@ from jupyterhub.services.auth import HubOAuth
 from tornado import web
 
 from ..broker import Broker
-from . import api, pages
+from ..broker.channels import Channel
+from . import api, notices, pages
 from .base import Context
 
 STATIC = Path(__file__).parent / "static"
 
 
 def make_app(
-    broker: Broker, *, hub_auth: HubOAuth, warn_minutes: Sequence[float] = ()
+    broker: Broker,
+    *,
+    hub_auth: HubOAuth,
+    warn_minutes: Sequence[float] = (),
+    channels: Mapping[str, Channel] | None = None,
+    poke: Callable[[], None] = lambda: None,
 ) -> web.Application:
-    """The service's web application, below the prefix that the Hub gave it."""
+    """The service's web application, below the prefix that the Hub gave it.
+
+    ``channels`` are the ways in which members can be told; ``poke`` says that there is a
+    notice to send now.
+    """
     prefix = hub_auth.base_url
-    context = Context(broker=broker, hub_auth=hub_auth, warn_minutes=tuple(warn_minutes))
+    context = Context(
+        broker=broker,
+        hub_auth=hub_auth,
+        warn_minutes=tuple(warn_minutes),
+        channels=channels or {},
+        poke=poke,
+    )
     handlers: list[tuple[Any, ...]] = [
         (prefix + path, handler, {"context": context})
-        for path, handler in (*pages.HANDLERS, *api.HANDLERS)
+        for path, handler in (*pages.HANDLERS, *api.HANDLERS, *notices.HANDLERS)
     ]
     handlers.append((prefix + "static/(.*)", web.StaticFileHandler, {"path": str(STATIC)}))
     handlers.append((prefix.rstrip("/"), web.RedirectHandler, {"url": prefix}))

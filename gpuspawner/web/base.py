@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from jupyterhub.services.auth import HubOAuth, HubOAuthenticated
 from tornado import web
 
 from ..broker import Broker
+from ..broker.channels import Channel
 from ..errors import GPUSpawnerError, Unavailable
 
 T = TypeVar("T")
@@ -36,6 +37,10 @@ class Context:
     broker: Broker
     hub_auth: HubOAuth
     warn_minutes: tuple[float, ...] = ()
+    channels: Mapping[str, Channel] = field(default_factory=dict)
+    """How members can be told."""
+    poke: Callable[[], None] = lambda: None
+    """There is a notice to send now."""
 
     @property
     def prefix(self) -> str:

@@ -1,0 +1,64 @@
+"""What members are told: read, chosen, and noted as sent.
+
+A notice is written by whoever has something to tell, in the same transaction
+(:func:`gpuspawner.store.notices.add`), and sent later by the accounting service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from datetime import datetime, timedelta
+
+from ..model import Notice
+from ..store import Store
+from ..store import notices as rows
+from ..store.notices import Choice, Outcome
+
+TOO_OLD = timedelta(days=1)
+"""What is older is not sent any more; it stays on the member's page."""
+
+
+class Notices:
+    """The broker's part in telling members. Every method is one transaction."""
+
+    store: Store
+    clock: Callable[[], datetime]
+
+    def add_notice(self, notice: Notice) -> bool:
+        """Tell something. False when its key was told before: then nothing changes."""
+        return self.store.run(lambda connection: rows.add(connection, notice), write=True)
+
+    def notices_of(self, user: str, limit: int = 20) -> list[Notice]:
+        """A member's newest notices, newest first."""
+        return self.store.run(lambda connection: rows.of_user(connection, user, limit))
+
+    def choices(self, user: str) -> dict[str, Choice]:
+        """What a member chose, by channel; a channel that is missing was never chosen upon."""
+        return self.store.run(lambda connection: rows.choices(connection, [user]))[user]
+
+    def choose(self, user: str, choices: Iterable[Choice]) -> None:
+        """Keep a member's choices, which :meth:`Channel.choice` has checked."""
+        found = list(choices)
+        self.store.run(lambda connection: rows.choose(connection, user, found), write=True)
+
+    def newest_gift(self, account: str) -> int:
+        """A number that is another one after each credit that an account was given."""
+        return self.store.run(lambda connection: rows.newest_gift(connection, account))
+
+    # What the notifier asks.
+
+    def unsent(self, tries: int) -> list[int]:
+        """Ids of notices to send: not too old, and tried less often than ``tries``."""
+        since = self.clock() - TOO_OLD
+        return self.store.run(lambda connection: rows.unsent(connection, since, tries))
+
+    def with_choices(self, ids: Collection[int]) -> list[tuple[Notice, dict[str, Choice]]]:
+        """Notices, oldest first, each with what its member chose."""
+        with self.store.read() as connection:
+            found = rows.some(connection, ids)
+            chosen = rows.choices(connection, {notice.user for notice in found})
+        return [(notice, chosen[notice.user]) for notice in found]
+
+    def mark(self, outcomes: Mapping[int, Outcome]) -> None:
+        """Write what became of notices, by id."""
+        self.store.run(lambda connection: rows.mark(connection, outcomes), write=True)
