@@ -154,6 +154,10 @@ class HubProcess:
         self._hub = None
         processes.kill_all(managed)
 
+    def shut_down(self) -> None:
+        """End the hub as systemd would, and wait until it has ended. Its proxy lives on."""
+        self._end_hub()
+
     def restart(self, timeout: float = 60.0) -> None:
         """Stop the hub if it runs, and start it again on the same ports and database.
 
