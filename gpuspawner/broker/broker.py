@@ -28,7 +28,7 @@ from ..model import (
     Sighting,
     member_account,
 )
-from ..store import Store, book, leases
+from ..store import Store, book, closures, leases
 from ..store.granter import Granter
 from . import view
 from .admin import Admin
@@ -78,7 +78,8 @@ class Broker(Grants, Admin, Notices):
     def overview(self) -> view.Overview:
         """All devices with their state, for pages and tables."""
         look = self.look()
-        views = view.device_views(look.devices, self.store.run(leases.taken))
+        taken, closed = self.store.run(lambda c: (leases.taken(c), closures.load(c)))
+        views = view.device_views(look.devices, taken, closed)
         return view.Overview(
             devices=views,
             models=view.count_models(views, self.rates),

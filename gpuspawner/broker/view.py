@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from ..ledger import rules
 from ..ledger.pricing import RateCard
 from ..model import Account, Device, DeviceStatus, Lease, LeaseState, Place
 from ..pool import leasable
+from ..store.closures import Closure
+
+COUNTED = ("free", "leased", "occupied", "draining", "drained")
+"""The states of devices that can be leased by somebody, sooner or later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +22,8 @@ class DeviceView:
 
     device: Device
     state: str
-    """``free``, ``leased``, ``occupied``, ``unknown``, ``parent`` or ``prohibited``."""
+    """``free``, ``leased``, ``occupied``, ``unknown``, ``parent`` or ``prohibited``; of those
+    that an admin closed, what is free is ``drained`` and what is leased is ``draining``."""
     detail: str
     """Why, in words; empty for a free device."""
     lease_id: str | None = None
@@ -58,10 +63,22 @@ class Overview:
         return sum(count.free for count in self.models)
 
 
-def device_views(devices: Sequence[Device], taken: Mapping[Place, str]) -> tuple[DeviceView, ...]:
-    """Each device with its state; a leased one stays leased whatever NVML says."""
+def device_views(
+    devices: Sequence[Device],
+    taken: Mapping[Place, str],
+    closed: Mapping[str, Closure] | None = None,
+) -> tuple[DeviceView, ...]:
+    """Each device with its state; a leased one stays leased whatever NVML says.
+
+    ``closed`` are the closures by subject, of which those of devices count here.
+    """
     leases = {place.uuid: lease for place, lease in taken.items()}
-    return tuple(_view(device, leases.get(device.uuid)) for device in devices)
+    views = (_view(device, leases.get(device.uuid)) for device in devices)
+    shut = closed or {}
+    return tuple(
+        _closed(view, shut[view.device.uuid]) if view.device.uuid in shut else view
+        for view in views
+    )
 
 
 def _view(device: Device, lease_id: str | None) -> DeviceView:
@@ -80,11 +97,19 @@ def _view(device: Device, lease_id: str | None) -> DeviceView:
     return DeviceView(device, state, why_not or device.reason)
 
 
+def _closed(view: DeviceView, closure: Closure) -> DeviceView:
+    """A drained device: a device that nobody could have anyway keeps its state."""
+    state = {"free": "drained", "leased": "draining"}.get(view.state, view.state)
+    drained = f"drained by {closure.actor}" + (f": {closure.reason}" if closure.reason else "")
+    detail = f"{view.detail.rstrip('.')}; {drained}" if view.detail else drained
+    return replace(view, state=state, detail=detail)
+
+
 def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCount, ...]:
     """Totals by model and memory, greatest first; unknown devices are not counted."""
     found: dict[tuple[str, int], list[DeviceView]] = {}
     for view in views:
-        if view.state in ("free", "leased", "occupied"):
+        if view.state in COUNTED:
             key = (view.device.model, view.device.memory_bytes)
             found.setdefault(key, []).append(view)
     counts = [

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..broker.broker import utcnow
-from ..broker.view import DeviceView
+from ..broker.view import COUNTED, DeviceView
 from ..catalog import Catalog, load
 from ..engines.probe import Finding, Status
 from ..errors import ConfigError, GPUSpawnerError
@@ -168,7 +168,7 @@ def _devices(settings: Settings, readable: bool) -> tuple[Finding, Inventory]:
         why = ". ".join(f"{v.device.index} ({v.device.uuid}): {v.detail}" for v in unknown)
         remedy = f"Unknown devices are not leased. {why}. See nvidia-smi and journalctl -k."
         return Finding(name, Status.FAIL, text, remedy), inventory
-    if not any(view.state in ("free", "leased", "occupied") for view in views):
+    if not any(view.state in COUNTED for view in views):
         return Finding(name, Status.FAIL, text, "There is no device to lease."), inventory
     occupied = [view for view in views if view.state == "occupied"]
     remedy = " ".join(f"Device {v.device.index} is {v.detail}: end that." for v in occupied)

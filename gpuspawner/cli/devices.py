@@ -15,6 +15,7 @@ from ..devices import open_source
 from ..ledger.pricing import RateCard
 from ..model import Inventory, Lease
 from ..pool import format_memory
+from ..store import closures
 from ..store import devices as store_devices
 from ..store import leases as store_leases
 from .config import Settings
@@ -55,7 +56,8 @@ def look(settings: Settings, broker: Broker | None) -> Look:
     def read(connection: sa.Connection) -> Look:
         known = store_devices.load(connection, inventory.source)
         seen = store_devices.as_seen(known, inventory)
-        return Look(inventory, device_views(seen, store_leases.taken(connection)))
+        taken, closed = store_leases.taken(connection), closures.load(connection)
+        return Look(inventory, device_views(seen, taken, closed))
 
     return broker.store.run(read)
 

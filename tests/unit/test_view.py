@@ -31,6 +31,7 @@ from gpuspawner.model import (
     Place,
     ServerRef,
 )
+from gpuspawner.store.closures import GRANTING, Closure
 
 GIB = 2**30
 NOW = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
@@ -97,6 +98,44 @@ def test_each_device_says_what_it_does(
 def test_a_lease_on_one_device_says_nothing_of_the_next() -> None:
     views = device_views([device(0), device(1)], {Place("GPU-1"): "lease-1"})
     assert [view.state for view in views] == ["free", "leased"]
+
+
+CLOSED = Closure("GPU-0", NOW, "kim", "a new fan")
+
+
+@pytest.mark.parametrize(
+    ("fields", "taken", "state", "detail"),
+    [
+        ({}, False, "drained", "drained by kim: a new fan"),
+        ({}, True, "draining", "lease lease-1; drained by kim: a new fan"),
+        (LOST, False, "unknown", "The GPU is lost; drained by kim: a new fan"),
+        (
+            {"processes": (COMPUTES,)},
+            False,
+            "occupied",
+            "used without a lease by python (pid 4711); drained by kim: a new fan",
+        ),
+    ],
+)
+def test_a_drained_device_says_so_and_why(
+    fields: dict[str, Any], taken: bool, state: str, detail: str
+) -> None:
+    leased = {Place("GPU-0"): "lease-1"} if taken else {}
+    closed = {"GPU-0": CLOSED, GRANTING: replace(CLOSED, subject=GRANTING)}
+    seen, other = device_views([device(0, **fields), device(1)], leased, closed)
+    assert (seen.state, seen.detail) == (state, detail)
+    assert other.state == "free"
+
+
+def test_a_drain_needs_no_reason() -> None:
+    (seen,) = device_views([device(0)], {}, {"GPU-0": replace(CLOSED, reason="")})
+    assert seen.detail == "drained by kim"
+
+
+def test_drained_devices_are_counted_and_not_free() -> None:
+    views = device_views([device(0), device(1)], {Place("GPU-1"): "lease-1"}, {"GPU-0": CLOSED})
+    (count,) = count_models(views, RateCard.from_config({"*": 1}))
+    assert (count.total, count.free) == (2, 0)
 
 
 def test_models_are_counted_with_their_price_and_without_what_nobody_can_get() -> None:
