@@ -9,7 +9,7 @@ from typing import Any
 from tornado import web
 
 from ..broker import DeviceView
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, NotAllowed
 from ..model import Lease, LeasedDevice, format_credits, member_account
 from ..store.book import Line
 from . import figures
@@ -17,6 +17,11 @@ from .base import Handler
 
 MOST = 500
 """Leases told at once."""
+
+NO_XSRF = (
+    "This request comes from a browser without proof that its member sent it. Send the cookie "
+    "_xsrf again in the header X-XSRFToken, or use a token of the Hub instead of cookies."
+)
 
 
 class APIHandler(Handler):
@@ -26,8 +31,27 @@ class APIHandler(Handler):
         super().set_default_headers()
         self.set_header("Content-Type", "application/json")
 
+    # Tornado asks for an XSRF token before it is known who asks; JupyterHub asks again while it
+    # finds out, and then only those who come with a cookie: a token in a header is proof enough.
+
+    _asking = False
+    _no_xsrf = False
+
+    def check_xsrf_cookie(self) -> None:
+        if not self._asking:
+            return
+        try:
+            super().check_xsrf_cookie()
+        except web.HTTPError:
+            self._no_xsrf = True
+            raise
+
+    async def prepare(self) -> None:
+        self._asking = True
+        await super().prepare()
+
     def get_login_url(self) -> str:
-        raise web.HTTPError(403)
+        raise web.HTTPError(403) from (NotAllowed(NO_XSRF) if self._no_xsrf else None)
 
     def answer(self, content: Mapping[str, Any]) -> None:
         """Send JSON."""
