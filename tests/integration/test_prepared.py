@@ -1,0 +1,102 @@
+"""Real: SQLite and PostgreSQL. A prepared statement gives what SQLAlchemy's own execution gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from gpuspawner.errors import StoreUnavailable
+from gpuspawner.store import Store
+from gpuspawner.store.prepared import Prepared
+from gpuspawner.store.schema import UTCDateTime
+
+things = sa.Table(
+    "things",
+    sa.MetaData(),
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("at", UTCDateTime),
+    sa.Column("open", sa.Boolean, default=True),
+    sa.Column("share", sa.Float),
+    sa.Column("amount", sa.BigInteger, default=7),
+)
+EXACT = datetime(2025, 3, 1, 7, 0, 0, 123456, tzinfo=timezone(timedelta(hours=-5)))
+ROWS = [
+    {"name": "100 % of 'it'", "at": EXACT, "share": 0.1, "amount": 2**62},
+    {"name": "größer?", "at": None, "share": None, "amount": -1},
+]
+INSERT = Prepared(sa.insert(things), ("name", "at", "share", "amount"))
+ALL = sa.select(things).order_by(things.c.name)
+
+
+@pytest.fixture
+def store(database_url: str) -> Iterator[Store]:
+    store = Store(database_url)
+    with store.write() as connection:
+        things.create(connection)
+    yield store
+    store.close()
+
+
+def test_rows_go_in_and_come_out_as_sqlalchemy_has_them(store: Store) -> None:
+    with store.write() as connection:
+        assert INSERT.run(connection, **ROWS[0]) == 1
+        INSERT.run_each(connection, ROWS[1:])
+    with store.read() as connection:
+        found = Prepared(ALL).rows(connection)
+        assert found == [tuple(row) for row in connection.execute(ALL)]
+    first, second = found
+    assert first == ("100 % of 'it'", EXACT, True, 0.1, 2**62)
+    assert first[1].utcoffset() == timedelta(0) and isinstance(first[2], bool)
+    assert second == ("größer?", None, True, None, -1)
+
+
+def test_values_in_the_statement_and_values_that_are_given(store: Store) -> None:
+    late = Prepared(
+        sa.update(things)
+        .where(things.c.amount > 0, things.c.name.like("100 %"), things.c.at < sa.bindparam("t"))
+        .values(open=False, amount=things.c.amount - sa.bindparam("less"))
+    )
+    with store.write() as connection:
+        INSERT.run_each(connection, ROWS)
+        assert late.run(connection, t=EXACT, less=1) == 0
+        assert late.run(connection, t=EXACT + timedelta(microseconds=1), less=1) == 1
+        with pytest.raises(KeyError):
+            late.run(connection, t=EXACT)
+        changed = Prepared(ALL).rows(connection)
+    assert changed[0][2:] == (False, 0.1, 2**62 - 1) and changed[1][2] is True
+
+
+def test_a_default_is_written_and_one_that_differs_by_row_is_refused(store: Store) -> None:
+    named = Prepared(sa.insert(things), ("name",))
+    with store.write() as connection:
+        named.run(connection, name="one")
+        assert Prepared(ALL).rows(connection) == [("one", None, True, None, 7)]
+    drawn = sa.Table(
+        "drawn", sa.MetaData(), sa.Column("a", sa.Text), sa.Column("b", sa.Text, default=str)
+    )
+    with store.write() as connection, pytest.raises(TypeError, match="values of each row"):
+        Prepared(sa.insert(drawn), ("a",)).run(connection, a="one")
+
+
+def test_what_the_driver_says_is_sqlalchemys_error(store: Store) -> None:
+    with pytest.raises(IntegrityError) as caught, store.write() as connection:
+        INSERT.run_each(connection, [ROWS[0], ROWS[0]])
+    assert "INSERT INTO things" in str(caught.value)
+    with store.read() as connection:
+        assert Prepared(ALL).rows(connection) == [], "the transaction was given up"
+    with pytest.raises(ValueError, match="time zone"), store.write() as connection:
+        INSERT.run(connection, **ROWS[0] | {"at": datetime(2025, 3, 1)})
+
+
+def test_a_database_that_refuses_is_not_there(store: Store) -> None:
+    """A read transaction of PostgreSQL, a query-only connection of SQLite: neither writes."""
+    with pytest.raises(StoreUnavailable), store.read() as connection:
+        if store.dialect == "sqlite":
+            connection.exec_driver_sql("PRAGMA query_only=ON")
+        INSERT.run(connection, **ROWS[0])
+    with store.read() as connection:
+        assert connection.execute(ALL).all() == []
