@@ -45,16 +45,17 @@ class Near:
     """The devices that one device has links to."""
 
     closeness: Mapping[str, int]
-    others: frozenset[str]
     worth: int
     """Sum of all its closeness."""
+    group: int | None
+    """Devices with links between them, over however many others, have the same number."""
 
     def worth_among(self, free: Collection[str]) -> int:
         """Sum of its closeness to those that are free: what they miss when it is taken."""
-        return sum(self.closeness[other] for other in self.others if other in free)
+        return sum(value for other, value in self.closeness.items() if other in free)
 
 
-ALONE = Near({}, frozenset(), 0)
+ALONE = Near({}, 0, None)
 """Of a device without links."""
 
 
@@ -64,7 +65,15 @@ def neighbours(links: Links) -> dict[str, Near]:
     for (one, other), closeness in links.items():
         found.setdefault(one, {})[other] = closeness
         found.setdefault(other, {})[one] = closeness
-    return {uuid: Near(near, frozenset(near), sum(near.values())) for uuid, near in found.items()}
+    group: dict[str, int] = {}
+    for number, uuid in enumerate(found):
+        reached = [] if uuid in group else [uuid]
+        while reached:
+            member = reached.pop()
+            if member not in group:
+                group[member] = number
+                reached += found[member]
+    return {uuid: Near(near, sum(near.values()), group[uuid]) for uuid, near in found.items()}
 
 
 Neighbours = list[dict[int, int]]

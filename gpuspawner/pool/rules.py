@@ -15,9 +15,10 @@ The rules, in order:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..model import Device, DeviceStatus, Place, Request
 from .connectivity import ALONE, Links, Near, best_connected, neighbours
@@ -91,7 +92,7 @@ class Fleet:
             raise too_much_asked(request, self._existing, list(known.devices))
         held = frozenset(taken)
         free = self.free(held)
-        if request.devices == 1 and (best := _choose_one(known.by_fit, free)):
+        if request.devices == 1 and (best := self._choose_one(known, free)):
             return (_left(best, held)[0],)
         candidates = [device for device in known.devices if device.uuid in free]
         if most_of_one_model(candidates) < request.devices:
@@ -105,17 +106,48 @@ class Fleet:
         partly = {uuid for uuid in busy & self._shared if _left(self.by_uuid[uuid], taken)}
         return (self._idle - busy) | partly
 
+    def _choose_one(self, known: _Suitable, free: frozenset[str]) -> Device | None:
+        """Of the free devices that fit tightest, the first that the other free ones miss least.
+
+        What a device is worth to others is known beforehand, unless one of its group is not
+        free: only in those groups is it counted anew.
+        """
+        broken = {self._near[uuid].group for uuid in self._near.keys() - free}
+        intact = (one for one in known.ranked if one.uuid in free and one.group not in broken)
+        found = [next(intact, None)]
+        for group in broken & known.groups.keys():
+            for one in known.groups[group]:
+                if one.uuid in free:
+                    missed = self._near[one.uuid].worth_among(free)
+                    found.append(one._replace(missed=missed))
+        best = min(filter(None, found), default=None)
+        return self.by_uuid[best.uuid] if best else None
+
     def _find_suitable(
         self, model: str | None, models: tuple[str, ...], memory_bytes: int
     ) -> _Suitable:
         request = Request(devices=1, model=model, models=models, memory_bytes=memory_bytes)
         found = suitable(request, self._existing)
-        by_fit = sorted(found, key=lambda device: (device.memory_bytes, *_by_index(device)))
-        return _Suitable(
-            devices=tuple(found),
-            most=most_of_one_model(found),
-            by_fit=tuple((device, self._near.get(device.uuid, ALONE)) for device in by_fit),
-        )
+        ranked = sorted(_rank(device, self._near.get(device.uuid, ALONE)) for device in found)
+        groups: dict[int | None, list[_Rank]] = {}
+        for one in ranked:
+            groups.setdefault(one.group, []).append(one)
+        return _Suitable(tuple(found), most_of_one_model(found), tuple(ranked), groups)
+
+
+class _Rank(NamedTuple):
+    """A device among those that would do for one: the least is the best."""
+
+    memory_bytes: int
+    missed: int
+    """What the other free ones miss when it is taken."""
+    order: tuple[int, str]
+    uuid: str
+    group: int | None
+
+
+def _rank(device: Device, near: Near) -> _Rank:
+    return _Rank(device.memory_bytes, near.worth, _by_index(device), device.uuid, near.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,26 +158,10 @@ class _Suitable:
     """By index."""
     most: int
     """How many are of one model."""
-    by_fit: tuple[tuple[Device, Near], ...]
-    """The tightest fit first, then by index; each with its neighbours."""
-
-
-def _choose_one(by_fit: Iterable[tuple[Device, Near]], free: frozenset[str]) -> Device | None:
-    """Of the free devices that fit tightest, the first that the other free ones miss least."""
-    best: Device | None = None
-    least = 0
-    for device, near in by_fit:
-        if device.uuid not in free:
-            continue
-        if best and device.memory_bytes > best.memory_bytes:
-            break
-        # Most often all neighbours are free, and their sum is known.
-        missed = near.worth if near.others <= free else near.worth_among(free)
-        if best is None or missed < least:
-            best, least = device, missed
-        if not least:
-            break
-    return best
+    ranked: tuple[_Rank, ...]
+    """The best first, if all were free."""
+    groups: Mapping[int | None, Sequence[_Rank]]
+    """The same, by the number of their group."""
 
 
 def _choose_several(candidates: list[Device], count: int, links: Links) -> list[Device]:

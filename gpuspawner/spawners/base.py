@@ -118,8 +118,16 @@ class GPUSpawnerBase(Spawner):
 
     def is_configured(self, trait: str) -> bool:
         """Whether the admin set a trait, on this class or one that it is made from."""
-        sections = (cls.__name__ for cls in type(self).__mro__)
-        return any(trait in self.config[name] for name in sections if name in self.config)
+        kept = self.user.settings.setdefault("gpuspawner_configured", {})
+        of_class = (type(self), id(self.config))  # one of each while a hub runs
+        if of_class not in kept:
+            kept[of_class] = frozenset(
+                name
+                for cls in type(self).__mro__
+                if cls.__name__ in self.config
+                for name in self.config[cls.__name__]
+            )
+        return trait in kept[of_class]
 
     def run_options_from_form(self, form_data: Mapping[str, list[Any]]) -> dict[str, Any]:
         """``user_options`` from the form: our fields checked, others as the admin says."""
