@@ -142,8 +142,7 @@ def errors_text(errors: Mapping[str, str]) -> str:
     if not errors:
         return ""
     room = LONGEST_ERROR // len(errors)
-    lines = (f"{channel}: {' '.join(why.split())}"[:room] for channel, why in errors.items())
-    return "\n".join(lines)
+    return "\n".join(f"{name}: {' '.join(why.split())[:room]}" for name, why in errors.items())
 
 
 def failing(error: str) -> dict[str, str]:

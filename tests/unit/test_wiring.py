@@ -52,7 +52,7 @@ def test_an_empty_configuration_gets_service_role_and_access() -> None:
     role = role_of(c, "service-gpu")
     assert role["services"] == ["gpu"]
     assert role["scopes"] == list(ACCOUNTING_SCOPES)
-    assert set(ACCOUNTING_SCOPES) == {"list:users", "read:servers", "delete:servers"}
+    assert set(ACCOUNTING_SCOPES) == {"list:users", "servers"}
     assert role_of(c, "user")["scopes"] == ["self", USER_SCOPE]
     assert len(value_of(c, "services")) == 1
 
@@ -179,6 +179,7 @@ def test_settings_of_every_plain_kind_reach_the_service() -> None:
     c.Broker.device_source = Path("nvml")
     c.Accounting.charge_seconds = 5
     c.Accounting.engines = {"docker"}
+    c.Notifier.channels = {"mail": "mailto://mail.example?to={address}"}
     add_services(c)
 
     assert told(c) == {
@@ -188,9 +189,27 @@ def test_settings_of_every_plain_kind_reach_the_service() -> None:
             "device_source": "nvml",
         },
         "Accounting": {"charge_seconds": 5, "engines": ["docker"]},
+        "Notifier": {"channels": {"mail": "mailto://mail.example?to={address}"}},
     }
     c.Broker.gpu_rates.update({"T4": 2})
     assert c.Broker.gpu_rates.get_value({"*": 1}) == {"*": 1, "A100": 4, "T4": 2}
+
+
+def test_the_service_gets_the_variables_that_channels_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHAT_TOKEN", "MAIL_PASSWORD", "OTHER_SECRET"):
+        monkeypatch.setenv(name, f"the {name}")
+    c = Config()
+    c.Notifier.channels = {
+        "chat": {"url": "mmosts://chat.example/{env:CHAT_TOKEN}?channels={address}"},
+        "mail": "mailtos://me:{env:MAIL_PASSWORD}@mail.example?to={address}",
+        "gone": "json://chat.example/{env:NOT_THERE}",
+    }
+    add_services(c)
+
+    environment = service_of(c)["environment"]
+    assert environment["CHAT_TOKEN"] == "the CHAT_TOKEN"
+    assert environment["MAIL_PASSWORD"] == "the MAIL_PASSWORD"
+    assert "OTHER_SECRET" not in environment and "NOT_THERE" not in environment
 
 
 def test_a_setting_that_cannot_be_handed_on_is_named() -> None:

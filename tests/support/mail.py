@@ -1,0 +1,91 @@
+"""A real SMTP server on a port of this machine, which can refuse, be away and come back."""
+
+from __future__ import annotations
+
+import email
+import email.policy
+from contextlib import suppress
+from dataclasses import dataclass
+from email.message import EmailMessage
+from typing import Any
+
+from aiosmtpd.controller import Controller
+
+from tests.support.processes import free_port, wait_for
+
+
+@dataclass(frozen=True)
+class Mail:
+    """A mail as it came in."""
+
+    sender: str
+    to: tuple[str, ...]
+    """Of the envelope: who gets it, whatever its headers say."""
+    raw: bytes
+
+    @property
+    def message(self) -> EmailMessage:
+        return email.message_from_bytes(self.raw, policy=email.policy.default)
+
+    @property
+    def subject(self) -> str:
+        return str(self.message["Subject"])
+
+    @property
+    def text(self) -> str:
+        """The plain text in it."""
+        part = self.message.get_body(("plain",))
+        assert part is not None
+        return str(part.get_content()).replace("\r\n", "\n").strip()
+
+
+class MailServer:
+    """``with MailServer() as mail``: what it took is in ``mail.received``."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.port = port or free_port()
+        self.received: list[Mail] = []
+        self.refused: set[str] = set()
+        """Addresses that it does not know."""
+        self._controller: Controller | None = None
+
+    def __enter__(self) -> MailServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """A channel that sends through it."""
+        return f"mailto://127.0.0.1:{self.port}?from=gpu@lab.example&to={{address}}"
+
+    def start(self) -> None:
+        self._controller = Controller(self, hostname="127.0.0.1", port=self.port)
+        self._controller.start()
+
+    def stop(self) -> None:
+        if self._controller:
+            with suppress(AssertionError):  # as aiosmtpd says that it was stopped before
+                self._controller.stop()
+            self._controller = None
+
+    def wait(self, count: int, timeout: float = 20.0) -> list[Mail]:
+        """Wait for so many mails in all."""
+        wait_for(lambda: len(self.received) >= count, f"{count} mails", timeout=timeout)
+        return self.received
+
+    # What aiosmtpd calls.
+
+    async def handle_RCPT(
+        self, server: Any, session: Any, envelope: Any, address: str, options: Any
+    ) -> str:
+        if address in self.refused:
+            return "550 nobody here has that name"
+        envelope.rcpt_tos.append(address)
+        return "250 OK"
+
+    async def handle_DATA(self, server: Any, session: Any, envelope: Any) -> str:
+        self.received.append(Mail(envelope.mail_from, tuple(envelope.rcpt_tos), envelope.content))
+        return "250 OK"

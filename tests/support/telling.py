@@ -1,0 +1,111 @@
+"""What tests of notices share: a notice, a notifier at work, a channel that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from gpuspawner.accounting.notify import Notifier
+from gpuspawner.broker import Broker
+from gpuspawner.broker.channels import KINDS
+from gpuspawner.model import Notice, NoticeKind
+from gpuspawner.store.notices import Choice
+
+
+def tell(broker: Broker, user: str = "ada", key: str = "", **fields: Any) -> Notice:
+    """Tell a member something; the notice as the store has it."""
+    notice = Notice(
+        key=key or f"key-{len(broker.notices_of(user, 10_000))}-{user}",
+        user=user,
+        kind=fields.get("kind", NoticeKind.TURN),
+        title=fields.get("title", "Your server starts"),
+        body=fields.get("body", "It was your turn."),
+        at=fields.get("at", broker.clock()),
+    )
+    assert broker.add_notice(notice)
+    return now(broker, notice)
+
+
+def now(broker: Broker, notice: Notice) -> Notice:
+    """The same notice as the store has it now."""
+    found = broker.notices_of(notice.user, 10_000)
+    (same,) = [some for some in found if some.key == notice.key]
+    return same
+
+
+def choose(
+    broker: Broker,
+    user: str,
+    channel: str = "mail",
+    address: str = "",
+    kinds: Iterable[NoticeKind] = KINDS,
+) -> None:
+    """Choose a channel for a member, with an address made of the name."""
+    address = address or f"{user}@lab.example"
+    broker.choose(user, [Choice(channel, address, frozenset(kinds))])
+
+
+@asynccontextmanager
+async def notifying(broker: Broker, **settings: Any) -> AsyncIterator[Notifier]:
+    """A notifier whose rounds follow one another quickly."""
+    settings.setdefault("retry_seconds", [0.05] * 3)
+    notifier = Notifier(broker=broker, **settings)
+
+    async def rounds() -> None:
+        while True:
+            await notifier.round()
+            await notifier.pause(0.02)
+
+    task = asyncio.create_task(rounds())
+    try:
+        yield notifier
+    finally:
+        await notifier.close()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(look: Any, what: str, timeout: float = 15.0) -> Any:
+    """Wait, without holding up the event loop, until ``look`` answers something true."""
+    end = asyncio.get_running_loop().time() + timeout
+    while not (found := look()):
+        if asyncio.get_running_loop().time() > end:
+            raise TimeoutError(f"waited {timeout:.0f} s for {what}")
+        await asyncio.sleep(0.02)
+    return found
+
+
+async def sent(broker: Broker, notice: Notice) -> Notice:
+    """The notice once it is sent."""
+
+    def look() -> Notice | None:
+        found = now(broker, notice)
+        return found if found.sent_at else None
+
+    found: Notice = await until(look, f"{notice.key} to be sent")
+    return found
+
+
+async def tried(broker: Broker, notice: Notice, times: int = 1) -> Notice:
+    """The notice once it was tried in vain so often."""
+
+    def look() -> Notice | None:
+        found = now(broker, notice)
+        return found if found.tries >= times else None
+
+    found: Notice = await until(look, f"{notice.key} to be tried {times} times")
+    return found
+
+
+@contextmanager
+def hanging() -> Iterator[int]:
+    """A port of this machine where somebody listens and never says a word."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(128)
+        yield int(listening.getsockname()[1])

@@ -1,0 +1,259 @@
+"""Channels as an admin sets them, and addresses as members type them. Nothing real is needed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gpuspawner.broker.channels import KINDS, Channel, chosen, names, read, wanted
+from gpuspawner.errors import ConfigError, InvalidRequest
+from gpuspawner.model import Notice, NoticeKind
+from gpuspawner.store.notices import Choice, errors_text, failing
+from tests.support.rounds import START
+
+MAIL = "mailtos://gpu:{file:/etc/smtp}@smtp.lab.example:587?from=gpu@lab.example&to={address}"
+CHAT = "mmosts://chat.lab.example/{env:CHAT_TOKEN}?channels={address}"
+
+URLS = (
+    MAIL,
+    "mailto://mail.example/{address}?from=gpu@lab.example",
+    CHAT,
+    "ntfys://ntfy.lab.example/{address}",
+    "pover://{address}@{env:PUSHOVER}",
+    "json://lab.example/a/{address}/b?-x={address}&y=1#{address}",
+)
+
+
+def one(value: Any, default: str | None = None) -> Channel:
+    return read({"one": value}, {} if default is None else {"one": default})["one"]
+
+
+def notice(kind: NoticeKind = NoticeKind.TURN) -> Notice:
+    return Notice(key="k", user="ada", kind=kind, title="t", body="b", at=START)
+
+
+# What an admin writes.
+
+
+def test_a_url_alone_is_a_channel() -> None:
+    channel = one(MAIL)
+    assert (channel.label, channel.needs_address, channel.mail) == ("One", True, True)
+    assert channel.secrets() == ["file:/etc/smtp"]
+    assert channel.example
+    assert channel.default is None
+    team = one({"url": "{file:/etc/team-url}", "label": "The lab's chat"})
+    assert (team.label, team.needs_address, team.mail) == ("The lab's chat", False, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ({}, "is no URL; write it like mailtos://"),
+        (5, "must be a URL, or a dictionary of texts"),
+        ({"url": 5}, "must be a URL, or a dictionary of texts"),
+        ({"url": MAIL, "adress": "x"}, "has 'adress'; there are example, label, pattern, url"),
+        ("mail.lab.example", "is no URL"),
+        ("json://{address}/path", "may only be in the path, or the value of a parameter"),
+        ("json://{address}:80/path", "may only be in the path"),
+        ("json://me@x.{address}", "may only be in the path"),
+        ("{address}://host/path", "places|is no URL|may only be"),
+        ("json://host/?{address}=smtp.example", "may only be in the path"),
+        ("mailto://host?smtp=x&a{address}b=c", "may only be in the path"),
+        ("json://host/{user}", r"may have the places \{address\}, \{env:NAME\}"),
+        ("json://host/{}", "may have the places"),
+        ("json://host/{address", "may have the places"),
+        ("json://host/{file:secret}", "write the whole path"),
+        ({"url": MAIL, "pattern": "("}, "is no regular expression"),
+        ({"url": MAIL, "example": "ada"}, "the example of .*'ada' is no address"),
+        ({"url": CHAT, "pattern": "@.+", "example": "#ada"}, "'#ada' is no address"),
+    ],
+)
+def test_a_mistake_of_the_admins_is_a_sentence(value: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as raised:
+        one(value)
+    assert "'one'" in raised.value.message
+
+
+@pytest.mark.parametrize("name", ["", "Mail", "a b", "a:b", "1st", "x" * 40, 5])
+def test_a_name_is_a_word(name: Any) -> None:
+    with pytest.raises(ConfigError, match="is no name"):
+        read({name: MAIL}, {})
+
+
+@pytest.mark.parametrize(
+    ("default", "sentence"),
+    [
+        ({"two": "{user}@lab.example"}, "names no channel; there are: mail, team"),
+        ({"mail": "{name}@lab.example"}, "write"),
+        ({"mail": 5}, "write"),
+        ({"mail": ""}, "the channel needs an address"),
+        ({"team": "{user}"}, 'the channel needs none: write ""'),
+    ],
+)
+def test_a_default_that_cannot_be_is_a_sentence(default: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read({"mail": MAIL, "team": "{env:TEAM}"}, default)
+
+
+# What a member types.
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ada@lab.example",
+        " ada.lovelace+gpu@sub.lab-1.example ",
+        "a_b=c@localhost",
+    ],
+)
+def test_addresses_of_mail(address: str) -> None:
+    assert one(MAIL).check(address) == address.strip()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "ada",
+        "@lab.example",
+        "ada@",
+        "ada@lab..example",
+        "ada@lab.example\nBcc: eve@evil.example",
+        "ada@lab.example\r\nSubject: x",
+        "ada@lab.example,eve@evil.example",
+        "ada@lab.example;eve@evil.example",
+        "ada@lab.example eve@evil.example",
+        "Ada <ada@lab.example>",
+        '"ada"@lab.example',
+        "ada%40evil.example@lab.example",
+        "ada%2Ceve@evil.example",
+        "ada@lab.example?smtp=evil.example",
+        "ada@lab.example&smtp=evil.example",
+        "ada@lab.example/../x",
+        "mailto://evil.example",
+        "äda@lab.example",
+        "ada@lab.example\x00",
+        "ada@[127.0.0.1]",
+        "a" * 65 + "@lab.example",
+        "ada@" + "x" * 300 + ".example",
+    ],
+)
+def test_what_is_no_address_is_refused_in_a_sentence(address: str) -> None:
+    with pytest.raises(InvalidRequest, match="address") as raised:
+        one(MAIL).check(address)
+    assert raised.value.fields["field"] == "one"
+    assert "ada@lab.example" in raised.value.message, "what an address looks like"
+
+
+def test_a_pattern_of_the_admins_lets_nothing_dangerous_through() -> None:
+    channel = one({"url": CHAT, "pattern": "(?s).+"})
+    assert channel.check("@ada/x?y#z&a=b") == "@ada/x?y#z&a=b"
+    for bad in ("a\nb", "a\rb", "a\0b", "a b", "a%41", "a,b", "a;b", "<a", 'a"', "a\\b", "a\x85b"):
+        with pytest.raises(InvalidRequest):
+            channel.check(bad)
+
+
+def test_a_channel_without_an_address_takes_none() -> None:
+    channel = one("{env:TEAM}")
+    assert channel.check(" ") == ""
+    with pytest.raises(InvalidRequest, match="needs no address"):
+        channel.check("json://evil.example")
+
+
+@given(
+    url=st.sampled_from(URLS),
+    address=st.text(min_size=1, max_size=60),
+    secret=st.text(min_size=1, max_size=30),
+)
+@example(url=URLS[0], address="x@evil.example/?a", secret="p@ss/word:#?%41")
+@example(url=URLS[5], address="http://evil.example", secret="x")
+def test_nothing_typed_changes_the_rest_of_a_url(url: str, address: str, secret: str) -> None:
+    """Whatever a pattern allows: scheme, host, port and the names of parameters stay."""
+    channel = one({"url": url, "pattern": "(?s).*", "example": ""})
+    try:
+        clean = channel.check(address)
+    except InvalidRequest:
+        return
+    secrets = dict.fromkeys(channel.secrets(), secret)
+    filled = channel.fill(address, secrets)
+    plain = channel.fill("a", dict.fromkeys(secrets, "s"))
+    assert re.fullmatch(r"[!-~]+", filled)
+    found, usual = urlsplit(filled), urlsplit(plain)
+    assert found.scheme == usual.scheme
+    if "{env:PUSHOVER}" not in url:  # whose host is the secret
+        assert (found.hostname, found.port) == (usual.hostname, usual.port)
+    for part in ("path", "query", "fragment"):
+        assert re.sub(r"[^/&=?#]", "", getattr(found, part)) == re.sub(
+            r"[^/&=?#]", "", getattr(usual, part)
+        )
+    assert clean in unquote(filled)
+    assert unquote(clean) == clean, "who unquotes twice reads the same"
+
+
+# Who is told how.
+
+
+def test_kinds_are_checked() -> None:
+    channel = one(MAIL)
+    choice = channel.choice("ada@lab.example", ["turn", "stopped"])
+    assert choice.kinds == {NoticeKind.TURN, NoticeKind.STOPPED}
+    assert channel.choice("", []) == Choice("one")
+    assert channel.choice("ada@lab.example", []).address == "ada@lab.example"
+    for address, kinds in (
+        ("", ["turn"]),
+        ("ada@lab.example", ["test"]),
+        ("ada@lab.example", ["everything"]),
+        ("ada@lab.example", [["turn"]]),
+        ("ada@lab.example", "turn"),
+        ("ada@lab.example", None),
+        (None, ["turn"]),
+        ("x", []),
+    ):
+        with pytest.raises(InvalidRequest):
+            channel.choice(address, kinds)
+
+
+def test_who_chose_nothing_has_the_defaults() -> None:
+    channels = read({"mail": MAIL, "team": "{env:TEAM}"}, {"mail": "{user}@lab.example"})
+    assert chosen(channels, {}, "ada") == {
+        "mail": Choice("mail", "ada@lab.example", frozenset(KINDS))
+    }
+    assert chosen(channels, {}, "a b") == {}, "a name that makes no address"
+    assert chosen(channels, {"mail": Choice("mail")}, "ada") == {"mail": Choice("mail")}
+    own = {"team": Choice("team", "", frozenset({NoticeKind.TURN})), "gone": Choice("gone", "x")}
+    assert set(chosen(channels, own, "ada")) == {"mail", "team"}
+
+
+def test_a_kind_goes_by_the_channels_that_have_it() -> None:
+    choices = {
+        "mail": Choice("mail", "ada@lab.example", frozenset({NoticeKind.TURN})),
+        "chat": Choice("chat", "@ada", frozenset({NoticeKind.STOPPED})),
+        "push": Choice("push", "ada"),
+    }
+    assert [c.channel for c in wanted(choices, notice(NoticeKind.TURN))] == ["mail"]
+    assert [c.channel for c in wanted(choices, notice(NoticeKind.STOPPED))] == ["chat"]
+    assert wanted(choices, notice(NoticeKind.CREDITS_LOW)) == []
+    assert [c.channel for c in wanted(choices, notice(NoticeKind.TEST))] == ["mail", "chat"]
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z][a-z0-9_-]{0,30}", fullmatch=True), st.text(max_size=3000), max_size=40
+    )
+)
+def test_errors_are_kept_as_text(errors: dict[str, str]) -> None:
+    text = errors_text(errors)
+    assert set(failing(text)) == set(errors)
+    assert len(text) <= 2000 + 34 * len(errors)
+
+
+def test_channels_in_a_sentence() -> None:
+    channels = read({"mail": {"url": MAIL, "label": "Mail"}, "chat": CHAT}, {})
+    assert names(channels, []) == ""
+    assert names(channels, ["mail"]) == "Mail"
+    assert names(channels, ["mail", "chat", "gone"]) == "Mail, Chat and gone"
