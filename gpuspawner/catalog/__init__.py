@@ -15,9 +15,18 @@ from typing import Any
 from ..errors import ConfigError, InvalidRequest, NotAllowed
 from .parse import WORKSPACE, parse
 from .reading import Origin, read_yaml, suggest
-from .values import DeviceLimits, Environment, Mount
+from .values import MOST_HOURS, DeviceLimits, Environment, Mount, SessionHours
 
-__all__ = ["WORKSPACE", "Catalog", "DeviceLimits", "Environment", "Mount", "load"]
+__all__ = [
+    "MOST_HOURS",
+    "WORKSPACE",
+    "Catalog",
+    "DeviceLimits",
+    "Environment",
+    "Mount",
+    "SessionHours",
+    "load",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

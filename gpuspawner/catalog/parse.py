@@ -22,7 +22,7 @@ from .reading import (
     truth,
     whole,
 )
-from .values import DeviceLimits, Environment, Mount
+from .values import MOST_HOURS, DeviceLimits, Environment, Mount, SessionHours
 
 WORKSPACE = "/home/jovyan/work"
 """Where every server finds the member's workspace."""
@@ -75,6 +75,7 @@ def _environment(section: Section, dataset_names: list[str]) -> Environment:
         image=section.take("image", _image),
         default=section.take("default", truth, False),
         devices=_devices(section),
+        hours=_session_hours(section),
         models=section.take("models", _models, ()),
         min_memory=section.take("min_memory", device_memory, 0),
         allowed_groups=section.take("allowed_groups", _groups, None),
@@ -87,8 +88,13 @@ def _environment(section: Section, dataset_names: list[str]) -> Environment:
         spawner_override=read_override(section),
     )
     section.done()
-    if environment.cpu_only and (environment.models or environment.min_memory):
-        key = "models" if environment.models else "min_memory"
+    of_devices = {
+        "models": environment.models,
+        "min_memory": environment.min_memory,
+        "hours": environment.hours != SessionHours(),
+    }
+    if environment.cpu_only and any(of_devices.values()):
+        key = next(key for key, value in of_devices.items() if value)
         raise section.error(
             key,
             f"{section.label} is CPU-only (devices: max: 0), so '{key}' means nothing. Leave it "
@@ -119,6 +125,24 @@ def _devices(section: Section) -> DeviceLimits:
             "the other.",
         )
     return DeviceLimits(default=chosen, max=most)
+
+
+def _session_hours(section: Section) -> SessionHours:
+    """``{default, max}``, in hours; either one may be absent."""
+    data = section.take("hours", mapping, None)
+    if data is None:
+        return SessionHours()
+    inner = Section(data, section.origin, (*section.path, "hours"), f"'hours' of {section.label}")
+    chosen = inner.take("default", _hours, None)
+    most = inner.take("max", _hours, None)
+    inner.done()
+    if chosen is not None and most is not None and chosen > most:
+        raise inner.error(
+            "default",
+            f"'default' of {inner.label} is {chosen:g}, but 'max' is {most:g}. Lower the one or "
+            "raise the other.",
+        )
+    return SessionHours(chosen, most)
 
 
 def _variables(section: Section) -> dict[str, str]:
@@ -230,6 +254,13 @@ def _entries(value: object) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"is {shown(value)}, not a list of environments. Write at least one.")
     return value
+
+
+def _hours(value: object) -> float:
+    hours = positive(value)
+    if hours > MOST_HOURS:
+        raise ValueError(f"is {shown(value)} hours; {MOST_HOURS}, a year, is the most.")
+    return hours
 
 
 def _slug(value: object) -> str:

@@ -17,6 +17,20 @@ class DeviceLimits:
     """The most that a member may ask for; 0 makes the environment CPU-only."""
 
 
+MOST_HOURS = 8760
+"""The longest session that anything may ask for or allow: a year."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHours:
+    """How long a server with a device may run, in hours."""
+
+    default: float | None = None
+    """Unless the member says how long; None leaves it to the spawner's configuration."""
+    max: float | None = None
+    """The most that a member may ask for; None leaves it to the spawner's configuration."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """An entry of the catalog: an image with a name, and who may use it with what.
@@ -33,6 +47,7 @@ class Environment:
     default: bool = False
     """Whether the form chooses it unless the member chooses another."""
     devices: DeviceLimits = DeviceLimits()
+    hours: SessionHours = SessionHours()
     models: tuple[str, ...] = ()
     """Parts of device models' names, such as ``A100``; empty allows any model."""
     min_memory: int = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment as Templates
 from jinja2 import PackageLoader
-from jupyterhub.spawner import Spawner, SpawnException
+from jupyterhub.spawner import SpawnException
 from jupyterhub.traitlets import Callable
 from traitlets import Any as AnyTrait
 from traitlets import Integer, Unicode, Union, default
@@ -22,13 +22,14 @@ from ..ledger.rules import format_time_left, time_left
 from ..model import Account, DeviceStatus, Request, format_credits, member_account
 from ..pool import format_memory
 from . import options
+from .hours import Hours, hour_choices, length, usual_label
 
 _templates = Templates(
     loader=PackageLoader("gpuspawner.spawners"), autoescape=True, trim_blocks=True
 )
 
 
-class GPUSpawnerBase(Spawner):
+class GPUSpawnerBase(Hours):
     """Traits and options of every GPU spawner. Use :class:`GPUSpawnerMixin`, not this."""
 
     engine_name = ""
@@ -168,12 +169,18 @@ class GPUSpawnerBase(Spawner):
             )
         return environment, options.resolve(choice, environment, self.most_gpus())
 
-    def terms(self, environment: Environment) -> Terms:
-        """On which terms this start asks for its devices."""
+    def terms(self, environment: Environment, request: Request) -> Terms:
+        """On which terms this start asks for its devices. Raises TooMuchAsked."""
+        choice = options.parse(self.user_options or {}, foreign=self.takes_foreign_options())
+        seconds = None
+        if request.devices:
+            hours = self.session_hours(environment)
+            seconds = options.session_seconds(choice, hours, environment)
         return Terms(
             groups=self.group_names,
+            seconds=seconds,
             options=dict(self.user_options or {}),
-            wait=True,
+            wait=choice.wait is not False,
         )
 
     # The form.
@@ -186,9 +193,9 @@ class GPUSpawnerBase(Spawner):
             default_choice = catalog.default_for(self.group_names)
             overview = await self.broker.run(self.broker.overview)
             account = await self._account()
+            return own + self.render_form(catalog, default_choice, overview, account)
         except GPUSpawnerError as error:
             return own + _templates.get_template("unavailable.html").render(message=error.message)
-        return own + self.render_form(catalog, default_choice, overview, account)
 
     async def _account(self) -> Account:
         """The member's account; who comes for the first time gets the opening grant now."""
@@ -211,6 +218,9 @@ class GPUSpawnerBase(Spawner):
         limit = self.most_gpus()
         most = min(limit, max((e.devices.max for e in environments), default=0), overview.total)
         count = chosen.devices.default if last.gpus is None else last.gpus
+        with_devices = [e for e in environments if not e.cpu_only]
+        limits = {e.slug: self.session_hours(e) for e in with_devices}
+        rates = [model.rate for model in overview.models]
         return _templates.get_template("form.html").render(
             environments=environments,
             chosen=chosen,
@@ -229,6 +239,10 @@ class GPUSpawnerBase(Spawner):
                 }
                 for model in overview.models
             ],
+            with_devices=bool(limits),
+            hours=hour_choices(list(limits.values()), last.hours, rates),
+            usual_hours=usual_label(list(limits.values())),
+            most_hours={slug: length(h.max) for slug, h in limits.items() if h.max is not None},
             show_environments=bool(self.catalog),
         )
 

@@ -79,9 +79,10 @@ class GPUSpawnerMixin(Acquiring):
         self.stopped_at = None
         try:
             environment, request = self.resolve_options()
+            terms = self.terms(environment, request)
             self.apply_environment(environment)
             await recovered(self)
-            self.lease = await self._acquire(request, self.terms(environment))
+            self.lease = await self._acquire(request, terms)
         except GPUSpawnerError as error:
             raise spawn_exception(error) from error
         self.lease_id = self.lease.id

@@ -7,20 +7,26 @@ at every start, as text that a stranger wrote. Pure.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..catalog import Environment
+from ..catalog import MOST_HOURS, Environment, SessionHours
 from ..errors import InvalidRequest, TooMuchAsked
 from ..model import Request
 
-FIELDS = ("environment", "gpus", "gpu_model", "gpu_memory")
+FIELDS = ("environment", "gpus", "gpu_model", "gpu_memory", "hours", "wait")
 """Names of the fields in the form, in links and in ``user_options``."""
 
 IGNORED = ("_xsrf",)
 MOST_GPUS = 1024
 LONGEST = 128
+LEAST_HOURS = 0.25
+
+_HOURS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{0,20})?|\.[0-9]{1,20}")
+_YES = ("yes", "true", "on", "1")
+_NO = ("no", "false", "off", "0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,10 @@ class Choice:
     gpu_model: str | None = None
     gpu_memory: int | None = None
     """Least memory of each GPU in GB (10^9 bytes, as on the box)."""
+    hours: float | None = None
+    """Session length."""
+    wait: bool | None = None
+    """Whether to wait in line when no GPU is free."""
 
     def as_user_options(self) -> dict[str, Any]:
         """What JupyterHub stores: only what was said."""
@@ -60,6 +70,8 @@ def parse(fields: Mapping[str, Any], *, foreign: bool = False) -> Choice:
         gpus=_whole(fields, "gpus"),
         gpu_model=_text(fields, "gpu_model"),
         gpu_memory=_whole(fields, "gpu_memory"),
+        hours=_hours(fields, "hours"),
+        wait=_yes_or_no(fields, "wait"),
     )
 
 
@@ -84,6 +96,35 @@ def resolve(choice: Choice, environment: Environment, limit: int) -> Request:
         models=environment.models,
         memory_bytes=memory,
     )
+
+
+def combine(own: SessionHours, general: SessionHours) -> SessionHours:
+    """What holds when an environment says the one and the hub, for this member, the other."""
+    limits = [limit for limit in (own.max, general.max) if limit is not None]
+    most = min(limits, default=None)
+    usual = own.default if own.default is not None else general.default
+    if most is None or usual is None:
+        return SessionHours(most if usual is None else usual, most)
+    return SessionHours(min(usual, most), most)
+
+
+def session_seconds(choice: Choice, hours: SessionHours, environment: Environment) -> int | None:
+    """The session length that the choice makes; None when there is no end.
+
+    ``hours`` is what holds for this member there. Raises TooMuchAsked.
+    """
+    asked = hours.default if choice.hours is None else choice.hours
+    if asked is None:
+        return None
+    if hours.max is not None and asked > hours.max:
+        whose = environment.display_name
+        allows = f"{whose} allows" if environment.hours.max == hours.max else "your limit is"
+        raise TooMuchAsked(
+            f"The field 'hours' asks for {asked:g} hours; {allows} {hours.max:g} for one session. "
+            f"Write {hours.max:g} or less.",
+            field="hours",
+        )
+    return max(1, round(3600 * asked))
 
 
 def _too_many(count: int, most: int, environment: Environment, limit: int) -> str:
@@ -129,3 +170,36 @@ def _whole(fields: Mapping[str, Any], name: str) -> int | None:
     if name == "gpus" and int(text) > MOST_GPUS:
         raise TooMuchAsked(f"You asked for {int(text)} GPUs, and no server gets that many.")
     return int(text)
+
+
+def _hours(fields: Mapping[str, Any], name: str) -> float | None:
+    value = _single(fields, name)
+    if value is None:
+        return None
+    right = isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    # A whole number with thousands of digits is no text that Python would write.
+    text = str(value).strip() if right and not _is_huge(value) else ""
+    hours = float(text) if _HOURS.fullmatch(text) else 0.0
+    if not LEAST_HOURS <= hours <= MOST_HOURS:
+        said = "so much" if _is_huge(value) else repr(str(value)[:60])
+        raise InvalidRequest(
+            f"The field {name!r} must be a number of hours from {LEAST_HOURS:g} to {MOST_HOURS}, "
+            f"such as 1.5, not {said}.",
+            field=name,
+        )
+    return hours
+
+
+def _is_huge(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) > 10**40
+
+
+def _yes_or_no(fields: Mapping[str, Any], name: str) -> bool | None:
+    value = _single(fields, name)
+    if value is None:
+        return None
+    word = str(value).strip().lower() if isinstance(value, (bool, str)) else ""
+    if word not in _YES + _NO:
+        said = "a number" if isinstance(value, (int, float)) else repr(str(value)[:60])
+        raise InvalidRequest(f"The field {name!r} must be yes or no, not {said}.", field=name)
+    return word in _YES
