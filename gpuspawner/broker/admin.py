@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import math
+import unicodedata
 from typing import Any
 
 from ..errors import InvalidRequest, TicketEnded
 from ..model import Device, Ticket
-from ..store import closures, tickets
+from ..store import closures, devices, tickets
 from ..store.closures import GRANTING, Closure
 from .core import Core
 
-MOST_POINTS = 1e6
+MOST_POINTS = 1_000_000
 """The greatest boost either way."""
+
+LAST_POSITION = 1_000_000
+"""The greatest place of an admin's own."""
+
+LONGEST_REASON = 300
+"""Characters."""
 
 
 class Admin(Core):
@@ -25,9 +31,9 @@ class Admin(Core):
         """
         return self._close(GRANTING, "pause", actor, reason)
 
-    def resume(self, *, actor: str) -> bool:
+    def resume(self, *, actor: str, reason: str = "") -> bool:
         """Give out devices again. False when granting was not paused."""
-        return self._reopen(GRANTING, "resume", actor)
+        return self._reopen(GRANTING, "resume", actor, reason)
 
     def drain(self, device: str, *, actor: str, reason: str = "") -> bool:
         """Give a device (UUID or index) to nobody new; the session on it ends normally.
@@ -36,21 +42,21 @@ class Admin(Core):
         """
         return self._close(self.find_device(device).uuid, "drain", actor, reason)
 
-    def undrain(self, device: str, *, actor: str) -> bool:
-        """Give a device out again. False when it was not drained."""
-        known = self.store.run(closures.load)
-        uuid = device if device in known else self.find_device(device).uuid
-        return self._reopen(uuid, "undrain", actor)
+    def undrain(self, device: str, *, actor: str, reason: str = "") -> bool:
+        """Give a device out again, one that is gone too. False when it was not drained."""
+        drained = self.store.run(closures.load).keys() - {GRANTING}
+        uuid = device if device in drained else self.find_device(device).uuid
+        return self._reopen(uuid, "undrain", actor, reason)
 
     def boost(self, ticket_id: str, points: float, *, actor: str, reason: str = "") -> Ticket:
         """Set the points that an admin adds to a ticket's score; 0 takes them away.
 
         Raises UnknownTicket, TicketEnded, or InvalidRequest for what is no number of points.
         """
-        if isinstance(points, bool) or not math.isfinite(points) or abs(points) > MOST_POINTS:
+        if not _is_number(points) or not abs(points) <= MOST_POINTS:  # so, NaN is refused too
             raise InvalidRequest(
-                f"{points!r} is no number of points: write one from {-MOST_POINTS:.0f} "
-                f"to {MOST_POINTS:.0f}; one point is worth one hour of waiting.",
+                f"{_short(points)} is no number of points: write one from {-MOST_POINTS} "
+                f"to {MOST_POINTS}; one point is worth one hour of waiting.",
                 field="points",
             )
         return self._change(ticket_id, "boost", f"{points:+g} points", actor, reason, boost=points)
@@ -60,30 +66,49 @@ class Admin(Core):
 
         None gives it back to the order. Raises UnknownTicket, TicketEnded or InvalidRequest.
         """
-        if position is not None and not 1 <= position <= 1_000_000:
+        whole = _is_number(position) and isinstance(position, int)
+        if position is not None and not (whole and 1 <= position <= LAST_POSITION):
             raise InvalidRequest(
-                f"{position!r} is no place in line: write 1 for next, 2 for the one after it.",
+                f"{_short(position)} is no position in line: write 1 for next, 2 for the one "
+                "after it.",
                 field="position",
             )
         detail = f"to place {position}" if position is not None else "back to the order"
         return self._change(ticket_id, "move", detail, actor, reason, position=position)
 
+    def cancel(self, ticket_id: str, *, actor: str, reason: str) -> Ticket:
+        """Take a ticket out of the line; its member is told the reason.
+
+        Raises UnknownTicket, TicketEnded, or InvalidRequest without a reason.
+        """
+        why = f"an admin cancelled it: {checked_reason(reason, needed=True)}"
+        if (ticket := self.store.run(lambda c: tickets.get(c, ticket_id))).outcome:
+            raise TicketEnded(_has_ended(ticket))
+        ended = self.end_ticket(ticket_id, "cancelled", why, actor=actor)
+        if ended.end_reason != why:  # its turn came, or somebody was quicker
+            raise TicketEnded(_has_ended(ended))
+        return ended
+
     def find_device(self, device: str) -> Device:
-        """A device by UUID or, as people read it, by index. Raises InvalidRequest."""
-        devices = self.look().devices
-        named = [d for d in devices if d.uuid == device or str(d.index) == device]
+        """A device by UUID or, as people read it, by index. Raises InvalidRequest.
+
+        The store's own: whoever asks may see less of the machine than the hub does.
+        """
+        source = self.watch.source.name
+        known = self.store.run(lambda connection: devices.load(connection, source))
+        named = [d for d in known or self.look().devices if device in (d.uuid, str(d.index))]
         if len(named) == 1:
             return named[0]
         what = f"{len(named)} devices have" if named else "No device has"
         raise InvalidRequest(
-            f"{what} the UUID or index {device!r}; `gpuspawner devices` lists them.",
+            f"{what} the UUID or index {_short(device)}; `gpuspawner devices` lists them.",
             field="device",
         )
 
     # Steps of the above.
 
     def _close(self, subject: str, action: str, actor: str, reason: str) -> bool:
-        now = self.clock()
+        now, reason = self.clock(), checked_reason(reason)
         with self.store.write() as connection:
             done = closures.close(connection, Closure(subject, now, actor, reason))
             if done:
@@ -97,22 +122,29 @@ class Admin(Core):
                 )
         return done
 
-    def _reopen(self, subject: str, action: str, actor: str) -> bool:
+    def _reopen(self, subject: str, action: str, actor: str, reason: str) -> bool:
+        now, reason = self.clock(), checked_reason(reason)
         with self.store.write() as connection:
             done = closures.reopen(connection, subject)
             if done:
                 closures.note(
-                    connection, at=self.clock(), actor=actor, action=action, subject=subject
+                    connection,
+                    at=now,
+                    actor=actor,
+                    action=action,
+                    subject=subject,
+                    detail=reason,
                 )
         return done
 
     def _change(
         self, ticket_id: str, action: str, detail: str, actor: str, reason: str, **values: Any
     ) -> Ticket:
+        reason = checked_reason(reason)
         with self.store.write() as connection:
             ticket = tickets.get(connection, ticket_id, lock=True)
             if ticket.outcome:
-                raise TicketEnded(why=ticket.end_reason.rstrip("."))
+                raise TicketEnded(_has_ended(ticket))
             tickets.update(connection, ticket_id, **values)
             closures.note(
                 connection,
@@ -123,3 +155,38 @@ class Admin(Core):
                 detail=f"{detail}: {reason}" if reason else detail,
             )
             return tickets.get(connection, ticket_id)
+
+
+def checked_reason(reason: str, *, needed: bool = False) -> str:
+    """An admin's reason on one line. Raises InvalidRequest for what is not one."""
+    text = " ".join(reason.split())
+    if needed and not text:
+        raise InvalidRequest(
+            "The reason is missing: say in a few words why; the member reads it.", field="reason"
+        )
+    if len(text) > LONGEST_REASON:
+        raise InvalidRequest(
+            f"The reason has {len(text)} characters: {LONGEST_REASON} is the most.", field="reason"
+        )
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+        raise InvalidRequest("The reason has characters that nobody can read.", field="reason")
+    return text
+
+
+def _has_ended(ticket: Ticket) -> str:
+    return (
+        f"The ticket of {ticket.server} does not wait any more ({ticket.outcome}: "
+        f"{ticket.end_reason.rstrip('.')}). Nothing was changed."
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _short(value: object) -> str:
+    """What somebody sent, as a sentence can name it."""
+    if isinstance(value, int) and abs(value) > 10**40:  # Python itself refuses to write some
+        return "That"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -12,7 +12,7 @@ from ..ledger.pricing import RateCard
 from ..model import Account, Lease, Place, Request, ServerRef, Ticket
 from ..store import Store
 from .settings import BrokerSettings
-from .watch import Look
+from .watch import Look, Watch
 
 if TYPE_CHECKING:
     from .queue import Terms
@@ -24,6 +24,7 @@ class Core(BrokerSettings):
     store: Store
     clock: Callable[[], datetime]
     rates: RateCard
+    watch: Watch
 
     def look(self, *, fresh: bool = False) -> Look:
         """The newest look at the devices."""
@@ -39,6 +40,12 @@ class Core(BrokerSettings):
         terms: Terms | None = None,
     ) -> Lease:
         """Grant devices to a server, now or never."""
+        raise NotImplementedError
+
+    def end_ticket(
+        self, ticket_id: str, outcome: str, reason: str, *, actor: str = "", tell: bool = True
+    ) -> Ticket:
+        """Take a ticket out of the line, for a reason that stays written."""
         raise NotImplementedError
 
     def _grant_ticket(self, ticket: Ticket, look: Look, kept: frozenset[Place]) -> Lease:
