@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 from traitlets import TraitError
@@ -17,7 +18,9 @@ from .check import check
 from .config import DEFAULT_FILE, Settings, load, passwords, redact
 from .credits import accounts, amount_of, grant, statement
 from .devices import devices
+from .granting import audit, drain, pause, resume, undrain
 from .leases import leases
+from .queue import boost, cancel, move, place_of, points_of, queue
 from .release import release
 
 OK, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -130,16 +133,66 @@ def parser() -> argparse.ArgumentParser:
     lines.add_argument("--limit", type=_positive, default=50, metavar="N", help=_NEWEST)
 
     add("accounts", accounts, "List everybody's balance.")
+
+    _queue_actions(add("queue", queue, "List who waits in line, and why in this order."))
+    for name, command, what in (
+        ("pause", pause, "Give out no GPUs: what runs goes on, who waits waits on."),
+        ("resume", resume, "Give out GPUs again."),
+    ):
+        _reason(add(name, command, what))
+    for name, command, what in (
+        ("drain", drain, "Give a GPU to nobody new; the session on it ends normally."),
+        ("undrain", undrain, "Give a drained GPU out again."),
+    ):
+        closing = add(name, command, what)
+        closing.add_argument("device", metavar="DEVICE", help="its index or its UUID")
+        _reason(closing)
+    trail = add("audit", audit, "Show who changed what about the line and the devices.")
+    trail.add_argument("--limit", type=_positive, default=50, metavar="N", help=_NEWEST)
     return top
 
 
+def _queue_actions(line: argparse.ArgumentParser) -> None:
+    """``gpuspawner queue`` alone lists; with a word after it, it changes."""
+    line.add_argument(
+        "--why", nargs=2, metavar=("A", "B"), help="why one ticket goes before the other"
+    )
+    actions = line.add_subparsers(title="changes", metavar="CHANGE")
+
+    def add(name: str, command: Command, what: str) -> argparse.ArgumentParser:
+        # What was said before the word holds: only what is said after it replaces that.
+        common = _common(argument_default=argparse.SUPPRESS)
+        sub = actions.add_parser(name, help=what, description=what, parents=[common])
+        sub.add_argument("ticket", metavar="TICKET", help=_TICKET)
+        sub.set_defaults(command=command)
+        return sub
+
+    moving = add("move", move, "Put a ticket at a position of your own, before the order.")
+    moving.add_argument(
+        "place", type=place_of, metavar="POSITION", help="1 is next; back: to the order again"
+    )
+    _reason(moving)
+    boosting = add("boost", boost, "Add points to a ticket's score (0 takes them away).")
+    boosting.add_argument(
+        "points", type=points_of, metavar="POINTS", help="one is worth one hour of waiting"
+    )
+    _reason(boosting)
+    cancelling = add("cancel", cancel, "Take a ticket out of the line; its member is told why.")
+    cancelling.add_argument("--reason", type=_words, required=True, metavar="TEXT", help="why")
+
+
+def _reason(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--reason", default="", metavar="TEXT", help="why")
+
+
+_TICKET = "the ticket's id or its first letters, or its server (MEMBER or MEMBER/SERVER)"
 _ACCOUNT = "a member's name, or member:NAME or group:NAME"
 _NEWEST = "the newest N (default: 50)"
 
 
-def _common() -> argparse.ArgumentParser:
+def _common(**kwargs: Any) -> argparse.ArgumentParser:
     """Options of every command."""
-    common = argparse.ArgumentParser(add_help=False)
+    common = argparse.ArgumentParser(add_help=False, **kwargs)
     common.add_argument(
         "-f", "--config", metavar="FILE", help=f"the hub's configuration (default: {DEFAULT_FILE})"
     )
