@@ -35,6 +35,9 @@ from .store import default_url
 
 CULLER = "idle-culler"
 
+TEMPLATES = Path(__file__).parent / "spawners" / "hub_templates"
+"""The Hub's pages that are ours."""
+
 SECTIONS = ("Broker", "Accounting", "Notifier")
 """What the service is told of the configuration."""
 
@@ -58,6 +61,7 @@ def add_services(
     """
     if cull_idle_after is not None and cull_idle_after <= 0:
         raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
+    _add_templates(c)
     if "concurrent_spawn_limit" not in c.JupyterHub:
         # Who waits in line counts as a pending spawn: no limit, or the line is full at 100.
         c.JupyterHub.concurrent_spawn_limit = 0
@@ -109,6 +113,15 @@ def _extend_user_scopes(c: Config, scope: str) -> None:
         c.JupyterHub.extra_user_scopes = {*extra, scope}
 
 
+def _add_templates(c: Config) -> None:
+    """Our pages, after the admin's own and before JupyterHub's."""
+    value = c.JupyterHub.template_paths
+    if isinstance(value, LazyConfigValue):
+        value.insert(len(value.to_dict().get("inserts", ())), str(TEMPLATES))
+    else:
+        c.JupyterHub.template_paths = [*value, str(TEMPLATES)]
+
+
 def _entries(value: Any) -> list[dict[str, Any]]:
     """The dictionaries in a list setting, whether it is a list yet or only additions to one."""
     if isinstance(value, LazyConfigValue):
@@ -117,7 +130,7 @@ def _entries(value: Any) -> list[dict[str, Any]]:
     return list(value)
 
 
-def _append(c: Config, setting: str, entry: dict[str, Any]) -> None:
+def _append(c: Config, setting: str, entry: Any) -> None:
     value = c.JupyterHub[setting]
     if isinstance(value, (list, LazyConfigValue)):
         value.append(entry)

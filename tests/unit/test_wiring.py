@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jupyterhub.app import JupyterHub
 from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
 
 import gpuspawner
 from gpuspawner.errors import ConfigError
-from gpuspawner.wiring import ACCOUNTING_SCOPES, CULLER_SCOPES, add_services
+from gpuspawner.wiring import ACCOUNTING_SCOPES, CULLER_SCOPES, TEMPLATES, add_services
 
 USER_SCOPE = "access:services!service=gpu"
 
@@ -276,3 +277,19 @@ def test_the_package_itself_is_cheap_to_import() -> None:
     assert done.stdout.split("\n")[:2] == [gpuspawner.__version__, "[]"]
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = gpuspawner.no_such_name  # type: ignore[attr-defined]  # that it is absent is the test
+
+
+@pytest.mark.parametrize("how", ["nothing", "list", "insert"])
+def test_our_pages_come_after_the_admins_and_before_the_hubs(how: str) -> None:
+    c = Config()
+    if how == "list":
+        c.JupyterHub.template_paths = ["/mine"]
+    elif how == "insert":
+        c.JupyterHub.template_paths.insert(0, "/mine")
+    gpuspawner.add_services(c)
+    app = JupyterHub(config=c)
+    ours = app.template_paths.index(str(TEMPLATES))
+    theirs = app.template_paths.index("/mine") if how != "nothing" else -1
+    assert theirs < ours
+    base = [path for path in app.template_paths if path.endswith("jupyterhub/templates")]
+    assert all(ours < app.template_paths.index(path) for path in base)
