@@ -25,13 +25,9 @@ _AT_PLACE = 2 + len(_LEASE_FIELDS)
 _left = leases.c.hold - leases.c.charged
 # As one text and not as rows: a grant reads it, and hundreds of new objects each time make
 # Python collect garbage more often, with the hub standing still meanwhile.
-_place_texts = sa.union_all(
-    sa.select(
-        (lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text)).label("place")
-    ).where(OPEN_PLACE),
-    sa.select((closures.c.subject + ":0").label("place")),
-).subquery()
-_PLACES = Prepared(sa.select(sa.func.aggregate_strings(_place_texts.c.place, " ")))
+_place = lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text)
+_closed = sa.select(sa.func.aggregate_strings(closures.c.subject + ":0", " ")).scalar_subquery()
+_PLACES = Prepared(sa.select(sa.func.aggregate_strings(_place, " "), _closed).where(OPEN_PLACE))
 _TAKEN = Prepared(
     sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(OPEN_PLACE)
 )
@@ -78,12 +74,12 @@ def taken(connection: sa.Connection) -> dict[Place, str]:
 
 def places_taken(connection: sa.Connection) -> frozenset[Place]:
     """Every place under an open lease, and what is closed to new ones (``granting`` for all)."""
-    ((text,),) = _PLACES.rows(connection)
-    return frozenset(map(_place, text.split(" "))) if text else frozenset()
+    (texts,) = _PLACES.rows(connection)
+    return frozenset(map(_read_place, " ".join(filter(None, texts)).split()))
 
 
 @lru_cache(maxsize=65536)
-def _place(text: str) -> Place:
+def _read_place(text: str) -> Place:
     uuid, _, slot = text.rpartition(":")
     return Place(uuid, int(slot))
 
