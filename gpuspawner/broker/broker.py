@@ -35,6 +35,7 @@ from .admin import Admin
 from .grants import Grants
 from .line import Line
 from .notices import Notices
+from .sessions import Sessions
 from .watch import Look, Watch
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Grants, Admin, Notices):
+class Broker(Grants, Admin, Notices, Sessions):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:
@@ -135,6 +136,7 @@ class Broker(Grants, Admin, Notices):
             if transfer := rules.settle(lease, due, end):
                 book.post(connection, transfer)
             charged = lease.charged + due
+            reason = lease.end_reason or reason  # who ordered its stop said why
             leases.end(connection, lease.id, end, reason, charged)
         lease = replace(
             lease, state=LeaseState.ENDED, ended_at=end, end_reason=reason, charged=charged

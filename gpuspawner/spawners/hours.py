@@ -12,7 +12,7 @@ from jupyterhub.spawner import Spawner
 from jupyterhub.traitlets import Callable
 from traitlets import Float, Union
 
-from ..catalog import Environment, SessionHours
+from ..catalog import MOST_HOURS, Environment, SessionHours
 from ..errors import ConfigError
 from ..ledger.rules import format_time_left
 from ..model import format_credits
@@ -71,10 +71,10 @@ class Hours(Spawner):
         if hours is None:
             return None
         number = isinstance(hours, (int, float)) and not isinstance(hours, bool)
-        if not number or not 0 < hours <= options.MOST_HOURS:
+        if not number or not 0 < hours <= MOST_HOURS:
             what = (
                 f"c.GPUSpawnerMixin.{trait} is {hours!r}; it is a number of hours, or None. "
-                f"{options.MOST_HOURS} is the most"
+                f"{MOST_HOURS} is the most"
             )
             raise ConfigError(what=what)
         return float(hours)

@@ -52,6 +52,11 @@ _OPEN_OF_SERVER = Prepared(
     )
 )
 _OPEN = Prepared(_LEASES.where(OPEN_LEASE))
+_WITH_AN_END = Prepared(
+    _LEASES.where(
+        OPEN_LEASE, (leases.c.outcome != sa.literal_column("''")) | leases.c.seconds.isnot(None)
+    )
+)
 _INSERT = Prepared(sa.insert(leases), ("user", "server_name", *_LEASE_FIELDS))
 _INSERT_PLACE = Prepared(sa.insert(lease_places), ("lease_id", "open", *_PLACE_FIELDS))
 _FREE_PLACES = Prepared(
@@ -122,6 +127,11 @@ def open_of(connection: sa.Connection, server: ServerRef) -> Lease | None:
 def open_leases(connection: sa.Connection) -> list[Lease]:
     """All open leases, oldest first."""
     return _leases(_OPEN.rows(connection))
+
+
+def with_an_end(connection: sa.Connection) -> list[Lease]:
+    """Open leases whose session ends some time, or whose stop was ordered; oldest first."""
+    return _leases(_WITH_AN_END.rows(connection))
 
 
 def of_account(connection: sa.Connection, account: str | None, limit: int = 50) -> list[Lease]:

@@ -1,0 +1,288 @@
+"""Sessions with an end: warned about, extended, ended; and servers that nobody came to.
+
+What is ordered here is done by the accounting service, which asks the Hub to stop the server
+until it is gone. So every order is in the store, with its reason, before anything happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..errors import CannotExtend
+from ..model import Lease, LeaseState, Notice, NoticeKind
+from ..store import closures, history, leases, notices
+from . import extending
+from .queue import Queue
+from .view import clock
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What is to be done about sessions now."""
+
+    warn: tuple[Lease, ...] = ()
+    """Whose member is to be told that the session ends soon."""
+    over: tuple[Lease, ...] = ()
+    """Whose time is over, and whose stop is not ordered yet."""
+    stop: tuple[Lease, ...] = ()
+    """Whose server is to be stopped: somebody ordered it."""
+
+
+class Sessions(Queue):
+    """The part of the broker that knows when a session ends."""
+
+    def extend(self, lease_id: str, *, actor: str) -> Lease:
+        """Let a session last as long from now as was asked for at first.
+
+        A lease without an end stays as it is, and no end ever moves to an earlier time.
+        ``actor``: a member's name or an admin's. Raises UnknownLease, or CannotExtend when
+        anybody who waits would start later.
+        """
+        with self.line.lock:
+            look = self._sync()
+            with self.store.write() as connection:
+                lease = leases.get(connection, lease_id, lock=True)
+                now = self.clock()
+                longer = _longer(lease, now)
+                if longer == lease.extended:
+                    return lease
+                extended = replace(lease, extended=longer, told_minutes=None)
+                # In this transaction: nobody comes to the line between the question and the answer.
+                self.line.sync(connection, look, now)
+                self._must_delay_nobody(extended, now)
+                leases.update(connection, lease_id, extended=longer, told_minutes=None)
+                if actor != lease.server.user:
+                    self._note_lease(connection, lease, "extend", actor, _until(extended, now), now)
+        self.log.info("Lease %s of %s ends at %s", lease_id, lease.server, extended.ends_at)
+        return extended
+
+    def claim(self, lease_id: str) -> Lease:
+        """The member connected to a server from the queue. Too late is too late."""
+        now = self.clock()
+        with self.store.write() as connection:
+            lease = leases.get(connection, lease_id, lock=True)
+            if lease.claim_by is None or lease.outcome or lease.state is LeaseState.ENDED:
+                return lease
+            leases.update(connection, lease_id, claimed_at=now)
+        return replace(lease, claimed_at=now)
+
+    def no_show(self, lease_id: str) -> Lease:
+        """Nobody connected in time: the server is to be stopped, and costs nothing.
+
+        A lease that was claimed, or whose time for it is not over, stays as it is.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            lease = leases.get(connection, lease_id, lock=True)
+            if lease.claim_by is None or now < lease.claim_by or not _goes_on(lease):
+                return lease
+            twice = history.no_shows_in_a_row(connection, lease.server.user) >= 1
+            reason = f"nobody connected within {_minutes(lease.claim_seconds or 0)} of its start"
+            return self._order(connection, lease, "no_show", reason, _no_show(lease, twice, now))
+
+    def order_stop(self, lease_id: str, outcome: str, *, actor: str = "", reason: str) -> Lease:
+        """Have a server stopped: ``outcome`` as in :attr:`gpuspawner.model.Lease.outcome`.
+
+        An earlier order, or an end, stays as it is. ``actor`` is an admin, for the audit trail.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            lease = leases.get(connection, lease_id, lock=True)
+            if not _goes_on(lease):
+                return lease
+            if actor:
+                self._note_lease(connection, lease, "stop", actor, reason, now)
+            told = _stopped(lease, "an admin stopped it", f"{_sentence(reason)} {_KEPT}", now)
+            return self._order(connection, lease, outcome, reason, told)
+
+    # What the accounting service asks every other second.
+
+    def due_sessions(self, warn_minutes: Sequence[float] = ()) -> Due:
+        """What is to be done now; each part has its own method, which looks again."""
+        now = self.clock()
+        watched = self.store.run(leases.with_an_end)
+        return Due(
+            warn=tuple(x for x in watched if warning_due(x, now, warn_minutes) is not None),
+            over=tuple(x for x in watched if _is_over(x, now)),
+            stop=tuple(x for x in watched if x.outcome),
+        )
+
+    def warn_session(self, lease_id: str, warn_minutes: Sequence[float]) -> Lease | None:
+        """Tell the member that the session ends soon, once for each of ``warn_minutes``.
+
+        None when there is nothing to tell, else the lease with the warning that was given.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            lease = leases.get(connection, lease_id, lock=True)
+            due = warning_due(lease, now, warn_minutes)
+            if due is None:
+                return None
+            leases.update(connection, lease_id, told_minutes=due)
+            notices.add(connection, _ends_soon(lease, due, now))
+        return replace(lease, told_minutes=due)
+
+    def end_session(self, lease_id: str) -> Lease | None:
+        """Order the stop of a server whose time is over; None when it is not, or was ordered."""
+        now = self.clock()
+        with self.store.write() as connection:
+            lease = leases.get(connection, lease_id, lock=True)
+            if not _is_over(lease, now):
+                return None
+            ended_at = _until(lease, now)
+            told = _stopped(lease, "its time is over", f"It was to end at {ended_at}. {_KEPT}", now)
+            reason = f"its time was over at {ended_at}"
+            return self._order(connection, lease, "session_end", reason, told)
+
+    # Steps of the above.
+
+    def _must_delay_nobody(self, extended: Lease, now: datetime) -> None:
+        """Raises CannotExtend; ``extended`` is the lease as it is to be."""
+        assert extended.ends_at is not None
+        end, at = extended.ends_at.timestamp(), now.timestamp()
+        running = self.line.scheduler.running.values()
+        mine = [x for x in running if x.member == extended.server.user]
+        groups = [x for x in running if extended.group and x.group == extended.group]
+        limits = zip((mine, groups), self.limits_of(extended.group), strict=True)
+        free = self.line.supply.free
+        late = extending.delayed(self.line.scheduler, extended.id, end, at, free)
+        reasons = [
+            extending.drained(extended, self.line.closed),
+            *(extending.too_many_hours(some, extended, end, at, limit) for some, limit in limits),
+            extending.who_waits(late, extended) if late else "",
+        ]
+        if why := next(filter(None, reasons), ""):
+            raise CannotExtend(why=why)
+
+    def _order(
+        self, connection: sa.Connection, lease: Lease, outcome: str, reason: str, told: Notice
+    ) -> Lease:
+        changes: dict[str, Any] = {"outcome": outcome, "end_reason": reason}
+        leases.update(connection, lease.id, **changes)
+        notices.add(connection, told)
+        self.log.info("Lease %s of %s is to end: %s", lease.id, lease.server, reason)
+        return replace(lease, **changes)
+
+    def _note_lease(
+        self,
+        connection: sa.Connection,
+        lease: Lease,
+        action: str,
+        actor: str,
+        detail: str,
+        now: datetime,
+    ) -> None:
+        subject = f"lease {lease.id} of {lease.server}"
+        closures.note(
+            connection, at=now, actor=actor, action=action, subject=subject, detail=detail
+        )
+
+
+def warning_due(lease: Lease, now: datetime, warn_minutes: Sequence[float]) -> float | None:
+    """The warning that is due and was not given, in minutes left; None when there is none.
+
+    A session that is no longer than a warning's minutes is not warned at its very start.
+    """
+    running = lease.state is LeaseState.RUNNING and not lease.outcome
+    if not running or lease.ends_at is None or now >= lease.ends_at:
+        return None
+    left = (lease.ends_at - now).total_seconds()
+    due = [m for m in warn_minutes if left <= 60 * m < (lease.seconds or 0)]
+    told = math.inf if lease.told_minutes is None else lease.told_minutes
+    return min(due) if due and min(due) < told else None
+
+
+def _goes_on(lease: Lease) -> bool:
+    """Whether a lease is open and nobody ordered its stop."""
+    return lease.state is not LeaseState.ENDED and not lease.outcome
+
+
+def _is_over(lease: Lease, now: datetime) -> bool:
+    running = lease.state is LeaseState.RUNNING and not lease.outcome
+    return running and lease.ends_at is not None and now >= lease.ends_at
+
+
+def _longer(lease: Lease, now: datetime) -> int:
+    """What ``extended`` comes to if the whole length begins anew now. Raises CannotExtend."""
+    if lease.state is LeaseState.ENDED:
+        raise CannotExtend(why="it has ended")
+    if lease.outcome or _is_over(lease, now):
+        raise CannotExtend(why="its server is being stopped")
+    if lease.started_at is None:
+        raise CannotExtend(why="its server is not up yet, and its time begins then")
+    if lease.seconds is None:
+        return lease.extended
+    return max(lease.extended, math.ceil((now - lease.started_at).total_seconds()))
+
+
+# What members are told.
+
+_KEPT = "Your files are where you left them."
+
+
+def _ends_soon(lease: Lease, minutes: float, now: datetime) -> Notice:
+    assert lease.ends_at is not None
+    until = _until(lease, now)
+    return Notice(
+        # With the end: after an extension it is told anew.
+        key=f"session_ends:{lease.id}:{lease.ends_at.timestamp():.0f}:{minutes:g}",
+        user=lease.server.user,
+        kind=NoticeKind.SESSION_ENDS,
+        title=f"{_named(lease)} stops at {until}",
+        body=(
+            f"Its session ends then: save your work. On your page of GPUs and credits you can "
+            f"extend it, as long as nobody has to wait longer for that. {_KEPT}"
+        ),
+        at=now,
+    )
+
+
+def _no_show(lease: Lease, twice: bool, now: datetime) -> Notice:
+    body = (
+        f"Its GPU was kept for you for {_minutes(lease.claim_seconds or 0)} after it had started. "
+        "Nothing was charged. Start it again when you need it."
+    )
+    if twice:
+        body += " It was the second time in a row: next time you wait at the end of the line."
+    return _stopped(lease, "nobody connected to it", body, now)
+
+
+def _stopped(lease: Lease, why: str, body: str, now: datetime) -> Notice:
+    return Notice(
+        key=f"stopped:{lease.id}",
+        user=lease.server.user,
+        kind=NoticeKind.STOPPED,
+        title=f"{_named(lease)} is stopped: {why}",
+        body=body,
+        at=now,
+    )
+
+
+def _named(lease: Lease) -> str:
+    return f"Your server {lease.server.name}" if lease.server.name else "Your server"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:g} min"
+
+
+def _sentence(reason: str) -> str:
+    return f"{reason.rstrip('.')}."
+
+
+def _until(lease: Lease, now: datetime) -> str:
+    """The end with its zone: who reads it may be elsewhere."""
+    end = lease.ends_at or now
+    return f"{end_clock(end, now)} ({end.astimezone():%Z})"
+
+
+def end_clock(moment: datetime, now: datetime) -> str:
+    """A time of day as :func:`gpuspawner.broker.view.clock`, rounded down: what ends then is not
+    said to end later."""
+    return clock(moment.replace(second=0, microsecond=0), now)
