@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment as Templates
 from jinja2 import PackageLoader
-from jupyterhub.spawner import SpawnException
+from jupyterhub.spawner import Spawner, SpawnException
 from jupyterhub.traitlets import Callable
 from traitlets import Any as AnyTrait
 from traitlets import Integer, Unicode, Union, default
@@ -29,7 +29,7 @@ _templates = Templates(
 )
 
 
-class GPUSpawnerBase(Hours):
+class GPUSpawnerBase(Hours, Spawner):
     """Traits and options of every GPU spawner. Use :class:`GPUSpawnerMixin`, not this."""
 
     engine_name = ""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from jupyterhub.spawner import Spawner
 from jupyterhub.traitlets import Callable
 from traitlets import Float, Union
+from traitlets.config import Configurable
 
 from ..catalog import MOST_HOURS, Environment, SessionHours
 from ..errors import ConfigError
@@ -22,7 +22,7 @@ STEPS = (1.0, 2.0, 4.0, 8.0, 12.0, 24.0, 48.0, 72.0, 168.0)
 """Hours that the form offers, as far as they are allowed."""
 
 
-class Hours(Spawner):
+class Hours(Configurable):
     """The traits that limit how long servers with a GPU run."""
 
     default_hours = Union(
