@@ -92,5 +92,6 @@ def _servers(leases: Collection[Lease], user: str) -> str:
 
 
 def _at(moment: datetime, now: datetime) -> str:
-    """A time with its zone: who reads it may be elsewhere."""
-    return f"{clock(moment, now)} ({moment.astimezone():%Z})"
+    """A time to hurry to, so rounded down, with its zone: who reads it may be elsewhere."""
+    minute = moment.replace(second=0, microsecond=0)
+    return f"{clock(minute, now)} ({minute.astimezone():%Z})"

@@ -198,19 +198,6 @@ class NoticesAPI(Notices, APIHandler):
             "notices": [notice_json(some, channels, now) for some in told],
         }
 
-    # Tornado asks for an XSRF token before it is known who asks; JupyterHub asks again while it
-    # finds out, and then only those who come with a cookie and not with a token.
-
-    _asking = False
-
-    def check_xsrf_cookie(self) -> None:
-        if self._asking:
-            super().check_xsrf_cookie()
-
-    async def prepare(self) -> None:
-        self._asking = True
-        await super().prepare()
-
 
 class ChoicesAPI(NoticesAPI):
     """Change what I chose: ``{"mail": {"address": "ada@lab.example", "kinds": ["turn"]}}``.
