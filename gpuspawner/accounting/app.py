@@ -25,10 +25,14 @@ from ..engines import DockerEngine, Engine, LocalEngine
 from ..errors import ConfigError, GPUSpawnerError, Unavailable
 from .hub import Hub
 from .notify import Notifier
+from .sessions import Sessions
 from .tick import Tick
 
 NOTICES_EVERY = 2.0
 """Seconds between two looks for notices to send."""
+
+SESSIONS_EVERY = 2.0
+"""Seconds between two looks at the ends of sessions and at the stops that were ordered."""
 
 ENGINES: dict[str, Callable[[], Engine]] = {"docker": DockerEngine, "local": LocalEngine}
 
@@ -83,6 +87,45 @@ class Accounting(Application):
         """,
     )
 
+    session_warn_minutes = List(
+        Float(min=0.0),
+        default_value=[30.0, 10.0, 2.0],
+        config=True,
+        help="""
+        Minutes before a session's end at which its member is told, each once.
+
+        Example::
+
+            c.Accounting.session_warn_minutes = [60, 10]
+        """,
+    )
+
+    session_hook = List(
+        Unicode(),
+        config=True,
+        help="""
+        A command that is run at each of these warnings and at the end of a session, with one
+        JSON object on its standard input: ``event`` (``warning`` or ``end``), ``lease``,
+        ``user``, ``server``, ``environment``, ``gpus``, ``ends_at``, ``minutes`` (left),
+        ``reason`` and ``at``. Example::
+
+            c.Accounting.session_hook = ["/usr/local/bin/session-ends"]
+        """,
+    )
+
+    session_hook_seconds = Float(
+        10.0,
+        min=0.1,
+        config=True,
+        help="""
+        Seconds that the session hook may take before it is killed.
+
+        Example::
+
+            c.Accounting.session_hook_seconds = 30
+        """,
+    )
+
     engines = List(
         Unicode(),
         default_value=[],
@@ -128,10 +171,11 @@ class Accounting(Application):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         tick = self._tick()
         notifier = Notifier(parent=self, broker=tick.broker)
+        sessions = self._session_duty(tick, notifier)
         duties = [
             asyncio.ensure_future(duty)
             for duty in (
-                self._rounds(tick),
+                self._rounds(tick, sessions),
                 self._notices(tick, notifier),
                 self._pages(tick, notifier),
                 self._hub_gone(stop),
@@ -140,7 +184,7 @@ class Accounting(Application):
         try:
             await stop.wait()
         finally:
-            await notifier.close()
+            await asyncio.gather(notifier.close(), sessions.close())
             for duty in duties:
                 duty.cancel()
             await asyncio.gather(*duties, return_exceptions=True)
@@ -165,15 +209,26 @@ class Accounting(Application):
             warn_minutes=self.warn_minutes,
         )
 
+    def _session_duty(self, tick: Tick, notifier: Notifier) -> Sessions:
+        return Sessions(
+            tick,
+            warn_minutes=self.session_warn_minutes,
+            command=self.session_hook,
+            command_seconds=self.session_hook_seconds,
+            poke=notifier.poke,
+        )
+
     # Duties.
 
-    async def _rounds(self, tick: Tick) -> None:
-        # What ended while the service was down is settled before anybody is charged or warned.
+    async def _rounds(self, tick: Tick, sessions: Sessions) -> None:
+        # What ended while the service was down is settled before anybody is charged, warned or
+        # told that a session ended.
         await self._round(tick, "Reconciliation", tick.reconcile)
         await self._round(tick, "Charges", tick.charge)
         await asyncio.gather(
             self._every(self.reconcile_seconds, tick, "Reconciliation", tick.reconcile),
             self._every(self.charge_seconds, tick, "Charges", tick.charge),
+            self._every(SESSIONS_EVERY, tick, "Sessions", sessions.round),
         )
 
     async def _every(

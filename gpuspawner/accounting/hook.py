@@ -1,4 +1,4 @@
-"""The admin's own command, run once for each notice."""
+"""The admin's own commands: run for a notice, or for the end of a session."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _PRIVATE = ("JUPYTERHUB_", "GPUSPAWNER_")
 """Variables of the service that are not the command's business: tokens and database URLs."""
 
 
-async def run(command: Sequence[str], notice: Notice, seconds: float) -> None:
-    """Run the command with the notice as JSON on its standard input.
+async def run(command: Sequence[str], text: bytes, seconds: float) -> None:
+    """Run the command with the text on its standard input.
 
     Raises Unavailable when it cannot be started, fails, or is not done in time; then it and
     whatever it started is killed.
@@ -40,7 +40,7 @@ async def run(command: Sequence[str], notice: Notice, seconds: float) -> None:
     except (OSError, ValueError) as error:
         raise Unavailable(f"The hook {command[0]} cannot be started: {error}") from None
     try:
-        said = await asyncio.wait_for(_talk(process, as_json(notice)), seconds)
+        said = await asyncio.wait_for(_talk(process, text), seconds)
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

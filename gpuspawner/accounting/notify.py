@@ -271,7 +271,7 @@ class Notifier(LoggingConfigurable):
     async def _run_hook(self, notice: Notice) -> str:
         async with self._hooks:
             try:
-                await hook.run(self.hook, notice, self.hook_seconds)
+                await hook.run(self.hook, hook.as_json(notice), self.hook_seconds)
             except GPUSpawnerError as error:
                 self.log.warning("Hook for the notice %r: %s", notice.key, error)
             except Exception as error:
