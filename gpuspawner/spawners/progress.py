@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+SIGN = 10.0
+"""Seconds between two signs of life; the pending page gives up on the stream after 25."""
+
 
 class Progress:
     """Messages of one spawn. Written and read on the event loop."""
@@ -39,7 +42,11 @@ class Progress:
         return str(self._events[-1][2]["message"]) if self._events else "nothing yet"
 
     async def follow(self) -> AsyncIterator[dict[str, Any]]:
-        """Every message so far and those to come; ends when the reader goes away."""
+        """Every message so far and those to come; ends when the reader goes away.
+
+        While there is nothing to say, a sign of life each :data:`SIGN` seconds: a proxy keeps
+        a page's connection open when the hub behind it is gone, and the page cannot know.
+        """
         seen = 0
         while True:
             more = self._more
@@ -48,4 +55,7 @@ class Progress:
                     seen = number
                     yield event
             if more is self._more:
-                await more.wait()
+                try:
+                    await asyncio.wait_for(more.wait(), SIGN)
+                except asyncio.TimeoutError:
+                    yield {"progress": self._last}
