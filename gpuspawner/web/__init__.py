@@ -13,7 +13,7 @@ from tornado import web
 
 from ..broker import Broker
 from ..broker.channels import Channel
-from . import api, notices, pages
+from . import api, api_queue, notices, pages, queue
 from .base import Context
 
 STATIC = Path(__file__).parent / "static"
@@ -42,7 +42,13 @@ def make_app(
     )
     handlers: list[tuple[Any, ...]] = [
         (prefix + path, handler, {"context": context})
-        for path, handler in (*pages.HANDLERS, *api.HANDLERS, *notices.HANDLERS)
+        for path, handler in (
+            *pages.HANDLERS,
+            *api.HANDLERS,
+            *notices.HANDLERS,
+            *queue.HANDLERS,
+            *api_queue.HANDLERS,
+        )
     ]
     handlers.append((prefix + "static/(.*)", web.StaticFileHandler, {"path": str(STATIC)}))
     handlers.append((prefix.rstrip("/"), web.RedirectHandler, {"url": prefix}))

@@ -10,15 +10,19 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import groupby
 
-from ..broker import Broker, DeviceView, Overview
+from ..broker import Broker, DeviceView, Overview, Standing
 from ..errors import UnknownAccount
 from ..ledger import rules
 from ..ledger.entries import TransferKind
-from ..model import Account, Lease, LeaseState
+from ..model import Account, Lease, LeaseState, Ticket
+from ..scheduler import Ranked
 from ..store.book import Line
+from ..store.closures import GRANTING, Change, Closure
 
 SESSIONS = 20
 LINES = 1000
+TICKETS = 20
+CHANGES = 50
 
 USE = (TransferKind.CHARGE.value, TransferKind.REFUND.value)
 """The kinds of a statement's lines that a lease makes, one a minute."""
@@ -85,6 +89,50 @@ class DeviceFigures:
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class InLine:
+    """A ticket that waits, with the arithmetic of its place."""
+
+    ticket: Ticket
+    ranked: Ranked
+    standing: Standing
+
+
+@dataclass(frozen=True, slots=True)
+class WholeLine:
+    """The line as admins see it."""
+
+    now: datetime
+    tickets: tuple[InLine, ...]
+    """First next."""
+    closed: dict[str, Closure]
+    """What is drained, and whether granting is paused, by subject."""
+    trail: tuple[Change, ...]
+    """Newest first."""
+
+    @property
+    def paused(self) -> Closure | None:
+        """Why nothing is given out, if so."""
+        return self.closed.get(GRANTING)
+
+    def find(self, ticket_id: str) -> InLine | None:
+        """The ticket of this id; None when it does not wait."""
+        return next((some for some in self.tickets if some.ticket.id == ticket_id), None)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTickets:
+    """A member's part of the line."""
+
+    now: datetime
+    waiting: tuple[tuple[Ticket, Standing | None], ...]
+    """Without a standing: it got its turn, or was ended, a moment ago."""
+    ended: tuple[Ticket, ...]
+    """Newest first."""
+    of: int
+    """How many tickets wait, of whomever."""
+
+
 def member(broker: Broker, user: str, warn_minutes: Sequence[float]) -> Member:
     """The figures of one member."""
     now = broker.clock()
@@ -123,6 +171,29 @@ def devices(broker: Broker, user: str, admin: bool) -> tuple[Overview, tuple[Dev
         rate = broker.rates.rate_of(view.device.model)
         found.append(DeviceFigures(view, rate, told, detail))
     return overview, tuple(found)
+
+
+def whole_line(broker: Broker) -> WholeLine:
+    """Everybody's tickets and what admins changed of late."""
+    return WholeLine(
+        now=broker.clock(),
+        tickets=tuple(InLine(*entry) for entry in broker.order()),
+        closed=broker.closures(),
+        trail=tuple(broker.trail(CHANGES)),
+    )
+
+
+def own_tickets(broker: Broker, user: str) -> OwnTickets:
+    """A member's tickets: those that wait, and the last ones that ended."""
+    standings = broker.standings()
+    found = broker.tickets_of(user, TICKETS)
+    waiting = [ticket for ticket in found if not ticket.outcome]
+    return OwnTickets(
+        now=broker.clock(),
+        waiting=tuple((ticket, standings.get(ticket.id)) for ticket in reversed(waiting)),
+        ended=tuple(ticket for ticket in found if ticket.outcome),
+        of=len(standings),
+    )
 
 
 def lease_figures(

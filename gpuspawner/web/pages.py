@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -11,8 +13,11 @@ from jupyterhub.services.auth import HubOAuthCallbackHandler
 from markupsafe import Markup
 from tornado import web
 
+from ..broker import DeviceView, Standing
 from ..broker.view import clock
+from ..errors import GPUSpawnerError, InvalidRequest
 from ..model import LeasedDevice, format_credits
+from ..store.closures import GRANTING, Closure
 from . import figures
 from .api import instant
 from .base import Handler
@@ -24,17 +29,48 @@ STATES = {
     "unknown": "unknown",
     "parent": "split (MIG)",
     "prohibited": "closed",
+    "drained": "drained",
+    "draining": "draining",
 }
 """A device's state in a word."""
+
+
+OUTCOMES = {
+    "granted": "Started",
+    "cancelled": "Cancelled",
+    "expired": "Expired",
+    "refused": "Refused",
+    "replaced": "Replaced",
+    "member_gone": "Member gone",
+}
+"""What became of a ticket, in a word."""
+
+OLD_FORM = "This form is too old, or came from another page. Open the page again, and send it anew."
 
 
 class Page(Handler):
     """A handler that answers with a page, errors too."""
 
+    paused: Closure | None = None
+    """Why no GPUs are given out just now: every page says so."""
+
+    async def prepare(self) -> None:
+        await super().prepare()
+        if self.current_user:
+            with suppress(GPUSpawnerError):  # whoever needs the store says that it is gone
+                self.paused = (await self.broker.run(self.broker.closures)).get(GRANTING)
+
+    def check_xsrf_cookie(self) -> None:
+        try:
+            super().check_xsrf_cookie()
+        except web.HTTPError:
+            raise web.HTTPError(403) from InvalidRequest(OLD_FORM)
+
     def show(self, template: str, **values: Any) -> None:
         """Send a page."""
-        page = TEMPLATES.get_template(template)
-        self.finish(page.render(prefix=self.context.prefix, hub=self.context.hub_url, **values))
+        context = self.context
+        values = {"prefix": context.prefix, "hub": context.hub_url, "paused": self.paused, **values}
+        self.finish(TEMPLATES.get_template(template).render(values))
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         _, sentence = self.sentence(status_code, **kwargs)
@@ -48,6 +84,7 @@ class MemberPage(Page):
     async def get(self) -> None:
         mine = await self.read(figures.member, self.broker, self.user, self.context.warn_minutes)
         overview, found = await self.read(figures.devices, self.broker, self.user, False)
+        tickets = await self.read(figures.own_tickets, self.broker, self.user)
         self.show(
             "member.html",
             user=self.user,
@@ -56,6 +93,9 @@ class MemberPage(Page):
             statement=figures.folded(mine.statement),
             overview=overview,
             devices=found,
+            tickets=tickets,
+            given_up=self.get_query_argument("given_up", ""),
+            xsrf=Markup(self.xsrf_form_html()),
             credits_help=self.broker.credits_help,
         )
 
@@ -142,6 +182,24 @@ def memory(size: int) -> str:
     return f"{round(size / 2**30)} GB"
 
 
+def points(number: float) -> str:
+    """Points with two decimals, and no minus before a zero."""
+    return f"{round(number, 2) + 0.0:,.2f}".replace("-", "\N{MINUS SIGN}")
+
+
+def start(standing: Standing, now: datetime) -> str:
+    """When a ticket will start, as far as anybody can say; else nothing."""
+    if said := standing.when(now).partition(": ")[2].rstrip("."):
+        return said
+    return f"by {clock(standing.planned, now)}" if standing.planned else ""
+
+
+def subject(text: str, devices: Sequence[DeviceView]) -> str:
+    """What a line of the audit trail is about; devices by index, for people."""
+    known = {view.device.uuid: f"GPU {view.device.index}" for view in devices}
+    return known.get(text, text)
+
+
 def device_names(devices: tuple[LeasedDevice, ...]) -> str:
     """``2 x A100-80GB (GPU 0, 1)``; the index is for people to read."""
     if not devices:
@@ -180,6 +238,11 @@ def _environment() -> jinja2.Environment:
         "period": period,
         "until": until,
         "memory": memory,
+        "points": points,
+        "start": start,
+        "subject": subject,
+        "hours": lambda seconds: f"{seconds / 3600:g}",
+        "outcome": lambda outcome: OUTCOMES.get(outcome, outcome),
         "device_names": device_names,
         "state": lambda state: STATES.get(state, state),
     }

@@ -1,0 +1,274 @@
+"""The line: admins see and change it, members give their place up. Plain forms, no scripts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from markupsafe import Markup
+from tornado import web
+
+from ..broker import Broker, Overview
+from ..broker.admin import LONGEST_REASON
+from ..broker.compare import Comparison, compare
+from ..errors import GPUSpawnerError, InvalidRequest, TicketEnded, UnknownTicket
+from ..model import Ticket
+from . import figures
+from .pages import Page
+
+MOST = 200
+"""Tickets on the page."""
+
+GIVEN_UP = "it was given up on the member's page"
+"""Why a ticket ended that its own member cancelled."""
+
+DONE = {
+    "move": "The ticket is moved.",
+    "boost": "The boost of the ticket is set.",
+    "cancel": "The ticket is cancelled, and its member is told why.",
+    "pause": "Granting is paused.",
+    "resume": "GPUs are given out again.",
+    "drain": "The GPU is drained: nobody new gets it.",
+    "undrain": "The GPU is given out again.",
+    "nothing": "It was so already: nothing was changed.",
+}
+"""What a page says after a change."""
+
+
+class QueueForms(Page):
+    """What the pages of admins share: fields of forms, and refusals on the page itself."""
+
+    async def change(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Change something through the broker. Raises GPUSpawnerError."""
+        return await self.broker.run(work, *args, actor=self.user, **kwargs)
+
+    def field(self, name: str) -> str:
+        """A field of the form; empty when it is not there."""
+        return str(self.get_body_argument(name, ""))
+
+    def yes(self, name: str) -> bool:
+        """A yes or no of the form. Raises InvalidRequest."""
+        answers = {"yes": True, "no": False}
+        if self.field(name) not in answers:
+            raise InvalidRequest(f"The field {name!r} is yes or no.", field=name)
+        return answers[self.field(name)]
+
+    def say(self, done: str) -> None:
+        """Show the line anew, with what was done."""
+        self.redirect(f"{self.context.prefix}queue?done={done}", status=303)
+
+
+class QueuePage(QueueForms):
+    """The whole line, why it is so, and what is closed."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        self.need_admin()
+        await self.show_line()
+
+    async def show_line(self, refusal: GPUSpawnerError | None = None, **typed: str) -> None:
+        """Send the page; ``typed`` is what a refused form had in it."""
+        line = await self.read(figures.whole_line, self.broker)
+        overview: Overview = await self.read(self.broker.overview)
+        states = {view.device.uuid: view for view in overview.devices}
+        one, other = (self.get_query_argument(name, "") for name in ("a", "b"))
+        try:
+            comparison = _comparison(line, one, other)
+        except InvalidRequest as error:
+            refusal, comparison = refusal or error, None
+        if refusal:
+            self.set_status(refusal.status_code)
+        self.show(
+            "queue.html",
+            user=self.user,
+            admin=True,
+            line=line,
+            a=one,
+            b=other,
+            comparison=comparison,
+            most=MOST,
+            devices=overview.devices,
+            drained=[
+                (states[uuid].device, closure, states[uuid].state)
+                for uuid, closure in line.closed.items()
+                if uuid in states
+            ],
+            open_devices=[view for view in overview.devices if view.device.uuid not in line.closed],
+            live=bool(self.get_query_argument("live", "")) and self.request.method == "GET",
+            done=DONE.get(self.get_query_argument("done", ""), ""),
+            error=refusal.message if refusal else "",
+            typed=defaultdict(str, typed),
+            longest=LONGEST_REASON,
+            xsrf=Markup(self.xsrf_form_html()),
+        )
+
+
+class GrantingForm(QueuePage):
+    """Pause granting, and go on with it."""
+
+    async def get(self) -> None:
+        self.redirect(f"{self.context.prefix}queue")
+
+    @web.authenticated
+    async def post(self) -> None:
+        self.need_admin()
+        reason = self.field("reason")
+        try:
+            action = "pause" if self.yes("paused") else "resume"
+            work = self.broker.pause if action == "pause" else self.broker.resume
+            done = await self.change(work, reason=reason)
+        except GPUSpawnerError as refusal:
+            await self.show_line(refusal, granting=reason[: 2 * LONGEST_REASON])
+            return
+        self.say(action if done else "nothing")
+
+
+class DrainForm(QueuePage):
+    """Drain a device, and give it out again."""
+
+    async def get(self) -> None:
+        self.redirect(f"{self.context.prefix}queue")
+
+    @web.authenticated
+    async def post(self) -> None:
+        self.need_admin()
+        device, reason = self.field("device"), self.field("reason")
+        try:
+            action = "drain" if self.yes("drained") else "undrain"
+            work = self.broker.drain if action == "drain" else self.broker.undrain
+            done = await self.change(work, device, reason=reason)
+        except GPUSpawnerError as refusal:
+            await self.show_line(refusal, device=device, drain=reason[: 2 * LONGEST_REASON])
+            return
+        self.say(action if done else "nothing")
+
+
+class TicketPage(QueueForms):
+    """One ticket with the arithmetic of its score, and the forms that change it."""
+
+    @web.authenticated
+    async def get(self, ticket_id: str, action: str = "") -> None:
+        self.need_admin()
+        if action:  # a form that was sent before the member had signed in again
+            self.redirect(f"{self.context.prefix}queue/{ticket_id}")
+            return
+        await self.show_ticket(ticket_id)
+
+    @web.authenticated
+    async def post(self, ticket_id: str, action: str = "") -> None:
+        self.need_admin()
+        try:
+            await self._act(ticket_id, action)
+        except UnknownTicket as error:
+            raise web.HTTPError(404) from error
+        except GPUSpawnerError as refusal:
+            fields = {name: self.field(name)[:1000] for name in ("position", "points", "reason")}
+            await self.show_ticket(ticket_id, refusal, action=action, **fields)
+            return
+        self.say(action)
+
+    async def show_ticket(
+        self, ticket_id: str, refusal: GPUSpawnerError | None = None, **typed: str
+    ) -> None:
+        """Send the page; ``typed`` is what a refused form had in it."""
+        line = await self.read(figures.whole_line, self.broker)
+        some = line.find(ticket_id)
+        ticket = some.ticket if some else await self.read(self.broker.ticket, ticket_id)
+        if refusal:
+            self.set_status(refusal.status_code)
+        self.show(
+            "ticket.html",
+            user=self.user,
+            admin=True,
+            now=line.now,
+            ticket=ticket,
+            some=some,
+            error=refusal.message if refusal else "",
+            typed=defaultdict(str, typed),
+            longest=LONGEST_REASON,
+            xsrf=Markup(self.xsrf_form_html()),
+        )
+
+    async def _act(self, ticket_id: str, action: str) -> None:
+        reason = self.field("reason")
+        if action == "move":
+            text = self.field("position").strip()
+            position = whole_number(text, "position") if text else None
+            await self.change(self.broker.move, ticket_id, position, reason=reason)
+        elif action == "boost":
+            points = number(self.field("points"), "points")
+            await self.change(self.broker.boost, ticket_id, points, reason=reason)
+        else:
+            await self.change(self.broker.cancel, ticket_id, reason=reason)
+
+
+class GiveUp(Page):
+    """A member's own ticket, given up."""
+
+    async def get(self, ticket_id: str) -> None:
+        self.redirect(self.context.prefix)
+
+    @web.authenticated
+    async def post(self, ticket_id: str) -> None:
+        await self.read(give_up, self.broker, ticket_id, self.user)
+        self.redirect(f"{self.context.prefix}?given_up=1", status=303)
+
+
+def give_up(broker: Broker, ticket_id: str, user: str) -> Ticket:
+    """End a member's own ticket. Blocks. Raises UnknownTicket, also for somebody else's, and
+    TicketEnded when it does not wait any more."""
+    ticket = broker.ticket(ticket_id)
+    if ticket.server.user != user:
+        raise UnknownTicket(ticket=ticket_id)
+    if not ticket.outcome:
+        ticket = broker.end_ticket(ticket_id, "cancelled", GIVEN_UP, tell=False)
+        if ticket.end_reason == GIVEN_UP:
+            return ticket
+    if ticket.outcome == "granted":
+        raise TicketEnded("It was its turn a moment ago: the server starts. Stop that instead.")
+    raise TicketEnded(f"This ticket does not wait any more: {ticket.end_reason}")
+
+
+def whole_number(text: str, field: str) -> int:
+    """A whole number of a form. Raises InvalidRequest."""
+    try:
+        return int(text[:20])
+    except ValueError:
+        raise InvalidRequest(
+            f"The field {field!r} is {text[:60]!r}: write a whole number.", field=field
+        ) from None
+
+
+def number(text: str, field: str) -> float:
+    """A number of a form. Raises InvalidRequest."""
+    try:
+        return float(text[:60])
+    except ValueError:
+        raise InvalidRequest(
+            f"The field {field!r} is {text[:60]!r}: write a number, such as 12.5.", field=field
+        ) from None
+
+
+def _comparison(line: figures.WholeLine, one: str, other: str) -> Comparison | None:
+    """What makes the difference between two tickets; None when none are named."""
+    if not one and not other:
+        return None
+    first, second = line.find(one), line.find(other)
+    if first is None or second is None:
+        raise InvalidRequest("One of the two tickets does not wait any more.", field="a")
+    if first is second:
+        raise InvalidRequest("Both are the same ticket: choose two.", field="b")
+    return compare(first.ranked, second.ranked)
+
+
+_TICKET = "([0-9A-Za-z-]{1,64})"
+
+HANDLERS = [
+    ("queue", QueuePage),
+    ("queue/granting", GrantingForm),
+    ("queue/devices", DrainForm),
+    (f"queue/{_TICKET}", TicketPage),
+    (f"queue/{_TICKET}/(move|boost|cancel)", TicketPage),
+    (f"tickets/{_TICKET}/cancel", GiveUp),
+]
