@@ -155,7 +155,7 @@ def _environment(c: Config) -> dict[str, str]:
         kept["DOCKER_HOST"] = host
     return kept | {
         "GPUSPAWNER_DATABASE_URL": _absolute(database),
-        "GPUSPAWNER_CONFIG": json.dumps(settings, sort_keys=True),
+        "GPUSPAWNER_CONFIG": json.dumps(settings),
         "GPUSPAWNER_HUB_PID": str(os.getpid()),
     }
 

@@ -34,7 +34,7 @@ LONGEST = 64 * 1024
 """Bytes of a request that changes choices."""
 
 WORDS = {
-    NoticeKind.TURN: "It is my turn, and my server starts",
+    NoticeKind.TURN: "It is my turn",
     NoticeKind.TICKET_ENDED: "I lose my place in line",
     NoticeKind.SESSION_ENDS: "My session ends soon",
     NoticeKind.STOPPED: "My server was stopped",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from gpuspawner.errors import ConfigError, StoreUnavailable
 from gpuspawner.model import NoticeKind
 from gpuspawner.store.notices import Choice, failing
 from tests.support.mail import MailServer
-from tests.support.processes import free_port
+from tests.support.processes import REPO, free_port
 from tests.support.rounds import Clock, open_broker
 from tests.support.telling import choose, hanging, notifying, now, sent, tell, tried, until
 
@@ -291,6 +293,23 @@ async def test_a_url_that_apprise_does_not_know(broker: Broker) -> None:
 def test_a_mistake_in_the_settings_is_a_sentence(broker: Broker) -> None:
     with pytest.raises(ConfigError, match=r"c\.Notifier\.channels\['mail'\] is no URL"):
         Notifier(broker=broker, channels={"mail": "smtp.lab.example"})
+    environment = {
+        "GPUSPAWNER_CONFIG": '{"Notifier": {"channels": {"mail": "smtp.lab.example"}}}',
+        "GPUSPAWNER_DATABASE_URL": broker.database_url,
+        "JUPYTERHUB_API_URL": "http://127.0.0.1:1/hub/api",
+        "JUPYTERHUB_API_TOKEN": "none",
+    }
+    service = subprocess.run(
+        [sys.executable, "-m", "gpuspawner.accounting"],
+        env={**os.environ, **environment},
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert service.returncode == 1
+    assert "c.Notifier.channels['mail'] is no URL; write it like" in service.stderr
+    assert "Traceback" not in service.stderr
 
 
 # Secrets.

@@ -1,0 +1,350 @@
+"""Being told. Real: JupyterHub, proxy, accounting service, Apprise, an SMTP server, Chromium."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from playwright.sync_api import Browser, expect
+
+from gpuspawner.model import NoticeKind
+from gpuspawner.store.notices import Choice
+from tests.support.browser import screenshot
+from tests.support.hub import ADMIN
+from tests.support.mail import MailServer
+from tests.support.pages import ask, served, sign_in, words
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import free_port, wait_for
+from tests.support.telling import choose, now, tell
+
+CONFIG = """
+c.Notifier.channels = {{
+    "mail": {{"url": {mail!r}, "label": "Mail"}},
+    "team": {{"url": "json://127.0.0.1:{nobody}/T0KEN", "label": "The lab's chat"}},
+    "push": {{"url": "ntfy://127.0.0.1:{nobody}/{{address}}", "label": "Push to a phone",
+              "pattern": "[a-z-]{{4,40}}", "example": "my-own-topic"}},
+}}
+c.Notifier.retry_seconds = [0.2] * 2000
+c.Broker.opening_grant = 3
+"""
+TRICK = "<script>alert('a title')</script>"
+WIDE = {"width": 1280, "height": 800}
+PHONE = {"width": 360, "height": 740}
+
+
+@pytest.fixture(scope="module")
+def mail() -> Iterator[MailServer]:
+    with MailServer() as mail:
+        yield mail
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory, mail: MailServer) -> Iterator[PayingHub]:
+    config = CONFIG.format(mail=mail.url, nobody=free_port())
+    with PayingHub(tmp_path_factory.mktemp("notices") / "hub", config) as hub:
+        for user in ("ada", "bob", "cleo", "dan"):
+            hub.api("POST", f"users/{user}").raise_for_status()
+        yield hub
+
+
+def send_form(
+    hub: PayingHub, user: str, fields: dict[str, Any], path: str = "notices"
+) -> requests.Response:
+    """Open the page of notices as this member, and send its form."""
+    hub.page(user, "notices")
+    session, page = hub._browsers[user], "/services/gpu/notices"
+    return hub.post_form(session, f"/services/gpu/{path}", fields, page=page)
+
+
+def call(hub: PayingHub, user: str, method: str, path: str, body: Any = None) -> requests.Response:
+    headers = {"Authorization": f"token {hub.user_token(user)}"}
+    url = f"{hub.url}/services/gpu/api/{path}"
+    return requests.request(method, url, headers=headers, data=body, timeout=30)
+
+
+def mails_to(mail: MailServer, address: str) -> list[str]:
+    return [got.subject for got in mail.received if got.to == (address,)]
+
+
+# The form.
+
+
+def test_a_member_chooses(hub: PayingHub) -> None:
+    page = words(hub.page("ada", "notices"))
+    for text in ("How I am told", "Mail", "The lab's chat", "My credits run low", "Nothing yet."):
+        assert text in page
+    fields = {"address-mail": " ada@lab.example ", "kinds-mail": ["turn", "stopped"]}
+    saved = send_form(hub, "ada", fields | {"kinds-team": "session_ends"})
+    assert saved.history[0].status_code == 303
+    assert "Saved." in words(saved)
+    assert hub.broker.choices("ada") == {
+        "mail": Choice("mail", "ada@lab.example", frozenset({NoticeKind.TURN, NoticeKind.STOPPED})),
+        "team": Choice("team", "", frozenset({NoticeKind.SESSION_ENDS})),
+        "push": Choice("push"),
+    }
+    again = hub.page("ada", "notices").text
+    assert 'value="ada@lab.example"' in again
+    assert len(re.findall(r"checkbox.*? checked>", again)) == 3
+    assert "Choose how you are told" in words(hub.page("ada"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"address-mail": "cleo", "kinds-mail": "turn"}, "'cleo' is no address for Mail."),
+        ({"kinds-mail": "turn"}, "Mail needs an address, or nothing chosen."),
+        ({"address-mail": "c@x.example\r\nBcc: eve@x.example"}, "is no address for Mail"),
+        ({"address-mail": "c@x.example,eve@x.example"}, "is no address for Mail"),
+        ({"address-push": "json://evil.example", "kinds-push": "turn"}, "like my-own-topic"),
+        ({"address-team": "json://evil.example"}, "needs no address"),
+        ({"kinds-mail": "test", "address-mail": "c@x.example"}, "'test' is nothing to be told of"),
+        ({"address-mail": "<b>cleo</b>"}, "is no address for Mail"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_saves_nothing(
+    hub: PayingHub, fields: dict[str, str], sentence: str
+) -> None:
+    choose(hub.broker, "cleo", "push", "cleos-topic")
+    before = hub.broker.choices("cleo")
+    answer = send_form(hub, "cleo", {"kinds-team": "turn", **fields})
+    assert answer.status_code == 400
+    assert sentence in words(answer)
+    assert "Nothing was saved." in words(answer)
+    assert "<b>cleo" not in answer.text
+    if fields.get("address-mail") == "cleo":
+        assert 'value="cleo"' in answer.text, "what was typed is still there"
+    assert hub.broker.choices("cleo") == before
+
+
+def test_a_field_that_is_not_in_the_form_is_refused(hub: PayingHub) -> None:
+    for field in ("url-mail", "address-sms", "kinds-gone", "user"):
+        answer = send_form(hub, "cleo", {field: "x"})
+        assert answer.status_code == 400
+        assert f"'{field}' is nothing that you can choose." in words(answer)
+
+
+def test_a_form_from_elsewhere_changes_nothing(hub: PayingHub) -> None:
+    hub.page("dan", "notices")
+    fields = {"address-mail": "eve@evil.example", "kinds-mail": "turn"}
+    url = f"{hub.url}/services/gpu/notices"
+    for extra in ({}, {"_xsrf": "made-up"}):
+        for path in ("", "/test"):
+            answer = hub._browsers["dan"].post(url + path, data=fields | extra, timeout=30)
+            assert answer.status_code == 403
+            assert "This form is too old, or came from another page." in words(answer)
+    assert hub.broker.choices("dan") == {}
+    nobody = requests.post(url, data=fields, timeout=30)
+    assert nobody.status_code == 403
+
+
+def test_a_test_arrives(hub: PayingHub, mail: MailServer) -> None:
+    answer = send_form(hub, "dan", {}, "notices/test")
+    assert answer.status_code == 400
+    assert "Nothing is chosen yet" in words(answer)
+
+    send_form(hub, "dan", {"address-mail": "dan@lab.example", "kinds-mail": "turn"})
+    sent = send_form(hub, "dan", {}, "notices/test")
+    assert sent.history[0].status_code == 303
+    assert "The test was sent." in words(sent)
+    assert mails_to(mail, "dan@lab.example") == ["A test of your notices"]
+    again = send_form(hub, "dan", {}, "notices/test")
+    assert again.status_code == 400
+    assert "A test was sent a moment ago. Wait 20 seconds" in words(again)
+    assert len(mails_to(mail, "dan@lab.example")) == 1
+
+
+def test_a_test_that_does_not_get_through_says_so(hub: PayingHub) -> None:
+    choose(hub.broker, "bob", "push", "bobs-topic")
+    answer = send_form(hub, "bob", {}, "notices/test")
+    assert answer.ok
+    page = words(answer)
+    assert "The test did not get through. Not sent by Push to a phone." in page
+    assert "127.0.0.1" not in page
+
+
+def test_members_see_their_own_notices_escaped(hub: PayingHub) -> None:
+    tell(hub.broker, "cleo", title=TRICK, body=f"first {TRICK}\nsecond line")
+    page = hub.page("cleo", "notices")
+    assert TRICK not in page.text
+    assert "&lt;script&gt;alert(" in page.text
+    assert "second line" in page.text
+    assert "alert(" not in hub.page("dan", "notices").text
+    assert "alert(" not in hub.json("dan", "notices").text
+    assert "script-src" not in page.headers["Content-Security-Policy"]
+
+
+def test_nobody_sees_where_channels_lead(hub: PayingHub) -> None:
+    for user in ("ada", ADMIN):
+        for answer in (hub.page(user, "notices"), hub.json(user, "notices")):
+            assert answer.ok
+            for hidden in ("json://", "ntfy://", "mailto:", "T0KEN", "127.0.0.1"):
+                assert hidden not in answer.text
+
+
+# The same as JSON.
+
+
+def test_json_tells_and_changes_the_choices(hub: PayingHub, mail: MailServer) -> None:
+    wish = {"mail": {"address": "bob@lab.example", "kinds": ["credits_low", "stopped"]}}
+    answer = call(hub, "bob", "PUT", "notices/choices", json.dumps(wish | {"push": {}}))
+    assert answer.status_code == 200, answer.text
+    told = call(hub, "bob", "GET", "notices").json()
+    found = {channel["name"]: channel for channel in told["channels"]}
+    assert found["mail"]["address"] == "bob@lab.example"
+    assert found["mail"]["kinds"] == ["stopped", "credits_low"]
+    assert (found["push"]["kinds"], found["push"]["example"]) == ([], "my-own-topic")
+    assert found["team"]["needs_address"] is False
+    assert "test" not in told["kinds"]
+
+    wait_for(lambda: call(hub, "bob", "POST", "notices/test").ok, "the next test", timeout=25)
+    assert "A test of your notices" in mails_to(mail, "bob@lab.example")
+    newest = call(hub, "bob", "GET", "notices").json()["notices"][0]
+    assert (newest["kind"], newest["state"], newest["error"]) == ("test", "done", "")
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("", "Send one JSON object of channels"),
+        ("[]", "Send one JSON object of channels"),
+        ('{"mail": "bob"}', "Send one JSON object of channels"),
+        ("[" * 100_000, "Send one JSON object of channels"),
+        (json.dumps({"mail": {"address": "x" * 70_000}}), "Send one JSON object of channels"),
+        ('{"sms": {}}', "There is no channel 'sms'; there are: mail, team, push."),
+        ('{"mail": {"url": "json://evil.example"}}', "'url' is nothing that you can choose."),
+        ('{"mail": {"kinds": ["turn"]}}', "Mail needs an address"),
+        ('{"mail": {"address": 5}}', "must be a text"),
+        ('{"mail": {"address": "b@x.example", "kinds": "turn"}}', "must be a list"),
+        ('{"mail": {"address": "b@x.example", "kinds": [{}]}}', "is nothing to be told of"),
+    ],
+)
+def test_json_with_a_mistake_is_refused_in_a_sentence(
+    hub: PayingHub, body: str, sentence: str
+) -> None:
+    before = hub.broker.choices("bob")
+    answer = call(hub, "bob", "PUT", "notices/choices", body)
+    assert answer.status_code == 400
+    assert sentence in answer.json()["message"]
+    assert hub.broker.choices("bob") == before
+
+
+def test_json_needs_a_token_or_a_proof(hub: PayingHub) -> None:
+    hub.page("cleo", "notices")
+    for method, path in (("PUT", "notices/choices"), ("POST", "notices/test")):
+        url = f"{hub.url}/services/gpu/api/{path}"
+        answer = hub._browsers["cleo"].request(method, url, data='{"mail": {}}', timeout=30)
+        assert answer.status_code == 403
+        assert requests.request(method, url, data="{}", timeout=30).status_code == 403
+    assert "mail" not in hub.broker.choices("cleo")
+    assert call(hub, "cleo", "GET", "notices/test").status_code == 405
+
+
+def test_a_hub_without_channels_says_so(hub: PayingHub) -> None:
+    with served(hub, hub.broker) as url:
+        page = words(ask(hub, "cleo", url + "notices"))
+        assert "This hub has no mail, chat or push set up" in page
+        assert "Send me a test" not in page
+
+
+# The whole way.
+
+
+def test_credits_that_run_out_are_told_by_mail(hub: PayingHub, mail: MailServer) -> None:
+    address = "eve@lab.example"
+    hub.api("POST", "users/eve").raise_for_status()
+    choose(hub.broker, "eve", address=address)
+    hub.start_server("eve", gpus=1)
+    wait_for(
+        lambda: "Your server is stopped: the credits have run out" in mails_to(mail, address),
+        "the last mail",
+    )
+    found = mails_to(mail, address)
+    assert "Your credits have run out" in found
+    assert any(subject.startswith("Your credits last until ") for subject in found)
+    assert len(found) == len(set(found)), "each once"
+    page = words(hub.page("eve", "notices"))
+    assert "Your files are where you left them" in page
+
+
+def test_a_killed_service_loses_nothing(tmp_path: Path) -> None:
+    """The mail server is down, the service is killed, and both come back."""
+    mail = MailServer()
+    config = CONFIG.format(mail=mail.url, nobody=free_port())
+    with PayingHub(tmp_path / "hub", config) as hub, mail:
+        choose(hub.broker, "ada")
+        sent = tell(hub.broker, title="before")
+        mail.wait(1)
+        wait_for(lambda: now(hub.broker, sent).sent_at, "it to be noted")
+        mail.stop()
+        notices = [tell(hub.broker, title=f"number {n}") for n in range(20)]
+        wait_for(lambda: now(hub.broker, notices[-1]).tries, "the first tries")
+        service = hub.service()
+        assert service is not None
+        service.kill()
+        wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
+        notices.append(tell(hub.broker, title="number 20"))
+        mail.start()
+        hub.wait_pages()  # the Hub looks every 30 seconds, and starts it anew
+        wait_for(lambda: all(now(hub.broker, n).sent_at for n in notices), "all of them")
+        found = [got.subject for got in mail.received]
+        assert set(found) == {"before", *(f"number {n}" for n in range(21))}
+        assert found.count("before") == 1
+
+
+# What it looks like.
+
+
+@pytest.mark.parametrize(
+    ("size", "scheme", "name"),
+    [(WIDE, "light", "wide"), (PHONE, "light", "phone"), (WIDE, "dark", "dark")],
+)
+def test_the_page_in_a_browser(
+    hub: PayingHub, browser: Browser, mail: MailServer, size: Any, scheme: Any, name: str
+) -> None:
+    """By hand and without scripts: choose, save, be told what is wrong, send a test."""
+    user = f"fay-{name}"
+    context = browser.new_context(viewport=size, color_scheme=scheme, java_script_enabled=False)
+    page = context.new_page()
+    sign_in(page, hub, user, "notices")
+    page.get_by_label("Address").first.fill("fay")
+    group = page.get_by_role("group", name="Mail")
+    group.get_by_label("My credits run low").check()
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("alert")).to_contain_text("Nothing was saved.")
+    screenshot(page, f"notices-mistake-{name}")
+
+    page.get_by_label("Address").first.fill(f"{user}@lab.example")
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("status")).to_contain_text("Saved.")
+    expect(group.get_by_label("My credits run low")).to_be_checked()
+    tell(
+        hub.broker,
+        user,
+        kind=NoticeKind.SESSION_ENDS,
+        title="Your session ends at 15:40 (CET)",
+        body="Save your work, or extend it on your page while nobody waits.",
+    )
+    page.get_by_role("button", name="Send me a test").click()
+    expect(page.get_by_role("status")).to_contain_text("The test was sent.")
+    assert mails_to(mail, f"{user}@lab.example") == ["A test of your notices"]
+    screenshot(page, f"notices-{name}")
+
+    assert page.locator("h1").count() == 1
+    assert page.locator("[aria-current=page]").count() == 1
+    context.close()
+
+    # Nothing sticks out; this is asked with a script, so in a window that has them.
+    context = browser.new_context(viewport=size, color_scheme=scheme)
+    page = context.new_page()
+    troubles: list[str] = []
+    page.on("console", lambda message: troubles.append(message.text))
+    sign_in(page, hub, user, "notices")
+    across = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert page.evaluate(across) == 0
+    assert troubles == []
+    context.close()
