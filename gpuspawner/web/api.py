@@ -49,9 +49,11 @@ class APIHandler(Handler):
     async def prepare(self) -> None:
         self._asking = True
         await super().prepare()
+        if self._no_xsrf:
+            raise web.HTTPError(403) from NotAllowed(NO_XSRF)
 
     def get_login_url(self) -> str:
-        raise web.HTTPError(403) from (NotAllowed(NO_XSRF) if self._no_xsrf else None)
+        raise web.HTTPError(403)
 
     def answer(self, content: Mapping[str, Any]) -> None:
         """Send JSON."""

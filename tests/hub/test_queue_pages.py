@@ -1,0 +1,332 @@
+"""The line on pages and as JSON. Real: JupyterHub, proxy, service, local servers, Chromium."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+from playwright.sync_api import Browser
+
+from gpuspawner.model import Ticket
+from tests.support.browser import screenshot
+from tests.support.hub import ADMIN, NAVIGATION
+from tests.support.lines import CONFIG, change, fill, line_up, send, users_in_line
+from tests.support.pages import sign_in, words
+from tests.support.paying_hub import PayingHub
+
+WIDE = {"width": 1280, "height": 800}
+PHONE = {"width": 360, "height": 740}
+GROUPS = """
+c.Broker.group_weights = {"research": 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    """Three GPUs in use; Dan, Eve and Fay wait for one each, in this order."""
+    with PayingHub(tmp_path_factory.mktemp("queue") / "hub", CONFIG + GROUPS) as hub:
+        fill(hub, "ada", "bob", "cleo")
+        hub.api("POST", "groups/research").raise_for_status()
+        hub.api("POST", "users/dan").raise_for_status()
+        hub.api("POST", "groups/research/users", json={"users": ["dan"]}).raise_for_status()
+        line_up(hub, "dan", "eve", "fay")
+        yield hub
+
+
+# What it looks like.
+
+
+@pytest.mark.parametrize(
+    ("user", "path", "name"),
+    [
+        (ADMIN, "queue", "queue-admin"),
+        (ADMIN, "queue/{dan}", "queue-ticket"),
+        (ADMIN, "queue?a={eve}&b={dan}", "queue-why"),
+        (ADMIN, "queue?live=1", "queue-live"),
+        ("eve", "", "queue-member"),
+    ],
+)
+@pytest.mark.parametrize(("size", "kind"), [(WIDE, "wide"), (PHONE, "phone")])
+def test_pages_in_a_browser(
+    hub: PayingHub, browser: Browser, user: str, path: str, name: str, size: Any, kind: str
+) -> None:
+    """No script is needed, nothing comes from elsewhere, nothing sticks out."""
+    ids = {ticket.server.user: ticket.id for ticket in hub.broker.waiting()}
+    path = path.format(**ids)
+    context = browser.new_context(viewport=size)
+    page = context.new_page()
+    troubles: list[str] = []
+    sign_in(page, hub, user, path)
+    page.on("console", lambda message: troubles.append(message.text))
+    page.reload()
+    screenshot(page, f"{name}-{kind}")
+    assert troubles == []
+    assert page.locator("h1").count() == 1
+    assert page.locator("table th:not([scope])").count() == 0
+    assert page.locator("[aria-current=page]").count() == 1
+    unnamed = "[...document.querySelectorAll('input:not([type=hidden]), select')]"
+    assert page.evaluate(f"{unnamed}.filter(e => !e.labels.length).length") == 0
+    across = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert page.evaluate(across) == 0
+    context.close()
+
+
+# Who may see and change what.
+
+
+def test_admins_see_everything_and_members_their_own(hub: PayingHub) -> None:
+    everything = hub.json(ADMIN, "queue").json()
+    assert [ticket["user"] for ticket in everything["tickets"]] == ["dan", "eve", "fay"]
+    for place, ticket in enumerate(everything["tickets"], start=1):
+        assert (ticket["place"], ticket["of"], ticket["gpus"]) == (place, 3, 1)
+        assert ticket["waits_for"] == "a GPU; none is free"
+        assert sum(part["points"] for part in ticket["parts"]) == pytest.approx(ticket["score"])
+    assert [ticket["group"] for ticket in everything["tickets"]] == ["research", "", ""]
+
+    own = hub.json("eve", "queue").json()
+    assert (own["waiting"], own["paused"]) == (3, None)
+    (ticket,) = own["tickets"]
+    assert (ticket["user"], ticket["place"], ticket["of"]) == ("eve", 2, 3)
+    assert "parts" not in ticket and "trail" not in own
+    for answer in (hub.json("eve", "queue"), hub.page("eve")):
+        for name in ("dan", "fay", "ada"):
+            assert name not in answer.text, f"{name} in {answer.url}"
+    page = words(hub.page("eve"))
+    assert "number 2 of 3" in page and "a GPU; none is free" in page
+
+
+def test_a_stranger_sees_and_changes_nothing(hub: PayingHub) -> None:
+    dan = tickets(hub)["dan"].id
+    for path in ("api/queue", "queue"):
+        answer = requests.get(f"{hub.url}/services/gpu/{path}", headers=NAVIGATION, timeout=30)
+        assert answer.status_code == 403 or "/hub/login" in answer.url
+    for path in (f"api/queue/{dan}/cancel", f"queue/{dan}/cancel", "api/granting"):
+        answer = requests.post(f"{hub.url}/services/gpu/{path}", timeout=30)
+        assert answer.status_code == 403, path
+    assert users_in_line(hub) == ["dan", "eve", "fay"]
+
+
+def test_a_member_changes_nothing_of_others(hub: PayingHub) -> None:
+    dan = tickets(hub)["dan"].id
+    gpu = hub.broker.overview().devices[0].device.uuid
+    before = hub.broker.trail()
+    for path in ("queue", f"queue/{dan}"):
+        assert hub.page("eve", path).status_code == 403
+    for path, fields in (
+        (f"queue/{dan}/move", {"position": "9"}),
+        (f"queue/{dan}/boost", {"points": "-9"}),
+        (f"queue/{dan}/cancel", {"reason": "x"}),
+        ("queue/granting", {"paused": "yes"}),
+        ("queue/devices", {"drained": "yes", "device": gpu}),
+    ):
+        assert send(hub, "eve", path, **fields).status_code == 403, path
+    for path, status, sent in (
+        (f"queue/{dan}/move", 404, {"position": 9}),
+        (f"queue/{dan}/boost", 404, {"points": -9}),
+        (f"queue/{dan}/cancel", 404, {"reason": "x"}),
+        ("granting", 403, {"paused": True}),
+        (f"devices/{gpu}/drain", 403, {}),
+        (f"devices/{gpu}/undrain", 403, {}),
+    ):
+        answer = change(hub, "eve", path, **sent)
+        assert (answer.status_code, "dan" in answer.text) == (status, False), answer.text
+    own = tickets(hub)["eve"].id
+    assert change(hub, "eve", f"queue/{own}/boost", points=9).status_code == 403
+    assert change(hub, "eve", f"queue/{own}/move", position=1).status_code == 403
+    assert send(hub, "eve", f"tickets/{dan}/cancel").status_code == 404
+    assert users_in_line(hub) == ["dan", "eve", "fay"]
+    assert hub.broker.trail() == before and hub.broker.closures() == {}
+
+
+# Cookies need proof that a page of ours sent the request; tokens are proof enough.
+
+
+def test_a_form_from_elsewhere_is_refused(hub: PayingHub) -> None:
+    fay = tickets(hub)["fay"].id
+    for path in (f"queue/{fay}/cancel", f"tickets/{fay}/cancel", "queue/granting"):
+        for proof in ("", "forged"):
+            answer = send(hub, ADMIN, path, reason="x", paused="yes", _xsrf=proof)
+            assert answer.status_code == 403
+            assert "This form is too old, or came from another page." in words(answer)
+    assert users_in_line(hub) == ["dan", "eve", "fay"]
+    assert hub.broker.closures() == {}
+
+
+def test_json_with_cookies_needs_the_proof_in_a_header(hub: PayingHub) -> None:
+    fay = tickets(hub)["fay"].id
+    url = f"{hub.url}/services/gpu/api/queue/{fay}/boost"
+    hub.page(ADMIN, "queue")
+    session = hub._browsers[ADMIN]
+    proof = session.cookies.get("_xsrf", path="/services/gpu/") or ""
+    cors = {"Sec-Fetch-Mode": "cors", "Sec-Fetch-Site": "same-origin"}
+    for headers in ({}, {"X-XSRFToken": "forged"}, {"Authorization": "token forged"}):
+        answer = session.post(url, json={"points": 5}, headers=cors | headers, timeout=30)
+        assert answer.status_code == 403
+        assert "in the header X-XSRFToken" in answer.json()["message"]
+        assert tickets(hub)["fay"].boost == 0
+    proved = cors | {"X-XSRFToken": proof}
+    answer = session.post(url, json={"points": 0.5}, headers=proved, timeout=30)
+    assert answer.ok, answer.text
+    assert tickets(hub)["fay"].boost == 0.5
+    assert change(hub, ADMIN, f"queue/{fay}/boost", points=0).ok, "a token needs none"
+    assert tickets(hub)["fay"].boost == 0
+
+
+# What admins change.
+
+
+def test_a_move_and_a_boost_change_the_order_and_are_in_the_trail(hub: PayingHub) -> None:
+    found = tickets(hub)
+    answer = send(
+        hub, ADMIN, f"queue/{found['fay'].id}/move", position="1", reason="  a demo\tat noon "
+    )
+    assert answer.history[0].status_code == 303
+    assert "The ticket is moved." in words(answer)
+    assert users_in_line(hub) == ["fay", "dan", "eve"]
+    send(hub, ADMIN, f"queue/{found['eve'].id}/boost", points="24", reason="a deadline")
+    assert users_in_line(hub) == ["fay", "eve", "dan"]
+    assert "number 1 of 3" in words(hub.page("fay"))
+
+    page = words(hub.page(ADMIN, "queue"))
+    for text in ("to place 1: a demo at noon", "+24 points: a deadline", "boost"):
+        assert text in page
+    boosted, moved = hub.broker.trail(2)
+    assert (boosted.actor, boosted.action, moved.actor, moved.action) == (
+        *(ADMIN, "boost"),
+        *(ADMIN, "move"),
+    )
+    assert (boosted.at - moved.at).total_seconds() > 0
+
+    why = words(hub.page(ADMIN, f"queue?a={found['dan'].id}&b={found['eve'].id}"))
+    assert "Why eve is before dan" in why
+    assert re.search(r"boost 24\.00 an admin's none 24\.00", why), why
+    assert re.search(r"Score \S+ \S+ 2[34]\.\d\d", why), why
+
+    send(hub, ADMIN, f"queue/{found['fay'].id}/move", position="", reason="")
+    send(hub, ADMIN, f"queue/{found['eve'].id}/boost", points="0")
+    assert users_in_line(hub) == ["dan", "eve", "fay"]
+
+
+@pytest.mark.parametrize(
+    ("action", "fields", "sentence"),
+    [
+        ("move", {"position": "0"}, "0 is no position in line"),
+        ("move", {"position": "-1"}, "-1 is no position in line"),
+        ("move", {"position": "1.5"}, "The field 'position' is '1.5': write a whole number."),
+        ("move", {"position": "10000000000"}, "10000000000 is no position in line"),
+        ("move", {"position": "<b>first</b>"}, "write a whole number"),
+        ("boost", {"points": ""}, "The field 'points' is ''"),
+        ("boost", {"points": "nan"}, "nan is no number of points"),
+        ("boost", {"points": "1e99"}, "1e+99 is no number of points"),
+        ("boost", {"points": "a lot"}, "The field 'points' is 'a lot'"),
+        ("boost", {"points": "5", "reason": "x" * 301}, "The reason has 301 characters"),
+        ("cancel", {"reason": " "}, "The reason is missing"),
+        ("cancel", {}, "The reason is missing"),
+    ],
+)
+def test_a_form_with_a_mistake_comes_back_with_a_sentence(
+    hub: PayingHub, action: str, fields: dict[str, str], sentence: str
+) -> None:
+    before, trail = hub.broker.waiting(), hub.broker.trail()
+    answer = send(hub, ADMIN, f"queue/{tickets(hub)['dan'].id}/{action}", **fields)
+    assert answer.status_code == 400
+    assert "Nothing was changed." in words(answer) and sentence in words(answer)
+    assert "<b>first" not in answer.text
+    if "position" in fields and "<" not in fields["position"]:
+        assert f'value="{fields["position"]}"' in answer.text, "what was typed is still there"
+    assert (hub.broker.waiting(), hub.broker.trail()) == (before, trail)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [
+        ("queue/{dan}/move", "nonsense", "Send one JSON object; its fields are position, reason."),
+        ("queue/{dan}/move", "[]", "Send one JSON object"),
+        ("queue/{dan}/move", "[" * 60_000, "Send one JSON object"),
+        ("queue/{dan}/move", "{}", "The field 'position' is missing."),
+        ("queue/{dan}/move", '{"place": 1}', "There is no field 'place'"),
+        ("queue/{dan}/move", '{"position": "1"}', "'1' is no position in line"),
+        ("queue/{dan}/move", '{"position": true}', "True is no position in line"),
+        ("queue/{dan}/move", '{"position": 1.5}', "1.5 is no position in line"),
+        ("queue/{dan}/boost", '{"points": NaN}', "nan is no number of points"),
+        ("queue/{dan}/boost", '{"points": 1' + "0" * 400 + "}", "That is no number of points"),
+        ("queue/{dan}/boost", '{"points": "5"}', "'5' is no number of points"),
+        ("queue/{dan}/boost", '{"points": 5, "reason": 5}', "The field 'reason' is text."),
+        ("queue/{dan}/boost", '{"points": 5, "reason": "\\ud800"}', "nobody can read"),
+        ("queue/{dan}/cancel", "{}", "The reason is missing"),
+        ("queue/{dan}/cancel", '{"reason": "x", "user": "dan"}', "There is no field 'user'"),
+        ("granting", "{}", "The field 'paused' is true or false."),
+        ("granting", '{"paused": 1}', "The field 'paused' is true or false."),
+        ("granting", '{"paused": true, "reason": null}', "The field 'reason' is text."),
+        ("devices/GPU-0/drain", "{}", "No device has the UUID or index 'GPU-0'"),
+        ("devices/%00/undrain", "{}", "No device has the UUID or index"),
+    ],
+)
+def test_json_with_a_mistake_is_refused_with_a_sentence_that_names_it(
+    hub: PayingHub, path: str, body: str, sentence: str
+) -> None:
+    before, trail = hub.broker.waiting(), hub.broker.trail()
+    url = f"{hub.url}/services/gpu/api/{path.format(dan=tickets(hub)['dan'].id)}"
+    headers = {"Authorization": f"token {hub.user_token(ADMIN)}"}
+    answer = requests.post(url, data=body, headers=headers, timeout=30)
+    assert (answer.status_code, answer.json()["error"]) == (400, "invalid_request")
+    assert sentence in answer.json()["message"]
+    assert (hub.broker.waiting(), hub.broker.trail()) == (before, trail)
+    assert hub.broker.closures() == {}
+
+
+def test_a_ticket_that_is_not_there(hub: PayingHub) -> None:
+    assert change(hub, ADMIN, "queue/no-such/boost", points=1).status_code == 404
+    assert hub.page(ADMIN, "queue/no-such").status_code == 404
+    assert send(hub, ADMIN, "queue/no-such/move", position="1").status_code == 404
+    assert send(hub, ADMIN, "tickets/no-such/cancel").status_code == 404
+    page = hub.page(ADMIN, "queue?a=x&b=y")
+    assert page.status_code == 400
+    assert "One of the two tickets does not wait any more." in words(page)
+
+
+def test_a_pause_is_said_on_every_page(hub: PayingHub) -> None:
+    reason = "new fans <until> 15:00"
+    answer = send(hub, ADMIN, "queue/granting", paused="yes", reason=reason)
+    try:
+        assert "Granting is paused." in words(answer)
+        for user, path in (("eve", ""), ("ada", "notices"), (ADMIN, "admin"), (ADMIN, "queue")):
+            page = hub.page(user, path)
+            assert "No GPUs are given out just now: new fans &lt;until&gt; 15:00." in page.text
+        paused = hub.json("eve", "queue").json()["paused"]
+        assert paused == {"reason": reason}
+        assert "the GPUs to be given out again" in words(hub.page("eve"))
+        again = send(hub, ADMIN, "queue/granting", paused="yes", reason="other")
+        assert "It was so already: nothing was changed." in words(again)
+        assert hub.json(ADMIN, "queue").json()["paused"]["reason"] == reason
+    finally:
+        assert change(hub, ADMIN, "granting", paused=False).json()["changed"] is True
+    assert "No GPUs are given out" not in words(hub.page("eve"))
+    assert [change.action for change in hub.broker.trail(2)] == ["resume", "pause"]
+
+
+def test_a_drain_is_on_every_page_with_devices(hub: PayingHub) -> None:
+    gpu = hub.broker.overview().devices[0].device.uuid
+    answer = send(hub, ADMIN, "queue/devices", drained="yes", device=gpu, reason="a fan")
+    try:
+        page = words(answer)
+        assert "The GPU is drained" in page and "1 of 3" in page
+        assert "draining" in words(hub.page("eve")), "somebody's session goes on on it"
+        assert "drained by admin: a fan" in words(hub.page(ADMIN, "admin"))
+        assert "a fan" not in words(hub.page("eve"))
+        states = [device["state"] for device in hub.json("eve", "devices").json()["devices"]]
+        assert states == ["draining", "leased", "leased"]
+        assert list(hub.json(ADMIN, "queue").json()["drained"]) == [gpu]
+    finally:
+        undrained = change(hub, ADMIN, "devices/0/undrain", reason="works again").json()
+    assert undrained == {"uuid": gpu, "changed": True, "drained": None}
+    assert hub.broker.trail(1)[0].detail == "works again"
+    assert [view.state for view in hub.broker.overview().devices] == ["leased"] * 3
+
+
+def tickets(hub: PayingHub) -> dict[str, Ticket]:
+    """The tickets that wait, by member."""
+    return {ticket.server.user: ticket for ticket in hub.broker.waiting()}

@@ -1,0 +1,75 @@
+"""Members in line at a real hub, whose devices are all in use."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import requests
+
+from gpuspawner.model import Ticket
+from tests.support.hub import NAVIGATION
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import wait_for
+
+CONFIG = """
+c.Broker.gpu_rates = {"*": 1}
+c.Broker.hold_minutes = 1
+c.JupyterHub.slow_spawn_timeout = 1
+"""
+"""Servers that cost little, and spawns that are answered 202 soon."""
+
+
+def fill(hub: PayingHub, *users: str) -> None:
+    """Start a server with one device for each."""
+    for user in users:
+        hub.start_server(user, gpus=1)
+
+
+def line_up(hub: PayingHub, *users: str, **options: Any) -> list[Ticket]:
+    """Let them ask one after the other; their tickets, once all wait."""
+    for user in users:
+        answer = hub.spawn(user, {"gpus": 1, **options})
+        assert answer.status_code == 202, answer.text
+        wait_for(lambda user=user: ticket_of(hub, user) is not None, f"{user}'s ticket", timeout=10)
+    return [found for user in users if (found := ticket_of(hub, user))]
+
+
+def ticket_of(hub: PayingHub, user: str) -> Ticket | None:
+    """The ticket with which a member waits."""
+    return next((t for t in hub.broker.waiting() if t.server.user == user), None)
+
+
+def users_in_line(hub: PayingHub) -> list[str]:
+    """Who waits, first next, as the JSON for admins says."""
+    return [ticket["user"] for ticket in hub.json("admin", "queue").json()["tickets"]]
+
+
+def pending_ends(hub: PayingHub, user: str, timeout: float = 15.0) -> tuple[str, float]:
+    """The last word of a pending page, and when it was said (:func:`time.monotonic`)."""
+    url = f"{hub.url}/hub/api/users/{user}/server/progress"
+    headers = {"Authorization": f"token {hub.token}"}
+    with requests.get(url, headers=headers, stream=True, timeout=timeout) as stream:
+        for line in stream.iter_lines():
+            if line.startswith(b"data:"):
+                event = json.loads(line[5:])
+                if event.get("failed") or event.get("ready"):
+                    return str(event["message"]), time.monotonic()
+    raise AssertionError(f"{user}'s pending page ended without a word")
+
+
+def send(hub: PayingHub, user: str, path: str, **fields: str) -> requests.Response:
+    """Send a form of the service's pages as this member's browser does; redirects followed."""
+    hub.page(user).raise_for_status()  # which brings the proof that a page of ours was open
+    session = hub._browsers[user]
+    data = {"_xsrf": session.cookies.get("_xsrf", path="/services/gpu/"), **fields}
+    url = f"{hub.url}/services/gpu/{path}"
+    return session.post(url, data=data, headers=NAVIGATION, timeout=30)
+
+
+def change(hub: PayingHub, user: str, path: str, **fields: Any) -> requests.Response:
+    """Change something through the JSON as a script with this member's token does."""
+    headers = {"Authorization": f"token {hub.user_token(user)}"}
+    url = f"{hub.url}/services/gpu/api/{path}"
+    return requests.post(url, json=fields, headers=headers, timeout=30)
