@@ -127,6 +127,8 @@ class Acquiring(GPUSpawnerBase):
 
     async def _leave_line(self) -> None:
         """The member stopped a start that waited in line: the place is given up."""
+        if self._acquiring is not None and not self._acquiring.done():
+            await asyncio.wait([self._acquiring])
         ticket, self._left_ticket = self._left_ticket, ""
         if ticket:
             end = self.broker.end_ticket
