@@ -161,11 +161,10 @@ def _whole(fields: Mapping[str, Any], name: str) -> int | None:
     value = _single(fields, name)
     if value is None:
         return None
-    text = str(value).strip() if isinstance(value, (int, str)) else ""
-    if isinstance(value, bool) or not (text.isascii() and text.isdigit() and len(text) < 10):
+    text = _digits(value, int, str)
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise InvalidRequest(
-            f"The field {name!r} must be a whole number from 0, not {str(value)[:60]!r}.",
-            field=name,
+            f"The field {name!r} must be a whole number from 0, not {_said(value)}.", field=name
         )
     if name == "gpus" and int(text) > MOST_GPUS:
         raise TooMuchAsked(f"You asked for {int(text)} GPUs, and no server gets that many.")
@@ -176,22 +175,15 @@ def _hours(fields: Mapping[str, Any], name: str) -> float | None:
     value = _single(fields, name)
     if value is None:
         return None
-    right = isinstance(value, (int, float, str)) and not isinstance(value, bool)
-    # A whole number with thousands of digits is no text that Python would write.
-    text = str(value).strip() if right and not _is_huge(value) else ""
+    text = _digits(value, int, float, str)
     hours = float(text) if _HOURS.fullmatch(text) else 0.0
     if not LEAST_HOURS <= hours <= MOST_HOURS:
-        said = "so much" if _is_huge(value) else repr(str(value)[:60])
         raise InvalidRequest(
             f"The field {name!r} must be a number of hours from {LEAST_HOURS:g} to {MOST_HOURS}, "
-            f"such as 1.5, not {said}.",
+            f"such as 1.5, not {_said(value)}.",
             field=name,
         )
     return hours
-
-
-def _is_huge(value: Any) -> bool:
-    return isinstance(value, int) and abs(value) > 10**40
 
 
 def _yes_or_no(fields: Mapping[str, Any], name: str) -> bool | None:
@@ -200,6 +192,23 @@ def _yes_or_no(fields: Mapping[str, Any], name: str) -> bool | None:
         return None
     word = str(value).strip().lower() if isinstance(value, (bool, str)) else ""
     if word not in _YES + _NO:
-        said = "a number" if isinstance(value, (int, float)) else repr(str(value)[:60])
-        raise InvalidRequest(f"The field {name!r} must be yes or no, not {said}.", field=name)
+        raise InvalidRequest(
+            f"The field {name!r} must be yes or no, not {_said(value)}.", field=name
+        )
     return word in _YES
+
+
+def _digits(value: Any, *kinds: type) -> str:
+    """A number as text, if it comes as one of these; a bool is none."""
+    right = isinstance(value, kinds) and not isinstance(value, bool) and not _is_huge(value)
+    return str(value).strip() if right else ""
+
+
+def _said(value: Any) -> str:
+    """What a stranger sent, as a sentence can name it."""
+    return "so much" if _is_huge(value) else repr(str(value)[:60])
+
+
+def _is_huge(value: Any) -> bool:
+    """A whole number with so many digits that Python itself refuses to write it."""
+    return isinstance(value, int) and abs(value) > 10**40

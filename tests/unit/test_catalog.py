@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.catalog import Catalog, DeviceLimits, Environment, Mount, load
+from gpuspawner.catalog import Catalog, DeviceLimits, Environment, Mount, SessionHours, load
 from gpuspawner.errors import ConfigError, InvalidRequest, NotAllowed
 
 SHIPPED = Path(__file__).parents[2] / "hub_config" / "catalog.yaml"
@@ -24,6 +24,7 @@ environments:
     image: registry.example.org:5000/lab/pytorch:2.5@sha256:0123
     default: true
     devices: {default: 1, max: 4}
+    hours: {default: 4, max: 12.5}
     models: [A100, H100]
     min_memory: 40G
     allowed_groups: [research, course]
@@ -75,6 +76,7 @@ def test_every_key_of_an_environment_is_read() -> None:
         image="registry.example.org:5000/lab/pytorch:2.5@sha256:0123",
         default=True,
         devices=DeviceLimits(default=1, max=4),
+        hours=SessionHours(default=4.0, max=12.5),
         models=("A100", "H100"),
         min_memory=40 * 10**9,
         allowed_groups=frozenset({"research", "course"}),
@@ -92,6 +94,7 @@ def test_only_slug_and_image_are_required() -> None:
     base = catalog(FULL).get("base")
     assert base == Environment(slug="base", display_name="base", image="base")
     assert base.devices == DeviceLimits(default=1, max=1)
+    assert base.hours == SessionHours(default=None, max=None)
     assert not base.cpu_only
 
 

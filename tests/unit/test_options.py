@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.catalog import Catalog, DeviceLimits, Environment
+from gpuspawner.catalog import Catalog, DeviceLimits, Environment, SessionHours
 from gpuspawner.errors import GPUSpawnerError, InvalidRequest, Refused, TooMuchAsked
 from gpuspawner.model import Request
-from gpuspawner.spawners.options import FIELDS, Choice, parse, resolve
+from gpuspawner.spawners.options import (
+    FIELDS,
+    Choice,
+    combine,
+    parse,
+    resolve,
+    session_seconds,
+)
 
 GB = 10**9
 PYTORCH = Environment(
@@ -42,6 +50,11 @@ PLAIN = Environment(slug="plain", display_name="Plain Python", devices=DeviceLim
         ({"gpus": [], "gpu_model": None}, Choice()),
         ({"environment": "  pytorch "}, Choice(environment="pytorch")),
         ({"_xsrf": ["2|abc"], "gpus": ["1"]}, Choice(gpus=1)),
+        ({"hours": ["1.5"], "wait": ["no"]}, Choice(hours=1.5, wait=False)),
+        ({"hours": 0.25, "wait": True}, Choice(hours=0.25, wait=True)),
+        ({"hours": " .5 ", "wait": "YES"}, Choice(hours=0.5, wait=True)),
+        ({"hours": 8760, "wait": [""]}, Choice(hours=8760.0)),
+        ({"hours": "", "wait": []}, Choice()),
     ],
 )
 def test_values_as_forms_links_and_rest_send_them(fields: Any, choice: Choice) -> None:
@@ -75,7 +88,7 @@ def test_nothing_else_can_be_smuggled_in(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse({"gpus": 1, **fields})
     assert repr(name) in caught.value.message
-    assert "environment, gpus, gpu_model, gpu_memory" in caught.value.message
+    assert "environment, gpus, gpu_model, gpu_memory, hours, wait" in caught.value.message
     assert caught.value.fields["field"] == name
 
 
@@ -105,6 +118,10 @@ def test_fields_of_an_admins_own_form_pass_and_change_nothing(fields: dict[str, 
         ("environment", "a\x00", "short text"),
         ("gpu_model", "A" * 129, "short text"),
         ("gpu_model", ["A100", "T4"], "given more than once"),
+        ("hours", ["1", "2"], "given more than once"),
+        ("wait", "later", "must be yes or no, not 'later'"),
+        ("wait", 1, "must be yes or no"),
+        ("wait", {"no": 1}, "must be yes or no"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_named(field: str, value: Any, words: str) -> None:
@@ -113,6 +130,32 @@ def test_a_value_of_the_wrong_kind_is_named(field: str, value: Any, words: str) 
     assert f"The field {field!r} " in caught.value.message and words in caught.value.message
     assert len(caught.value.message) < 200, "a flood is not sent back"
     assert caught.value.fields["field"] == field
+
+
+NO_HOURS = [
+    *(0, -1, 0.0, -0.5, 0.2, 8760.01, 1e9, 10**9, 1e-300, True),
+    *(float("nan"), float("inf"), float("-inf")),
+    *("0", "-1", "0.24", "8761", "1e9", "1e0", "1000000000", "9" * 5000, "nan", "NaN", "inf"),
+    *("Infinity", "two", "2h", "1:30", "1,5", "1.5.", "0x2", "1_0", "\u0662", ".", "+2", "2 3"),
+    *({"hours": 1}, b"2"),
+]
+
+
+@pytest.mark.parametrize("value", NO_HOURS)
+def test_hours_that_make_no_sense_are_named_with_the_limits(value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse({"hours": value})
+    said = "The field 'hours' must be a number of hours from 0.25 to 8760, such as 1.5, not "
+    assert caught.value.message.startswith(said)
+    assert len(caught.value.message) < 200, "a flood is not sent back"
+    assert caught.value.fields["field"] == "hours"
+
+
+@pytest.mark.parametrize("field", ["gpus", "gpu_memory", "hours", "wait"])
+def test_a_number_that_python_does_not_write_is_refused_in_words(field: str) -> None:
+    for value in (10**6000, -(10**6000)):
+        with pytest.raises(InvalidRequest, match=f"The field '{field}' must be"):
+            parse({field: value})
 
 
 @pytest.mark.parametrize("fields", [None, [], "gpus=1", 3])
@@ -142,6 +185,8 @@ def test_whatever_is_sent_is_understood_or_refused_in_words(fields: Any, foreign
         return
     assert choice.gpus is None or 0 <= choice.gpus <= 1024
     assert choice.environment is None or choice.environment.isprintable()
+    assert choice.hours is None or 0.25 <= choice.hours <= 8760
+    assert json.loads(json.dumps(choice.as_user_options())) == choice.as_user_options()
     assert parse(choice.as_user_options()) == choice
 
 
@@ -204,3 +249,48 @@ def test_too_much_says_which_limit_and_what_would_fit(
 def test_the_built_in_catalog_takes_what_the_spawner_has() -> None:
     only = Catalog.single(devices=DeviceLimits(default=1, max=1024)).environments[0]
     assert resolve(Choice(), only, limit=8) == Request(devices=1, environment="default")
+
+
+# Session length.
+
+
+@pytest.mark.parametrize(
+    ("own", "general", "holds"),
+    [
+        ((None, None), (None, None), (None, None)),
+        ((None, None), (8, 24), (8, 24)),
+        ((None, None), (None, 24), (24, 24)),
+        ((None, None), (8, None), (8, None)),
+        ((4, 12), (8, 24), (4, 12)),
+        ((4, 48), (8, 24), (4, 24)),
+        ((48, None), (8, 24), (24, 24)),
+        ((None, 4), (8, 24), (4, 4)),
+        ((None, 4), (None, None), (4, 4)),
+        ((4, None), (None, None), (4, None)),
+    ],
+)
+def test_the_smaller_limit_holds_and_the_environments_own_usual(
+    own: Any, general: Any, holds: Any
+) -> None:
+    assert combine(SessionHours(*own), SessionHours(*general)) == SessionHours(*holds)
+
+
+def test_a_session_is_as_long_as_was_said_or_as_usual() -> None:
+    limits = SessionHours(default=8, max=24)
+    assert session_seconds(Choice(), limits, PYTORCH) == 8 * 3600
+    assert session_seconds(Choice(hours=1.5), limits, PYTORCH) == 5400
+    assert session_seconds(Choice(hours=24), limits, PYTORCH) == 24 * 3600
+    assert session_seconds(Choice(), SessionHours(), PYTORCH) is None
+    assert session_seconds(Choice(hours=0.25), SessionHours(), PYTORCH) == 900
+    assert session_seconds(Choice(), SessionHours(0.0001, 0.0001), PYTORCH) == 1
+
+
+def test_more_hours_than_allowed_say_whose_limit_it_is() -> None:
+    slow = Environment(slug="slow", display_name="Slow", hours=SessionHours(max=12))
+    with pytest.raises(TooMuchAsked) as caught:
+        session_seconds(Choice(hours=12.5), SessionHours(8, 12), slow)
+    assert caught.value.message == (
+        "The field 'hours' asks for 12.5 hours; Slow allows 12 for one session. Write 12 or less."
+    )
+    with pytest.raises(TooMuchAsked, match="your limit is 4 for one session"):
+        session_seconds(Choice(hours=12.5), SessionHours(4, 4), slow)

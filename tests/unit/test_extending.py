@@ -1,0 +1,215 @@
+"""Whether a session may go on. Real: the production scheduler; everything is pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuspawner.broker.extending import EXACT, delayed, drained, too_many_hours, who_waits
+from gpuspawner.model import Lease, LeasedDevice, ServerRef
+from gpuspawner.scheduler import Limits, Running, Scheduler, Waiting
+from gpuspawner.store.closures import Closure
+
+NOW = 1_800_000_000.0
+AT = datetime.fromtimestamp(NOW, timezone.utc)
+HOUR = 3600.0
+A100, T4 = "A100/80", "T4/16"
+
+
+def lease(devices: int = 1) -> Lease:
+    return Lease(
+        id="mine",
+        server=ServerRef("ada"),
+        account="member:ada",
+        environment="pytorch",
+        devices=tuple(LeasedDevice(f"GPU-{n}", 0, n, "A100", 80 * 2**30) for n in range(devices)),
+        rate=0,
+        hold=0,
+        granted_at=AT,
+        started_at=AT,
+        seconds=3600,
+    )
+
+
+def running(name: str, devices: int = 1, hours: float | None = 1.0, **kwargs: object) -> Running:
+    values = {"id": name, "member": name, "held": {A100: devices}, "started_at": NOW - HOUR}
+    ends_at = None if hours is None else NOW + hours * HOUR
+    return Running(**{**values, "ends_at": ends_at, **kwargs})  # type: ignore[arg-type]
+
+
+def waiting(name: str, devices: int = 1, **kwargs: object) -> Waiting:
+    values = {"id": name, "member": name, "devices": devices, "kinds": frozenset({A100})}
+    return Waiting(**{"asked_at": NOW - 60, "seconds": HOUR, **values, **kwargs})  # type: ignore[arg-type]
+
+
+def scheduler(leases: list[Running], tickets: list[Waiting], **settings: object) -> Scheduler:
+    found = Scheduler(**settings)  # type: ignore[arg-type]
+    capacity: Counter[str] = Counter({A100: 0, T4: 2})
+    for each in leases:
+        capacity.update(each.held)
+    found.set_capacity(capacity)
+    for each in leases:
+        found.started(each)
+    for ticket in tickets:
+        found.submit(ticket)
+    return found
+
+
+def late(found: Scheduler, hours: float, free: dict[str, int] | None = None) -> set[str]:
+    """Who starts later if the lease ``mine`` goes on for so long."""
+    tickets = delayed(found, "mine", NOW + hours * HOUR, NOW, free or {})
+    return {ticket.id for ticket in tickets}
+
+
+MINE = running("mine", member="ada")
+
+
+def test_where_nobody_waits_nobody_is_delayed() -> None:
+    assert late(scheduler([MINE], []), 100) == set()
+
+
+def test_who_waits_for_the_very_device_is_delayed() -> None:
+    assert late(scheduler([MINE], [waiting("bob")]), 2) == {"bob"}
+
+
+def test_who_gets_another_device_sooner_is_not() -> None:
+    line = scheduler([MINE, running("other", hours=0.5)], [waiting("bob")])
+    assert late(line, 2) == set()
+    line.submit(waiting("cleo"))
+    assert late(line, 2) != set()
+
+
+def test_who_waits_for_devices_of_another_kind_is_not() -> None:
+    line = scheduler(
+        [MINE, running("other", held={T4: 2})], [waiting("bob", kinds=frozenset({T4}))]
+    )
+    assert late(line, 2) == set()
+
+
+def test_ones_own_ticket_does_not_count() -> None:
+    assert late(scheduler([MINE], [waiting("second", member="ada")]), 2) == set()
+
+
+def test_who_has_no_planned_start_counts_as_delayed() -> None:
+    """Nobody can promise that this one is not: it could use the device."""
+    wide = waiting("bob", devices=5)
+    other = waiting("cleo", devices=5, kinds=frozenset({T4}))
+    line = scheduler([MINE], [wide, other])
+    assert late(line, 2) == {"bob"}
+
+
+def test_a_limit_of_the_group_that_the_lease_uses_up_counts() -> None:
+    limits = {"guests": Limits(devices=1)}
+    line = scheduler(
+        [replace(MINE, group="guests")],
+        [waiting("bob", group="guests", kinds=frozenset({T4}))],
+        group_limits=limits,
+    )
+    assert late(line, 2, {T4: 2}) == {"bob"}
+
+
+def test_a_device_that_cannot_be_told_of_delays_everybody() -> None:
+    line = scheduler([running("other")], [waiting("bob"), waiting("cleo")])
+    assert late(line, 2) == {"bob", "cleo"}
+    unknown = waiting("dan", kinds=frozenset({""}))
+    assert late(scheduler([MINE], [unknown]), 2) == {"dan"}
+
+
+kinds = st.sampled_from([A100, T4])
+some_running = st.builds(
+    lambda n, kind, devices, hours, group: running(
+        f"r{n}", held={kind: devices}, hours=hours, group=group
+    ),
+    st.integers(0, 99),
+    kinds,
+    st.integers(1, 3),
+    st.none() | st.floats(0, 24),
+    st.sampled_from(["", "x", "y"]),
+)
+some_waiting = st.builds(
+    lambda n, of, devices, hours, age, group, last, position: waiting(
+        f"t{n}",
+        devices,
+        kinds=of,
+        seconds=None if hours is None else hours * HOUR,
+        asked_at=NOW - age,
+        group=group,
+        last=last,
+        position=position,
+    ),
+    st.integers(0, 99),
+    st.frozensets(kinds, min_size=1),
+    st.integers(1, 3),
+    st.none() | st.floats(0.1, 24),
+    st.floats(-HOUR, 90 * 24 * HOUR),
+    st.sampled_from(["", "x", "y"]),
+    st.booleans(),
+    st.none() | st.integers(1, 3),
+)
+
+
+@given(
+    st.lists(some_running, max_size=6, unique_by=lambda some: some.id),
+    st.lists(some_waiting, max_size=8, unique_by=lambda some: some.id),
+    st.dictionaries(kinds, st.integers(0, 2)),
+    st.floats(0, 12),
+    st.floats(0, 48),
+)
+def test_an_extension_that_is_allowed_delays_nobody_who_was_planned(
+    leases: list[Running],
+    tickets: list[Waiting],
+    free: dict[str, int],
+    hours: float,
+    longer: float,
+) -> None:
+    line = scheduler([*leases, running("mine", 2, hours, member="ada", group="x")], tickets)
+    state = dict(line.running), dict(line.waiting)
+    until = NOW + (hours + longer) * HOUR
+    named = {ticket.id for ticket in delayed(line, "mine", until, NOW, free)}
+    assert (dict(line.running), dict(line.waiting)) == state, "asking changes nothing"
+
+    before = line.decide(NOW, free)
+    line.extended("mine", until)
+    after = line.decide(NOW, free)
+    starts = dict.fromkeys(after.starts, NOW) | dict(after.planned)
+    for ticket in before.starts:
+        assert ticket in after.starts or ticket in named
+    for ticket, start in before.planned.items():
+        in_time = ticket in starts and starts[ticket] <= start + EXACT
+        assert in_time != (ticket in named)
+    for ticket in named:
+        assert ticket not in after.starts
+
+
+# Limits, drains, words.
+
+
+def test_hours_that_are_held_are_counted_to_the_new_end() -> None:
+    others = [running("mine", 1, 0.1), running("b", 2, 3.0), running("endless", 1, None)]
+    until = NOW + 4 * HOUR
+    assert too_many_hours(others, lease(2), until, NOW, Limits()) == ""
+    assert too_many_hours(others, lease(2), until, NOW, Limits(gpu_hours=14)) == ""
+    assert too_many_hours(others, lease(2), until, NOW, Limits(gpu_hours=13.5)) == (
+        "13.5 GPU-hours may be held at once, and with it they would be 14.0"
+    )
+    over = [running("long-over", 4, -10.0)]
+    assert too_many_hours(over, lease(1), until, NOW, Limits(gpu_hours=4)) == ""
+
+
+def test_a_drained_device_is_named() -> None:
+    closed = {"GPU-1": Closure("GPU-1", AT + timedelta(hours=1), "kim", "a new fan")}
+    assert drained(lease(1), closed) == ""
+    assert drained(lease(2), closed) == (
+        "GPU 1 is needed for maintenance after this session (a new fan)"
+    )
+
+
+def test_members_are_counted_and_not_tickets() -> None:
+    tickets = [waiting("t1", member="bob"), waiting("t2", member="bob")]
+    assert who_waits(tickets, lease(1)) == "1 member waits for this GPU and would start later"
+    tickets.append(waiting("t3", member="cleo"))
+    assert who_waits(tickets, lease(2)) == "2 members wait for these GPUs and would start later"
