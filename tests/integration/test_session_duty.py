@@ -1,0 +1,304 @@
+"""What the service does about sessions. Real here: SQLite and PostgreSQL, HTTP, commands as
+hooks. The Hub is a script: it can fail for an hour, and be asked how often it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gpuspawner.accounting import sessions as duty
+from gpuspawner.accounting.sessions import Sessions
+from gpuspawner.broker import Broker, Terms
+from gpuspawner.model import Lease, Request, ServerRef
+from tests.support.rounds import Clock, ScriptedHub, make_tick, open_broker, told
+
+WARN = (10.0,)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
+    broker = open_broker(database_url, clock)
+    broker.opening_grant = 1000
+    yield broker
+    broker.store.close()
+
+
+@pytest.fixture
+async def hub() -> AsyncIterator[ScriptedHub]:
+    async with ScriptedHub().serving() as hub:
+        yield hub
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries follow one another within hundredths of a second, as they do within a minute."""
+    monkeypatch.setattr(duty, "AGAIN", 0.02)
+    monkeypatch.setattr(duty, "LONGEST_PAUSE", 0.02)
+
+
+@pytest.fixture
+async def make(broker: Broker, hub: ScriptedHub) -> AsyncIterator[Callable[..., Sessions]]:
+    """The duty; closed at the end, as by a service that stops."""
+    opened: list[Sessions] = []
+
+    def make(**settings: Any) -> Sessions:
+        tick = make_tick(broker, hub)
+        opened.append(Sessions(tick, warn_minutes=WARN, **settings))
+        return opened[-1]
+
+    yield make
+    for some in opened:
+        await some.close()
+
+
+def session(broker: Broker, user: str, seconds: int = 3600) -> Lease:
+    request, terms = Request(devices=1, model="A100"), Terms(seconds=seconds)
+    return broker.confirm(broker.acquire(ServerRef(user), request, engine="local", terms=terms).id)
+
+
+async def rounds(sessions: Sessions, until: Callable[[], bool], limit: float = 20.0) -> None:
+    """Go on with rounds until something is true."""
+    end = asyncio.get_running_loop().time() + limit
+    while not until():
+        assert asyncio.get_running_loop().time() < end, "it did not come"
+        await sessions.round()
+        await asyncio.sleep(0.01)
+
+
+async def test_a_session_that_is_over_is_stopped_until_it_is_gone(
+    broker: Broker, hub: ScriptedHub, clock: Clock, make: Callable[..., Sessions], pauses: None
+) -> None:
+    lease = session(broker, "ada")
+    session(broker, "bob", seconds=7200)
+    hub.has(lease.server)
+    sessions = make()
+    clock.advance(3599)
+    await sessions.round()
+    assert hub.stopped == []
+    clock.advance(1)
+    await rounds(sessions, lambda: len(hub.stopped) == 3)
+    assert set(hub.stopped) == {"ada/"}
+    broker.release(lease.id, ended_at=clock.now, reason="stopped")
+    asked = len(hub.stopped)
+    for _ in range(20):
+        await sessions.round()
+        await asyncio.sleep(0.01)
+    assert len(hub.stopped) <= asked + 1, "one may have been on its way"
+
+
+async def test_a_stop_is_not_asked_for_again_while_one_is_under_way(
+    broker: Broker,
+    hub: ScriptedHub,
+    clock: Clock,
+    make: Callable[..., Sessions],
+    pauses: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lease, other = session(broker, "ada"), session(broker, "bob")
+    hub.has(lease.server, other.server)
+    sessions = make()
+    answers = asyncio.Event()
+    stop_server = sessions.tick.hub.stop_server
+    asked: list[str] = []
+
+    async def slow(server: ServerRef) -> bool:
+        asked.append(server.user)
+        if server.user == "ada":
+            await answers.wait()
+        return await stop_server(server)
+
+    monkeypatch.setattr(sessions.tick.hub, "stop_server", slow)
+    clock.advance(3600)
+    await rounds(sessions, lambda: asked.count("bob") >= 5)
+    assert asked.count("ada") == 1, "and it holds up nobody else's"
+    answers.set()
+    await rounds(sessions, lambda: asked.count("ada") >= 2)
+
+
+async def test_an_hour_of_failures_and_it_is_still_tried(
+    broker: Broker,
+    hub: ScriptedHub,
+    clock: Clock,
+    make: Callable[..., Sessions],
+    pauses: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "tick")
+    lease = session(broker, "ada")
+    hub.has(lease.server)
+    sessions = make()
+    clock.advance(3600)
+    hub.status = 502
+    await rounds(sessions, lambda: len(hub.asked) >= 60)
+    clock.advance(-3600)  # and somebody sets the clock back meanwhile
+    hub.status = None
+    await rounds(sessions, lambda: bool(hub.stopped))
+    assert sum("502" in line for line in told(caplog.records)) == 1
+    assert "Stop of ada: all is well again" in told(caplog.records)
+    assert len(broker.notices_of("ada")) == 1
+
+
+async def test_pauses_between_tries_grow_to_a_minute(
+    broker: Broker,
+    hub: ScriptedHub,
+    clock: Clock,
+    make: Callable[..., Sessions],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lease = session(broker, "ada")
+    sessions = make()
+    clock.advance(3600)
+    hub.status = 502
+    loop = asyncio.get_running_loop()
+    skipped = [0.0]
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + skipped[0])
+    waited = []
+    for count in range(1, 11):
+        while len(hub.asked) < count:
+            await sessions.round()
+            await asyncio.sleep(0.005)
+        while sessions._stops[lease.id].under_way:
+            await asyncio.sleep(0.005)
+        pause = sessions._stops[lease.id].not_before - loop.time()
+        waited.append(round(pause))
+        skipped[0] += pause
+    assert waited == [2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+
+
+async def test_a_new_server_under_the_same_name_is_left_alone(
+    broker: Broker, hub: ScriptedHub, clock: Clock, make: Callable[..., Sessions], pauses: None
+) -> None:
+    lease = session(broker, "ada")
+    clock.advance(3600)
+    due = broker.due_sessions(WARN)
+    assert broker.end_session(due.over[0].id)
+    broker.release(lease.id, ended_at=clock.now, reason="stopped")
+    session(broker, "ada")
+    hub.has(lease.server)
+    sessions = make()
+    sessions._carry_out(due.over)  # a round that began before
+    await asyncio.sleep(0.1)
+    assert hub.stopped == []
+
+
+async def test_orders_of_other_processes_are_carried_out(
+    database_url: str,
+    broker: Broker,
+    hub: ScriptedHub,
+    clock: Clock,
+    make: Callable[..., Sessions],
+    pauses: None,
+) -> None:
+    """The hub says that nobody connected; an admin has another server stopped."""
+    admin = open_broker(database_url, clock)
+    lease = session(broker, "ada")
+    starting = broker.acquire(ServerRef("bob"), Request(devices=1), engine="local")
+    hub.has(lease.server, starting.server)
+    admin.order_stop(lease.id, "admin", actor="kim", reason="a new fan")
+    admin.order_stop(starting.id, "admin", actor="kim", reason="a new fan")
+    await rounds(make(), lambda: {"ada/", "bob/"} <= set(hub.stopped))
+
+
+async def test_a_server_that_the_hub_does_not_know_is_left_to_the_engine(
+    broker: Broker,
+    hub: ScriptedHub,
+    clock: Clock,
+    make: Callable[..., Sessions],
+    pauses: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "tick")
+    session(broker, "ada")
+    clock.advance(3600)
+    await rounds(make(), lambda: any("the Hub has it not" in t for t in told(caplog.records)))
+    assert broker.lease_of(ServerRef("ada")) is not None
+
+
+# The hook.
+
+KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
+
+
+def kept(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+async def test_the_hook_hears_of_each_warning_and_of_the_end_once(
+    broker: Broker, clock: Clock, make: Callable[..., Sessions], tmp_path: Path
+) -> None:
+    file = tmp_path / "told"
+    lease = session(broker, "ada")
+    poked: list[int] = []
+    sessions = make(command=[sys.executable, "-c", KEEP, str(file)], poke=lambda: poked.append(1))
+    for seconds in (3000.5, 10, 589.5):
+        clock.advance(seconds)
+        for _ in range(2):
+            await sessions.round()
+    await rounds(sessions, lambda: len(kept(file)) == 2)
+    warning, end = sorted(kept(file), key=lambda line: line["at"])
+    assert warning == {
+        "event": "warning",
+        "lease": lease.id,
+        "user": "ada",
+        "server": "",
+        "environment": "",
+        "gpus": list(lease.uuids),
+        "ends_at": "2026-03-01T13:00:00.000+00:00",
+        "minutes": 10,
+        "reason": "",
+        "at": "2026-03-01T12:50:00.500+00:00",
+    }
+    assert (end["event"], end["minutes"]) == ("end", 0)
+    assert end["reason"].startswith("its time was over at ")
+    assert poked == [1, 1]
+
+
+async def test_a_hook_that_hangs_or_fails_holds_up_nothing(
+    broker: Broker,
+    hub: ScriptedHub,
+    clock: Clock,
+    make: Callable[..., Sessions],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "tick")
+    lease = session(broker, "ada")
+    hub.has(lease.server)
+    hangs = make(command=["sleep", "4711"], command_seconds=0.3)
+    clock.advance(3600)
+    await rounds(hangs, lambda: hub.stopped == ["ada/"], limit=5)
+    await rounds(hangs, lambda: any("0.3 s" in line for line in told(caplog.records)))
+    assert not any(p.cmdline()[-1:] == ["4711"] for p in psutil.Process().children(recursive=True))
+    session(broker, "bob")
+    clock.advance(3600)
+    missing = make(command=["/no/such/command"])
+    await rounds(missing, lambda: any("cannot be started" in t for t in told(caplog.records)))
+
+
+async def test_a_service_that_stops_leaves_no_hook_behind(
+    broker: Broker, clock: Clock, make: Callable[..., Sessions]
+) -> None:
+    session(broker, "ada")
+    sessions = make(command=["sleep", "4712"], command_seconds=60)
+    clock.advance(3600)
+
+    def hooks() -> list[psutil.Process]:
+        children = psutil.Process().children(recursive=True)
+        return [p for p in children if p.cmdline()[-1:] == ["4712"]]
+
+    await rounds(sessions, lambda: bool(hooks()))
+    await sessions.close()
+    assert hooks() == []
