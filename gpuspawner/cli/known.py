@@ -12,10 +12,10 @@ from .config import Settings
 
 
 class KnownDevices:
-    """The devices as the store has them, whatever whoever types this may see."""
+    """The devices as the store has them, whatever can be seen by whoever types this."""
 
-    def __init__(self, name: str, store: Store) -> None:
-        self.name = name
+    def __init__(self, store: Store) -> None:
+        self.name = store.run(devices.source_of)
         self._store = store
 
     def observe(self, now: datetime) -> Inventory:
@@ -37,6 +37,7 @@ def line_broker(settings: Settings) -> Broker:
     Raises StoreUnavailable when there is no database yet.
     """
     broker = settings.open_broker()
-    source = KnownDevices(broker.watch.source.name, broker.store)
-    broker.watch = Glance(source, broker.store, timedelta(seconds=broker.refresh_seconds))
+    broker.watch = Glance(
+        KnownDevices(broker.store), broker.store, timedelta(seconds=broker.refresh_seconds)
+    )
     return broker

@@ -21,6 +21,12 @@ def load(connection: sa.Connection, source: str) -> tuple[Device, ...]:
     return tuple(_device(row) for row in rows.mappings())
 
 
+def source_of(connection: sa.Connection) -> str:
+    """The source whose devices are in the table; nothing when there are none."""
+    found: str | None = connection.execute(sa.select(devices.c.source).limit(1)).scalar()
+    return found or ""
+
+
 def as_seen(known: tuple[Device, ...], inventory: Inventory) -> tuple[Device, ...]:
     """The known devices brought up to date: one that was not seen is unknown, never free.
 
