@@ -104,7 +104,7 @@ class Queue(Core, QueueSettings):
         """Grant what a ticket waits for. Then, not before, may the engine create anything.
 
         Raises TicketEnded when it waits no more, and Refused when it was ended now because
-        its member can have no device any more; NoDeviceFree leaves it waiting.
+        its member can have no device any more; NoDeviceFree and GrantingPaused leave it waiting.
         """
         with self.line.lock:
             ticket = self.line.tickets.get(ticket_id)
@@ -113,9 +113,7 @@ class Queue(Core, QueueSettings):
             kept = self._kept_for_others(ticket)
             try:
                 lease = self._grant_ticket(ticket, self.look(), kept)
-            except NoDeviceFree:
-                raise
-            except ServerHasLease:
+            except (NoDeviceFree, GrantingPaused, ServerHasLease):
                 raise
             except Refused as error:
                 self.end_ticket(ticket_id, "refused", error.message)

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..broker import Broker, Standing, Terms
-from ..errors import GPUSpawnerError, NoDeviceFree, Refused, StoreUnavailable, TicketEnded
+from ..errors import (
+    GPUSpawnerError,
+    GrantingPaused,
+    NoDeviceFree,
+    Refused,
+    StoreUnavailable,
+    TicketEnded,
+)
 from ..model import Lease, Request, ServerRef, Ticket
 
 ROUND = 1.0
@@ -116,7 +123,7 @@ class Queueing:
             return
         try:
             lease = await self.broker.run(self.broker.start_ticket, ticket)
-        except NoDeviceFree:
+        except (NoDeviceFree, GrantingPaused):
             return  # the database knew better; it waits on
         except StoreUnavailable:
             raise
