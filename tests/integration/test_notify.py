@@ -25,10 +25,12 @@ from gpuspawner.broker import Broker
 from gpuspawner.errors import ConfigError, StoreUnavailable
 from gpuspawner.model import NoticeKind
 from gpuspawner.store.notices import Choice, failing
-from tests.support.mail import MailServer
+from tests.support.mail import MailServer, certificate
 from tests.support.processes import REPO, free_port
 from tests.support.rounds import Clock, open_broker
 from tests.support.telling import choose, hanging, notifying, now, sent, tell, tried, until
+
+FROM_TO = "from=gpu@lab.example&to={address}"
 
 
 @pytest.fixture
@@ -138,6 +140,30 @@ async def test_many_arrive_once_each(broker: Broker, mail: MailServer) -> None:
         await until(lambda: len(mail.received) >= 60, "all of them", timeout=40)
         await until(lambda: not broker.unsent(99), "all of them to be noted")
     assert sorted(got.to[0] for got in mail.received) == sorted(f"{u}@lab.example" for u in users)
+
+
+async def test_mail_goes_encrypted_to_a_server_that_proves_its_name(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``mailtos://``: STARTTLS, the server's certificate is checked, and then the login."""
+    proof = certificate(tmp_path)
+    secret = tmp_path / "smtp"
+    secret.write_text("p@ss/w:rd?#")
+    secret.chmod(0o600)
+    choose(broker, "ada")
+    with MailServer(proof, "p@ss/w:rd?#") as mail:
+        start = f"mailtos://gpu:{{file:{secret}}}@127.0.0.1:{mail.port}"
+        settings = {"retry_seconds": [0.05] * 400, "channels": {"mail": f"{start}?{FROM_TO}"}}
+        async with notifying(broker, **settings):
+            failed = await tried(broker, tell(broker))
+            assert "certificate" in failing(failed.error)["mail"].lower()
+            assert mail.received == []
+            monkeypatch.setenv("SSL_CERT_FILE", str(proof))
+            await sent(broker, failed)
+            secret.write_text("another password")
+            wrong = await tried(broker, tell(broker))
+            assert "another" not in wrong.error
+    assert [got.to for got in mail.received] == [("ada@lab.example",)]
 
 
 # What does not arrive, yet or ever.

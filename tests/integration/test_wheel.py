@@ -35,6 +35,7 @@ SENT = tuple(
         "a_notice_arrives_as_mail_once",
         "names_cannot_add_to_the_header",
         "a_server_that_is_down_and_comes_back",
+        "mail_goes_encrypted_to_a_server_that_proves_its_name",
         "a_secret_comes_from_a_file_of_mode_600",
     )
 )

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import email
 import email.policy
+import ipaddress
+import ssl
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from email.message import EmailMessage
+from pathlib import Path
 from typing import Any
 
 from aiosmtpd.controller import Controller
+from aiosmtpd.smtp import AuthResult, LoginPassword
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.support.processes import free_port, wait_for
 
@@ -40,10 +48,25 @@ class Mail:
 
 
 class MailServer:
-    """``with MailServer() as mail``: what it took is in ``mail.received``."""
+    """``with MailServer() as mail``: what it took is in ``mail.received``.
 
-    def __init__(self, port: int = 0) -> None:
-        self.port = port or free_port()
+    With a ``certificate`` (a file as :func:`certificate` makes) it takes mail after STARTTLS and
+    a login only: user ``gpu``, with ``password``.
+    """
+
+    def __init__(self, certificate: Path | None = None, password: str = "") -> None:
+        self.port = free_port()
+        self.password = password
+        self.options: dict[str, Any] = {}
+        if certificate:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(certificate)
+            self.options = {
+                "tls_context": context,
+                "require_starttls": True,
+                "auth_required": True,
+                "authenticator": self.authenticate,
+            }
         self.received: list[Mail] = []
         self.refused: set[str] = set()
         """Addresses that it does not know."""
@@ -62,7 +85,7 @@ class MailServer:
         return f"mailto://127.0.0.1:{self.port}?from=gpu@lab.example&to={{address}}"
 
     def start(self) -> None:
-        self._controller = Controller(self, hostname="127.0.0.1", port=self.port)
+        self._controller = Controller(self, hostname="127.0.0.1", port=self.port, **self.options)
         self._controller.start()
 
     def stop(self) -> None:
@@ -86,6 +109,41 @@ class MailServer:
         envelope.rcpt_tos.append(address)
         return "250 OK"
 
+    def authenticate(self, server: Any, session: Any, envelope: Any, how: str, data: Any) -> Any:
+        expected = LoginPassword(b"gpu", self.password.encode())
+        success = session.ssl is not None and data == expected
+        return AuthResult(success=success, handled=False)
+
     async def handle_DATA(self, server: Any, session: Any, envelope: Any) -> str:
         self.received.append(Mail(envelope.mail_from, tuple(envelope.rcpt_tos), envelope.content))
         return "250 OK"
+
+
+def certificate(folder: Path) -> Path:
+    """A file with a new key and a certificate of its own for 127.0.0.1, good for a day."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a mail server of the tests")])
+    now = datetime.now(timezone.utc)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / "mail.pem"
+    path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        + made.public_bytes(serialization.Encoding.PEM)
+    )
+    return path
