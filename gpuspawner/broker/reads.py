@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from ..errors import UnknownAccount
 from ..model import Account, Lease, ServerRef, Ticket, member_account
-from ..store import Store, book, closures, leases, tickets
+from ..store import Store, book, closures, history, leases, tickets
 from ..store.book import Line
 from ..store.closures import Change, Closure
 
@@ -45,6 +47,10 @@ class Reads:
     def closures(self) -> dict[str, Closure]:
         """Everything that is closed to new leases, by subject."""
         return self.store.run(closures.load)
+
+    def asked_for(self, since: datetime) -> list[tuple[datetime, Lease]]:
+        """Leases with devices that ended since then, and when each was asked for, in order."""
+        return self.store.run(lambda connection: history.asked_for(connection, since))
 
     def trail(self, limit: int = 100) -> list[Change]:
         """The newest lines of the audit trail, newest first."""

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from ..model import Lease
 from . import leases as lease_rows
-from .schema import OPEN_LEASE, OPEN_PLACE, lease_places, leases
+from .schema import OPEN_LEASE, OPEN_PLACE, lease_places, leases, tickets
 
 MOST = 5000
 """Leases of the past that are read at once: the newest."""
@@ -70,3 +70,18 @@ def no_shows_in_a_row(connection: sa.Connection, user: str) -> int:
             break
         count += 1
     return count
+
+
+def asked_for(connection: sa.Connection, since: datetime) -> list[tuple[datetime, Lease]]:
+    """Leases with devices that ran and ended, with when they were asked for, in that order."""
+    asked = sa.func.coalesce(tickets.c.created_at, leases.c.granted_at)
+    had_devices = sa.exists().where(lease_places.c.lease_id == leases.c.id)
+    query = (
+        sa.select(leases.c.id, tickets.c.created_at)
+        .select_from(leases.outerjoin(tickets, tickets.c.id == leases.c.ticket_id))
+        .where(leases.c.ended_at >= since, leases.c.started_at.isnot(None), had_devices)
+        .order_by(asked)
+    )
+    moments = {row.id: row.created_at for row in connection.execute(query)}
+    found = {lease.id: lease for lease in some(connection, moments)}
+    return [(moments[name] or found[name].granted_at, found[name]) for name in moments]
