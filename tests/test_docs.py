@@ -11,6 +11,7 @@ from traitlets.config import Configurable
 
 from gpuspawner import scopes
 from gpuspawner.accounting.app import Accounting
+from gpuspawner.accounting.notify import Notifier
 from gpuspawner.auth import MemberOAuthenticator
 from gpuspawner.broker import Broker
 from gpuspawner.cli.app import parser
@@ -20,7 +21,7 @@ from gpuspawner.spawners.local import GPULocalSpawner
 
 REPO = Path(__file__).parents[1]
 README = (REPO / "README.md").read_text(encoding="utf-8")
-CLASSES = (Accounting, Broker, GPUDockerSpawner, GPULocalSpawner, MemberOAuthenticator)
+CLASSES = (Accounting, Broker, GPUDockerSpawner, GPULocalSpawner, MemberOAuthenticator, Notifier)
 
 
 def own_traits(cls: type[Configurable]) -> list[tuple[str, object]]:
