@@ -183,7 +183,7 @@ def _not_allowed(method: str, path: str) -> Unavailable:
 def _strange_answer() -> Unavailable:
     return Unavailable(
         "The Hub's list of servers is not in the form that this version knows. Use JupyterHub 4 "
-        "or newer, and check that the service's role holds read:servers."
+        "or newer, and check that the service's role holds servers."
     )
 
 

@@ -134,7 +134,7 @@ def test_a_server_has_one_waiting_ticket(store: Store) -> None:
         insert(store, schema.tickets, **ticket_row("two"))
     insert(store, schema.tickets, **ticket_row("named", server_name="lab"))
     with store.write() as connection:
-        ended = {"state": "ended", "ended_at": T0, "end_reason": "granted"}
+        ended = {"state": "ended", "ended_at": T0, "outcome": "granted"}
         only = schema.tickets.c.id == "one"
         connection.execute(sa.update(schema.tickets).where(only).values(ended))
     insert(store, schema.tickets, **ticket_row("two"))

@@ -240,11 +240,11 @@ async def test_names_are_quoted(hub: ScriptedHub) -> None:
 @pytest.mark.parametrize(
     ("status", "body", "sentence"),
     [
-        (403, None, "Give it the scopes list:users, read:servers and delete:servers"),
+        (403, None, "Give it the scopes list:users and servers"),
         (500, None, "answered GET /users with 500"),
         (200, "<html>", "not in the form that this version knows"),
         (200, "[]", "not in the form that this version knows"),
-        (200, '{"items": [{"name": "ada"}], "_pagination": {"next": null}}', "read:servers"),
+        (200, '{"items": [{"name": "ada"}], "_pagination": {"next": null}}', "holds servers"),
     ],
 )
 async def test_other_answers_are_sentences(
