@@ -177,6 +177,11 @@ class Lease:
     ``session_end``, ``admin``. One that is open still is stopped by the accounting service."""
 
     @property
+    def length(self) -> timedelta | None:
+        """The session length that was asked for; None when there is no end."""
+        return None if self.seconds is None else timedelta(seconds=self.seconds)
+
+    @property
     def ends_at(self) -> datetime | None:
         """The end of the session; before the server answers, the earliest that it can be."""
         if self.seconds is None:

@@ -266,6 +266,7 @@ class Accounting(Application):
             tick.broker,
             hub_auth=HubOAuth.instance(parent=self),
             warn_minutes=self.warn_minutes,
+            session_warn_minutes=self.session_warn_minutes,
             channels=notifier.known,
             poke=notifier.poke,
         )

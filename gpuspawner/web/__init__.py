@@ -13,7 +13,7 @@ from tornado import web
 
 from ..broker import Broker
 from ..broker.channels import Channel
-from . import api, api_queue, notices, pages, queue
+from . import api, api_queue, notices, pages, queue, sessions
 from .base import Context
 
 STATIC = Path(__file__).parent / "static"
@@ -24,6 +24,7 @@ def make_app(
     *,
     hub_auth: HubOAuth,
     warn_minutes: Sequence[float] = (),
+    session_warn_minutes: Sequence[float] = (),
     channels: Mapping[str, Channel] | None = None,
     poke: Callable[[], None] = lambda: None,
 ) -> web.Application:
@@ -37,6 +38,7 @@ def make_app(
         broker=broker,
         hub_auth=hub_auth,
         warn_minutes=tuple(warn_minutes),
+        session_warn_minutes=tuple(session_warn_minutes),
         channels=channels or {},
         poke=poke,
     )
@@ -48,6 +50,7 @@ def make_app(
             *notices.HANDLERS,
             *queue.HANDLERS,
             *api_queue.HANDLERS,
+            *sessions.HANDLERS,
         )
     ]
     handlers.append((prefix + "static/(.*)", web.StaticFileHandler, {"path": str(STATIC)}))

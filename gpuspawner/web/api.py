@@ -189,6 +189,10 @@ def lease(some: figures.LeaseFigures) -> dict[str, Any]:
         "end_reason": it.end_reason,
         "warned_at": instant(it.warned_at),
         "stops_at": instant(some.stops_at),
+        "ends_at": instant(it.ends_at),
+        "claim_by": instant(it.claim_by),
+        "group": it.group,
+        "outcome": it.outcome,
     }
 
 

@@ -37,6 +37,9 @@ class Context:
     broker: Broker
     hub_auth: HubOAuth
     warn_minutes: tuple[float, ...] = ()
+    """Minutes that an account lasts."""
+    session_warn_minutes: tuple[float, ...] = ()
+    """Minutes before a session's end."""
     channels: Mapping[str, Channel] = field(default_factory=dict)
     """How members can be told."""
     poke: Callable[[], None] = lambda: None

@@ -230,6 +230,19 @@ def funds(
     )
 
 
+def ending(mine: Member, warn_minutes: Sequence[float]) -> tuple[LeaseFigures, ...]:
+    """The member's servers whose session ends so soon that the page warns of it."""
+    found = []
+    for some in mine.running:
+        end, seconds = some.lease.ends_at, some.lease.seconds
+        if end is None or seconds is None or not some.lease.started_at or some.lease.outcome:
+            continue
+        minutes = [m for m in warn_minutes if 60 * m < seconds]
+        if due_warning(minutes, end - mine.now) is not None:
+            found.append(some)
+    return tuple(found)
+
+
 def folded(lines: Sequence[Line]) -> list[Line]:
     """A statement for people: the charges of each minute, one line a lease.
 

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from tornado import web
 
 from ..broker import DeviceView, Standing
+from ..broker.sessions import end_clock
 from ..broker.view import clock
 from ..errors import GPUSpawnerError, InvalidRequest
 from ..model import LeasedDevice, format_credits
@@ -82,6 +83,12 @@ class MemberPage(Page):
 
     @web.authenticated
     async def get(self) -> None:
+        await self.show_mine()
+
+    async def show_mine(self, refusal: GPUSpawnerError | None = None) -> None:
+        """Send the page; ``refusal``: why what was asked for on it was not done."""
+        if refusal:
+            self.set_status(refusal.status_code)
         mine = await self.read(figures.member, self.broker, self.user, self.context.warn_minutes)
         overview, found = await self.read(figures.devices, self.broker, self.user, False)
         tickets = await self.read(figures.own_tickets, self.broker, self.user)
@@ -95,6 +102,9 @@ class MemberPage(Page):
             devices=found,
             tickets=tickets,
             given_up=self.get_query_argument("given_up", ""),
+            extended=self.get_query_argument("extended", ""),
+            ending=figures.ending(mine, self.context.session_warn_minutes),
+            refusal=refusal.message if refusal else "",
             xsrf=Markup(self.xsrf_form_html()),
             credits_help=self.broker.credits_help,
         )
@@ -177,6 +187,11 @@ def until(at: datetime, now: datetime) -> Markup:
     return _time(at, clock(at, now))
 
 
+def ends(at: datetime, now: datetime) -> Markup:
+    """A time at which something ends: the minute before, and not the one after."""
+    return _time(at, end_clock(at, now))
+
+
 def memory(size: int) -> str:
     """Bytes as GB, as GPUs are sold."""
     return f"{round(size / 2**30)} GB"
@@ -237,6 +252,7 @@ def _environment() -> jinja2.Environment:
         "moment": moment,
         "period": period,
         "until": until,
+        "ends": ends,
         "memory": memory,
         "points": points,
         "start": start,

@@ -4,8 +4,13 @@ script, and the clock is the test's. ``tests/hub/test_sessions.py`` has the real
 from __future__ import annotations
 
 import math
+import os
+import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +20,9 @@ from gpuspawner.broker import Broker, Terms
 from gpuspawner.errors import CannotExtend, UnknownLease
 from gpuspawner.ledger.rules import owed
 from gpuspawner.model import MICRO, Lease, Notice, NoticeKind, Request, ServerRef, Ticket
+from tests.support import racers
 from tests.support.rounds import RATE, START, Clock, open_broker
+from tests.support.soak import rounds
 
 HOUR = 3600
 WARN = (30.0, 10.0, 2.0)
@@ -498,3 +505,48 @@ def test_warnings_come_in_order_and_the_end_after_them(
         assert all(left <= timedelta(minutes=m or math.inf) for m in given_minutes)
     assert given_minutes == sorted(given_minutes, reverse=True, key=lambda m: m or 0)
     assert len(set(given_minutes)) == len(given_minutes)
+
+
+# Killed at any moment.
+
+
+@pytest.mark.soak
+def test_services_killed_in_the_midst_of_it_warn_once_and_in_order(database_url: str) -> None:
+    """Two at a time, as a service that is not dead yet and the one that comes after it."""
+    racers.FORKSERVER.set_forkserver_preload(["tests.support.racers"])
+    chance = random.Random(database_url.partition(":")[0])
+    began = time.time()
+    broker = racers.fast_broker(database_url, began)
+    hours = rounds(100)
+    terms = Terms(seconds=hours * HOUR)
+    lease = broker.acquire(ServerRef("ada"), Request(devices=1), engine="local", terms=terms)
+    broker.confirm(lease.id)
+    killed = 0
+    while not broker.lease(lease.id).outcome:
+        assert time.time() - began < hours + 120, "it never ends"
+        victims = [_start_looking_after(database_url, began) for _ in range(2)]
+        time.sleep(chance.uniform(0.0, 0.5))
+        for victim in victims:
+            os.kill(victim.pid or 0, signal.SIGKILL)
+            victim.join(timeout=30)
+            killed += 1
+    assert killed > 4, "some were killed while there was work"
+    ended = broker.lease(lease.id)
+    assert ended.ends_at is not None and broker.clock() >= ended.ends_at
+    notices = broker.notices_of("ada", 1000)[::-1]
+    assert [notice.kind for notice in notices].count(NoticeKind.STOPPED) == 1
+    assert notices[-1].kind is NoticeKind.STOPPED
+    minutes = [float(notice.key.rpartition(":")[2]) for notice in notices[:-1]]
+    assert minutes, "somebody was quick enough to warn"
+    assert minutes == sorted(set(minutes), reverse=True)
+    assert ended.told_minutes == minutes[-1]
+    broker.store.close()
+
+
+def _start_looking_after(url: str, began: float) -> BaseProcess:
+    ready, theirs = racers.FORKSERVER.Pipe()
+    work = racers.look_after_sessions_until_killed
+    victim = racers.FORKSERVER.Process(target=work, args=(theirs, url, began), daemon=True)
+    victim.start()
+    assert ready.poll(60) and ready.recv() == "working"
+    return victim

@@ -174,3 +174,19 @@ def work_until_killed(ready: Connection, url: str, began: float, user: str) -> N
             failed = chance.random() < 0.3
             reason = FAILED if failed else "stopped"
             broker.release(lease.id, ended_at=broker.clock(), reason=reason, failed=failed)
+
+
+WARNINGS = tuple(range(30, 601, 30))
+"""Minutes before a session's end."""
+
+
+def look_after_sessions_until_killed(ready: Connection, url: str, began: float) -> None:
+    """Warn and end whatever is due, as the service does, for ever."""
+    broker = fast_broker(url, began)
+    ready.send("working")
+    while True:
+        due = broker.due_sessions(WARNINGS)
+        for lease in due.warn:
+            broker.warn_session(lease.id, WARNINGS)
+        for lease in due.over:
+            broker.end_session(lease.id)
