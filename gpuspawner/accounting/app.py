@@ -23,6 +23,7 @@ from .. import __version__, web
 from ..broker import Broker
 from ..engines import DockerEngine, Engine, LocalEngine
 from ..errors import ConfigError, GPUSpawnerError, Unavailable
+from ..store.granter import hub_name
 from .hub import Hub
 from .notify import Notifier
 from .sessions import Sessions
@@ -207,6 +208,7 @@ class Accounting(Application):
             log=self.log,
             ask=self.engines,
             warn_minutes=self.warn_minutes,
+            hub_name=hub_name(pid) if (pid := os.environ.get("GPUSPAWNER_HUB_PID")) else "",
         )
 
     def _session_duty(self, tick: Tick, notifier: Notifier) -> Sessions:

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 
 from ..broker import Broker
 from ..engines import DockerEngine, Engine
-from ..errors import EngineUnavailable, Unavailable
+from ..errors import AnotherHubGrants, EngineUnavailable, Unavailable
 from ..model import Account, Lease, LeaseState, ServerRef, Sighting, format_credits
 from ..reconcile import Action, Confirm, HubState, Release, Remove, Unknown
 from ..web import figures
@@ -73,6 +73,8 @@ class Tick:
     warn_minutes: Sequence[float] = ()
     start_grace_seconds: float = 60.0
     """Nothing younger than this is ended only because the Hub does not name it."""
+    hub_name: str = ""
+    """What our Hub is called in the store's lock; not known when it did not start us."""
     _trouble: dict[str, str] = field(default_factory=dict)
     _told: dict[str, float] = field(default_factory=dict)
 
@@ -152,7 +154,14 @@ class Tick:
     # Store, engines and Hub: do they say the same?
 
     async def reconcile(self) -> list[Action]:
-        """Adopt what lives, settle what is gone, end what nobody owns."""
+        """Adopt what lives, settle what is gone, end what nobody owns.
+
+        Raises AnotherHubGrants while another hub gives out the GPUs of this store: its servers
+        and its line are nothing that our Hub knows of, and none of ours.
+        """
+        holder = await self.broker.run(self.broker.granter.holder)
+        if self.hub_name and holder not in ("", self.hub_name):
+            raise AnotherHubGrants()
         # The Hub is asked first: whatever starts after its answer holds a lease too young
         # to be touched, or was pending.
         servers = await self._servers()

@@ -22,11 +22,13 @@ KEY = "gpuspawner_recovery"
 async def recovered(spawner: GPUSpawnerMixin) -> None:
     """Wait until leases, containers and the Hub's servers were compared, once a hub start.
 
-    Raises NotReconciled or StoreUnavailable when that could not be done; the next spawn
-    tries again.
+    Raises NotReconciled, AnotherHubGrants or StoreUnavailable when that could not be done; the
+    next spawn tries again.
     """
     shared = spawner.hub_settings
     task = shared.get(KEY)
+    if not spawner.broker.granter.sure:
+        await _must_grant(spawner)
     if task is None or (task.done() and (task.cancelled() or task.exception())):
         task = shared[KEY] = asyncio.ensure_future(_recover(spawner))
     await asyncio.shield(task)
@@ -34,8 +36,7 @@ async def recovered(spawner: GPUSpawnerMixin) -> None:
 
 async def _recover(spawner: GPUSpawnerMixin) -> None:
     broker = spawner.broker
-    if not await broker.run(broker.granter.take):
-        raise AnotherHubGrants()
+    await _must_grant(spawner)
     engines = _engines(spawner)
     # Twice at most: what the first look removes, the second one settles.
     for _ in range(2):
@@ -54,6 +55,12 @@ async def _recover(spawner: GPUSpawnerMixin) -> None:
         if not orphans:
             break
     spawner.log.info("Leases compared with what runs: granting may begin")
+
+
+async def _must_grant(spawner: GPUSpawnerMixin) -> None:
+    """Raises AnotherHubGrants, unless this hub is the one that gives out the GPUs."""
+    if not await spawner.broker.run(spawner.broker.granter.take):
+        raise AnotherHubGrants()
 
 
 def _engines(spawner: GPUSpawnerMixin) -> dict[str, Engine]:
