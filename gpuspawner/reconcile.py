@@ -46,6 +46,8 @@ class Release:
     ended_at: datetime | None
     """None when nobody knows: charge up to when it was last seen alive."""
     reason: str
+    lost: bool = False
+    """Nothing of it was ever there: the hub went down before its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,4 +127,4 @@ def _of_lease(
     ended = max((s.ended_at for s in mine if s.ended_at), default=None)
     detail = next((s.detail for s in mine if s.detail), "")
     reason = f"the server exited ({detail})" if detail else "the server was gone"
-    return Release(lease, ended, reason)
+    return Release(lease, ended, reason, lost=lease.state is LeaseState.GRANTED and not mine)

@@ -28,7 +28,7 @@ from ..model import (
     Sighting,
     member_account,
 )
-from ..store import Store, book, closures, leases
+from ..store import Store, book, closures, leases, tickets
 from ..store.granter import Granter
 from . import view
 from .admin import Admin
@@ -115,6 +115,7 @@ class Broker(Grants, Admin, Notices, Sessions):
         ended_at: datetime | None = None,
         reason: str,
         failed: bool = False,
+        lost: bool = False,
         still: LeaseState | None = None,
     ) -> Lease:
         """Settle and free the devices. Only for a server that is proved gone.
@@ -122,6 +123,8 @@ class Broker(Grants, Admin, Notices, Sessions):
         ``ended_at`` is its proven end; None charges up to when it was last seen alive.
         A start that failed costs nothing. Doing it twice changes nothing. ``still``: do it
         only if the lease is as it was when the proof was made; it may have started since.
+        ``lost``: the hub that started the server went down before it was up. The ticket that
+        the lease was granted to is then back in line, at its place.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -136,6 +139,7 @@ class Broker(Grants, Admin, Notices, Sessions):
             if transfer := rules.settle(lease, due, end):
                 book.post(connection, transfer)
             charged = lease.charged + due
+            back = _goes_back(lease, lost) and tickets.reopen(connection, lease.ticket_id or "")
             reason = lease.end_reason or reason  # who ordered its stop said why
             leases.end(connection, lease.id, end, reason, charged)
         lease = replace(
@@ -143,7 +147,19 @@ class Broker(Grants, Admin, Notices, Sessions):
         )
         self.watch.forget()
         self.log.info("Lease %s of %s ended: %s", lease.id, lease.server, reason)
+        if back:
+            self.log.info("Ticket %s of %s is back in line", lease.ticket_id, lease.server)
         return lease
+
+    def give_up(self, lease_id: str, reason: str) -> None:
+        """Note that the start of a server was ended which is not proved gone yet.
+
+        Whoever settles its lease then does not take it for one that was lost with its hub.
+        """
+        with self.store.write() as connection:
+            lease = leases.get(connection, lease_id, lock=True)
+            if lease.state is LeaseState.GRANTED and lease.ticket_id and not lease.end_reason:
+                leases.update(connection, lease_id, end_reason=reason)
 
     def charge_all(self) -> int:
         """Charge every running lease up to now. The number of leases charged.
@@ -187,8 +203,10 @@ class Broker(Grants, Admin, Notices, Sessions):
             match action:
                 case reconcile.Confirm(lease, ref):
                     self.confirm(lease.id, ref)
-                case reconcile.Release(lease, ended_at, reason):
-                    self.release(lease.id, ended_at=ended_at, reason=reason, still=lease.state)
+                case reconcile.Release(lease, ended_at, reason, lost):
+                    self.release(
+                        lease.id, ended_at=ended_at, reason=reason, lost=lost, still=lease.state
+                    )
         return actions
 
     # Credits.
@@ -234,3 +252,9 @@ class Broker(Grants, Admin, Notices, Sessions):
             with self.store.write() as connection:
                 for lease_id in lease_ids:
                     leases.update(connection, lease_id, seen_at=now)
+
+
+def _goes_back(lease: Lease, lost: bool) -> bool:
+    """Whether a lease came from the line, had no server yet, and nobody ended its start."""
+    waited = bool(lease.ticket_id) and lease.state is LeaseState.GRANTED
+    return lost and waited and not lease.end_reason

@@ -210,9 +210,10 @@ class GPUSpawnerMixin(Acquiring):
         return self._release_then_hook()
 
     async def _release_then_hook(self) -> None:
+        released = False
         try:
             await self._leave_line()
-            await self._release("stopped")
+            released = await self._release("stopped")
         except GPUSpawnerError as error:
             self.log.error(
                 "Lease %s of %s stays until the accounting service settles it: %s",
@@ -221,9 +222,17 @@ class GPUSpawnerMixin(Acquiring):
                 error.message,
             )
         finally:
+            if not released:
+                await self._give_up()
             hook = super().run_post_stop_hook()
             if inspect.isawaitable(hook):
                 await hook
+
+    async def _give_up(self) -> None:
+        """Note on a lease that stays that its start was ended, and not lost with its hub."""
+        if self.lease is not None and self._acquiring is not None:
+            with suppress(GPUSpawnerError):
+                await self.broker.run(self.broker.give_up, self.lease.id, "stopped")
 
     async def _release(self, reason: str) -> bool:
         """Release the lease once the server is proved gone. Whether it was."""
@@ -244,7 +253,11 @@ class GPUSpawnerMixin(Acquiring):
             return False
         ended = self.stopped_at or proof.ended_at or self.seen_alive_at
         await self.broker.run(
-            self.broker.release, self.lease_id, ended_at=ended, reason=proof.detail or reason
+            self.broker.release,
+            self.lease_id,
+            ended_at=ended,
+            reason=proof.detail or reason,
+            lost=self._acquiring is None,  # it was an earlier hub's process that started it
         )
         self.lease, self.lease_id, self.seen_alive_at = None, "", None
         self.queueing.kick()

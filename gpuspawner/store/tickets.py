@@ -110,6 +110,19 @@ def end(
     update(connection, ticket_id, **changes, lease_id=lease_id)
 
 
+def reopen(connection: sa.Connection, ticket_id: str) -> bool:
+    """Put a ticket whose grant came to nothing back at its place. False when it was not granted,
+    or its server has another ticket by now."""
+    ticket = get(connection, ticket_id, lock=True)
+    if ticket.outcome != "granted" or open_of(connection, ticket.server):
+        return False
+    back = {"state": "waiting", "ended_at": None, "outcome": "", "end_reason": "", "lease_id": None}
+    where = tickets.c.id == ticket_id
+    changed = sa.update(tickets).where(where).values(version=tickets.c.version + 1, **back)
+    connection.execute(changed)
+    return True
+
+
 def _ticket(row: Any) -> Ticket:
     request = json.loads(row["request"])
     request["models"] = tuple(request["models"])

@@ -117,7 +117,7 @@ def test_a_grant_whose_container_is_still_to_come_is_kept(servers: Any) -> None:
 
 def test_a_grant_whose_spawn_is_forgotten_is_released_after_the_grace() -> None:
     (action,) = the_plan(GRANTED, servers=NOBODY)
-    assert action == Release(GRANTED, None, "the server was gone")
+    assert action == Release(GRANTED, None, "the server was gone", lost=True)
     (action,) = the_plan(replace(GRANTED, granted_at=YOUNG), servers=NOBODY)
     assert isinstance(action, Unknown)
 
