@@ -93,11 +93,10 @@ class TicketEnded(Refused):
     status_code = 409
 
 
-class MemberRenamed(Refused):
-    """Your name was changed while you waited in line. Start the server again."""
+class MemberGone(TicketEnded):
+    """Your place in line is gone: {why}. Start the server again to get a new one."""
 
-    reason = "member_renamed"
-    status_code = 409
+    reason = "member_gone"
 
 
 class TooManyTickets(Refused):

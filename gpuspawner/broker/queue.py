@@ -148,6 +148,12 @@ class Queue(Core, QueueSettings):
         self.log.info("Ticket %s of %s ended (%s): %s", ticket_id, ticket.server, outcome, reason)
         return ended
 
+    def regroup(self, ticket_id: str, group: str, priority: int) -> Ticket:
+        """The member's groups changed while they wait: from now on another one has a say."""
+        with self.store.write() as connection:
+            tickets.update(connection, ticket_id, group=group, priority=priority)
+            return tickets.get(connection, ticket_id)
+
     def standings(self) -> dict[str, Standing]:
         """Where every ticket stands: place, reason and estimate, by ticket id."""
         with self.line.lock:
@@ -337,7 +343,7 @@ def your_turn(ticket: Ticket, lease: Lease, now: datetime) -> Notice:
         minutes = lease.claim_seconds / 60
         body += f" Connect to it within {minutes:g} minutes of its start, else it stops again."
     return Notice(
-        key=f"turn:{ticket.id}",
+        key=f"turn:{lease.id}",
         user=ticket.server.user,
         kind=NoticeKind.TURN,
         title="It is your turn",

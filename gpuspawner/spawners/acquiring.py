@@ -7,15 +7,18 @@ from collections.abc import MutableMapping
 from functools import partial
 from typing import Any
 
+import sqlalchemy as sa
 from traitlets import Any as AnyTrait
 from traitlets import default
 
 from ..broker import Broker, Terms
-from ..errors import MemberRenamed, ServerHasLease, TicketEnded
+from ..catalog import Environment
+from ..errors import MemberGone, ServerHasLease, TicketEnded
 from ..model import Lease, Request, ServerRef, Ticket
 from .base import GPUSpawnerBase
 from .progress import Progress
 from .queueing import Queueing
+from .removal import end_waits_first
 
 
 class Acquiring(GPUSpawnerBase):
@@ -105,25 +108,37 @@ class Acquiring(GPUSpawnerBase):
 
     async def _wait_in_line(self, ticket: Ticket) -> Lease:
         """Wait for the turn, with place and estimate on the pending page."""
+        chosen: Environment | None = None
 
-        def still_allowed() -> None:
-            if self.server_ref != ticket.server:
-                raise MemberRenamed()
-            environment, request = self.resolve_options()
-            self.apply_environment(environment)
+        def still_allowed() -> Terms:
+            nonlocal chosen
+            self._must_be_there(ticket.server)
+            chosen, request = self.resolve_options()
             if request != ticket.request:
                 raise TicketEnded(why="what you asked for is not what you may have any more")
+            return self.terms(chosen, request)
 
         def tell(sentence: str) -> None:
             self.said.say(sentence, 5, replaces=True)
 
+        end_waits_first(self.authenticator, self.queueing)
         try:
-            return await self.queueing.wait(ticket, still_allowed, tell)
+            lease = await self.queueing.wait(ticket, still_allowed, tell)
         except asyncio.CancelledError:
             # By the member's stop, which ends the ticket, or by a hub that shuts down, which
             # does not: the next one goes on with it.
             self._left_ticket = ticket.id
             raise
+        if chosen is not None:
+            self.apply_environment(chosen)  # the catalog may have changed since they asked
+        return lease
+
+    def _must_be_there(self, server: ServerRef) -> None:
+        """Raises MemberGone when the server's member was renamed or removed at the Hub."""
+        if self.server_ref != server:
+            raise MemberGone(why="the member was renamed")
+        if not sa.inspect(self.orm_spawner).persistent:
+            raise MemberGone(why="the member was removed")
 
     async def _leave_line(self) -> None:
         """The member stopped a start that waited in line: the place is given up."""
@@ -131,9 +146,7 @@ class Acquiring(GPUSpawnerBase):
             await asyncio.wait([self._acquiring])
         ticket, self._left_ticket = self._left_ticket, ""
         if ticket:
-            end = self.broker.end_ticket
-            await self.broker.run(end, ticket, "cancelled", "the start was stopped", tell=False)
-            self.queueing.kick()
+            await self.queueing.end(ticket, "cancelled", "the start was stopped", tell=False)
 
     async def _settle_previous(self) -> None:
         """End what an earlier start of this very server left behind."""

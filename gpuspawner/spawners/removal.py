@@ -1,0 +1,42 @@
+"""A member is removed at the Hub while a spawn of theirs waits in line.
+
+JupyterHub answers that with a server error as long as a spawn is pending, after it has told the
+authenticator. A start that waits for hours must not be in the admin's way so long: what the
+authenticator is told ends the wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from jupyterhub.auth import Authenticator
+from jupyterhub.utils import maybe_future
+
+from .queueing import Queueing
+
+PATIENCE = 10.0
+"""Seconds that the spawns of a removed member have to end."""
+
+
+def end_waits_first(authenticator: Authenticator, queueing: Queueing) -> None:
+    """Have the authenticator's ``delete_user`` end the member's waits before anything else."""
+    stock = authenticator.delete_user
+    if getattr(stock, "ends_waits", False):
+        return
+
+    async def delete_user(user: Any) -> None:
+        if await queueing.remove(user.name):
+            await _until_nothing_starts(user)
+        await maybe_future(stock(user))
+
+    delete_user.ends_waits = True  # type: ignore[attr-defined]
+    authenticator.delete_user = delete_user
+
+
+async def _until_nothing_starts(user: Any) -> None:
+    end = asyncio.get_running_loop().time() + PATIENCE
+    while any(spawner.pending for spawner in user.spawners.values()):
+        if asyncio.get_running_loop().time() > end:
+            return  # the Hub says then that a server is active
+        await asyncio.sleep(0.05)
