@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from .lengths import Lengths
-from .limits import Held
+from .book import Book
+from .deciding import Aged, Walk
+from .lengths import Alike, Lengths
+from .limits import Limiter
+from .line import LAST, POSITION, Batch, Key
 from .plan import Plan
+from .points import BY_AGE, FIRST, Points
 from .policy import HOUR, Policy
+from .releases import Releases
+from .round import Round
 from .use import Use
 from .values import Decision, Ended, Limits, Part, Ranked, Running, Waiting
 
-_AHEAD = 1e9
-"""Points that put a ticket before or behind every score."""
+
+@dataclass(slots=True)
+class _Lease:
+    """A running lease and what its end will tell."""
+
+    lease: Running
+    number: int
+    alike: Alike
+    batch: Batch | None
+    aged: bool
+    """It went first because of its age."""
 
 
 class Scheduler:
     """Tickets that wait, leases that run, and the rules that choose between them.
 
     Incremental and in memory: whoever owns it tells it what happens and asks it to decide. It
-    does not start anything itself; a ticket leaves the line with :meth:`started`.
+    starts nothing itself; a ticket leaves the line with :meth:`started`. Times are seconds since
+    1970; a clock that is set back harms nothing. A ticket gets all its devices from one kind.
     """
 
     def __init__(
@@ -34,202 +51,241 @@ class Scheduler:
         group_limits: Mapping[str, Limits] | None = None,
     ) -> None:
         self.policy = policy or Policy()
-        self._weights = {"member": dict(member_weights or {}), "group": dict(group_weights or {})}
-        self._member_limits = member_limits or Limits()
-        self._group_limits = dict(group_limits or {})
+        self._points = Points(self.policy, member_weights or {}, group_weights or {})
+        self._limiter = Limiter(member_limits or Limits(), group_limits or {})
+        self._lengths = Lengths(self.policy.default_seconds, self.policy.samples)
+        self._book = Book(self.policy, self._lengths, self._points, self._limiter)
+        self._aged = Aged(self.policy)
+        self._releases = Releases()
         self._capacity: dict[str, int] = {}
-        self._waiting: dict[str, Waiting] = {}
+        self._kept_for_small: dict[str, int] = {}
+        self._leases: dict[str, _Lease] = {}
         self._running: dict[str, Running] = {}
-        self.waiting: Mapping[str, Waiting] = MappingProxyType(self._waiting)
+        self._latest = -math.inf
+        self.waiting: Mapping[str, Waiting] = self._book.waiting
         self.running: Mapping[str, Running] = MappingProxyType(self._running)
-        self._members = Use(self.policy.half_life_seconds)
-        self._groups = Use(self.policy.half_life_seconds)
-        self._lengths = Lengths(self.policy.history, self.policy.default_seconds)
 
     def set_capacity(self, devices: Mapping[str, int]) -> None:
         """All devices that can be leased at all, by kind: shares are parts of them."""
         self._capacity = dict(devices)
+        self._points.capacity = sum(devices.values())
+        share = self.policy.small_share
+        self._kept_for_small = {kind: int(share * count) for kind, count in devices.items()}
+
+    # What happens.
 
     def submit(self, ticket: Waiting) -> None:
         """A ticket waits; one of the same id is replaced."""
-        self._waiting[ticket.id] = ticket
+        if self.waiting.get(ticket.id) != ticket:
+            now = max(self._latest, ticket.asked_at)
+            self._book.remove(ticket.id, now)
+            self._book.add(ticket, now)
 
     def withdraw(self, ticket_id: str) -> None:
         """A ticket waits no longer; an unknown one is no error."""
-        self._waiting.pop(ticket_id, None)
+        self._book.remove(ticket_id, self._latest)
 
     def started(self, lease: Running) -> None:
         """A lease began; its ticket, if it had one, leaves the line."""
-        self._waiting.pop(lease.ticket_id or lease.id, None)
-        if lease.id in self._running:
-            self.ended(lease.id, lease.started_at)
+        self.ended(lease.id, lease.started_at)
+        ticket_id = lease.ticket_id or lease.id
+        ticket = self.waiting.get(ticket_id)
+        batch = self._book.remove(ticket_id, lease.started_at)
+        alike = self._lengths.alike(lease.member, lease.group, lease.devices)
+        if batch is not None and batch.alike is alike:
+            number = batch.number
+        else:
+            number = alike.asked
+            alike.asked += 1
+        aged = ticket is not None and self._aged.due(ticket.asked_at, lease.started_at)
         self._running[lease.id] = lease
-        self._members.start(lease.member, lease.devices, lease.started_at)
-        if lease.group:
-            self._groups.start(lease.group, lease.devices, lease.started_at)
+        self._leases[lease.id] = _Lease(lease, number, alike, batch, aged)
+        alike.start(number, lease.started_at)
+        for use, party in self._uses(lease.member, lease.group):
+            use.start(party, lease.devices, lease.started_at)
+        if aged:
+            self._aged.start(lease.held)
+        if lease.ends_at is not None:
+            self._ends(lease, lease.ends_at)
+        elif batch is not None:
+            self._ends(lease, lease.started_at + batch.planned_seconds)
+        else:
+            length = self._lengths.estimate(alike, number, lease.started_at, None)
+            self._ends(lease, lease.started_at + length.seconds)
 
     def extended(self, lease_id: str, ends_at: float | None) -> None:
         """The session's end was moved; an unknown lease is no error."""
-        lease = self._running.get(lease_id)
-        if lease is not None:
-            self._running[lease_id] = Running(
-                id=lease.id,
-                member=lease.member,
-                group=lease.group,
-                held=lease.held,
-                started_at=lease.started_at,
-                ends_at=ends_at,
-                ticket_id=lease.ticket_id,
-            )
+        known = self._leases.get(lease_id)
+        if known is None:
+            return
+        known.lease = self._running[lease_id] = replace(known.lease, ends_at=ends_at)
+        if ends_at is None:
+            ends_at = self._guess(known, max(self._latest, known.lease.started_at))
+        self._ends(known.lease, ends_at)
 
     def ended(self, lease_id: str, at: float) -> None:
         """A lease ended: its use counts, its length is learned. Unknown is no error."""
-        lease = self._running.pop(lease_id, None)
-        if lease is None:
+        known = self._leases.pop(lease_id, None)
+        if known is None:
             return
+        lease = self._running.pop(lease_id)
         at = max(at, lease.started_at)
-        self._members.end(lease.member, lease.devices, at)
-        if lease.group:
-            self._groups.end(lease.group, lease.devices, at)
-        self._lengths.learn(
-            Ended(
-                member=lease.member,
-                group=lease.group,
-                devices=lease.devices,
-                started_at=lease.started_at,
-                ended_at=at,
-            )
-        )
+        for use, party in self._uses(lease.member, lease.group):
+            use.end(party, lease.devices, at)
+        if known.aged:
+            self._aged.end(lease.held)
+        self._releases.remove(lease_id)
+        self._limiter.remove(lease)
+        self._lengths.end(known.alike, known.number, lease.started_at, at - lease.started_at)
+        if known.batch is not None:
+            self._book.ended_one_of(known.batch)
 
     def learn(self, history: Iterable[Ended]) -> None:
         """What ended before this scheduler began, the oldest first."""
         for ended in history:
-            at = max(ended.started_at, ended.ended_at)
-            for use, party in ((self._members, ended.member), (self._groups, ended.group)):
-                if party:
-                    use.start(party, ended.devices, ended.started_at)
-                    use.end(party, ended.devices, at)
-            self._lengths.learn(ended)
+            start, end = ended.started_at, max(ended.started_at, ended.ended_at)
+            for use, party in self._uses(ended.member, ended.group):
+                use.start(party, ended.devices, start)
+                use.end(party, ended.devices, end)
+            alike = self._lengths.alike(ended.member, ended.group, ended.devices)
+            self._lengths.end(alike, alike.asked, start, end - start)
+            alike.asked += 1
+
+    # What follows.
+
+    def decide(self, now: float, free: Mapping[str, int], *, planned: int = 8) -> Decision:
+        """Who starts now on the ``free`` devices (by kind). Changes nothing.
+
+        The starts of at most ``planned`` more tickets are planned, for people to know; those
+        that the starts of now depend on are planned in any case.
+        """
+        if not self.waiting:
+            return Decision()
+        self._up_to_date(now)
+        self._book.bring_up_to_date(now)
+        round_ = Round(now, free, self._releases, self._kept_for_small)
+        walk = Walk(self._book, self._limiter, round_)
+        aged = self._first_by_age(now)
+        walk.run(aged)
+        if planned > 0:
+            self._plan(round_, now, self._in_order(now, aged), planned)
+        held_back = {
+            ticket_id: batch.refusal
+            for batch in self._book.limited
+            if self._limiter.refusal(batch, now)
+            for _, ticket_id in batch.tickets
+            if ticket_id not in round_.on
+        }
+        self._limiter.give_back()
+        return Decision(tuple(walk.starts), round_.planned, held_back, round_.on)
 
     def order(self, now: float) -> list[Ranked]:
         """All that wait, first next, each with the arithmetic of its score."""
-        scored = []
-        for ticket in self._waiting.values():
-            parts = self._parts(ticket, now)
-            scored.append((-sum(part.points for part in parts), ticket.asked_at, ticket.id, parts))
-        scored.sort(key=lambda entry: entry[:3])
-        return [
-            Ranked(ticket_id, place, -score, parts)
-            for place, (score, _, ticket_id, parts) in enumerate(scored, start=1)
-        ]
+        self._latest = now
+        self._book.look_at_all(now)
+        aged = self._first_by_age(now)
+        first = frozenset(aged)
+        ranked = []
+        for place, key in enumerate(self._in_order(now, aged), start=1):
+            parts = self._parts(key, now, key[3] in first)
+            ranked.append(Ranked(key[3], place, sum(part.points for part in parts), parts))
+        return ranked
 
     def place(self, ticket_id: str, now: float) -> int:
         """A ticket's place in line, 1 is next; 0 when it does not wait."""
-        return next((r.place for r in self.order(now) if r.id == ticket_id), 0)
+        ticket = self.waiting.get(ticket_id)
+        if ticket is None:
+            return 0
+        self._latest = now
+        self._book.line.settle(now)
+        aged = self._first_by_age(now)
+        if aged:
+            keys = self._in_order(now, aged)
+            return next(at for at, key in enumerate(keys, start=1) if key[3] == ticket_id)
+        key = self._book.batch(ticket_id).key(ticket.asked_at, ticket_id, now)
+        return 1 + self._book.line.before(key, now)
 
-    def decide(self, now: float, free: Mapping[str, int]) -> Decision:
-        """Who starts now on the ``free`` devices (by kind). Changes nothing."""
-        starts: list[str] = []
-        planned: dict[str, float] = {}
-        held_back: dict[str, str] = {}
-        plans = self._plans(now, free)
-        left = dict(free)
-        kept: dict[str, int] = {}
-        held = self._held(now)
-        on: dict[str, str] = {}
-        for ranked in self.order(now):
-            ticket = self._waiting[ranked.id]
-            seconds = self._expected(ticket)
-            why = self._refusal(held, ticket, seconds)
-            if why:
-                held_back[ticket.id] = why
+    # Steps of the above.
+
+    def _up_to_date(self, now: float) -> None:
+        """Guesses that time has proved wrong are made anew."""
+        self._latest = now
+        for lease_id in list(self._releases.guessed_wrong(now)):
+            known = self._leases[lease_id]
+            self._ends(known.lease, max(now + 60.0, self._guess(known, now)))
+
+    def _ends(self, lease: Running, at: float) -> None:
+        self._releases.put(lease.id, lease.held, at, guess=lease.ends_at is None)
+        self._limiter.put(lease, at)
+
+    def _guess(self, known: _Lease, now: float) -> float:
+        return self._lengths.end_of(known.alike, known.number, known.lease.started_at, now)
+
+    def _uses(self, member: str, group: str) -> Iterator[tuple[Use, str]]:
+        if member:
+            yield self._points.members, member
+        if group:
+            yield self._points.groups, group
+
+    def _first_by_age(self, now: float) -> list[str]:
+        return self._aged.first(
+            self._book, self._capacity, now, lambda batch: self._limiter.refusal(batch, now)
+        )
+
+    def _in_order(self, now: float, aged: list[str]) -> list[Key]:
+        """The keys of all tickets, first next."""
+        keys = sorted(self._book.line.keys(now))
+        if not aged:
+            return keys
+        first = set(aged)
+        by_id = {key[3]: key for key in keys if key[3] in first}
+        before = [key for key in keys if key[0] == POSITION]
+        rest = [key for key in keys if key[0] != POSITION and key[3] not in first]
+        return [*before, *(by_id[ticket_id] for ticket_id in aged), *rest]
+
+    def _plan(self, round_: Round, now: float, keys: Iterable[Key], most: int) -> None:
+        """Plan the starts of the next ones in line, each as if all before it start as planned."""
+        kinds = {*self._capacity, *round_.left}
+        plans: dict[str, Plan] = {}
+        for kind in kinds:
+            ends = [(at, devices) for at, _, devices in self._releases.ahead(kind)]
+            ends += [(at, devices) for at, _, devices in round_.started(kind)]
+            plans[kind] = Plan(now, round_.left.get(kind, 0), ends)
+        for key in keys:
+            batch = self._book.batch(key[3])
+            if key[3] in round_.on or self._limiter.refusal(batch, now):
                 continue
-            options = [
-                (plans[k].earliest(ticket.devices, seconds), k) for k in ticket.kinds if k in plans
+            if most <= 0:
+                break
+            most -= 1
+            devices, seconds = batch.shape.devices, batch.planned_seconds
+            starts = [
+                (plans[kind].earliest(devices, seconds), kind)
+                for kind in batch.shape.kinds
+                if kind in plans
             ]
-            if not options:
-                continue
-            at, kind = min(options)
-            if at <= now and left.get(kind, 0) >= ticket.devices:
-                starts.append(ticket.id)
-                on[ticket.id] = kind
-                left[kind] -= ticket.devices
-                plans[kind].take(ticket.devices, now, seconds)
-                for party in (f"m:{ticket.member}", f"g:{ticket.group}"):
-                    held.add(party, ticket.devices, seconds)
-            elif math.isfinite(at) and kept.get(kind, 0) < self.policy.planned_starts:
-                kept[kind] = kept.get(kind, 0) + 1
-                planned[ticket.id] = at
-                plans[kind].take(ticket.devices, at, seconds)
-        return Decision(tuple(starts), planned, held_back, on)
+            at, kind = min(starts, default=(math.inf, ""))
+            if math.isfinite(at):
+                plans[kind].take(devices, at, seconds)
+                round_.planned.setdefault(key[3], at)
 
-    def _parts(self, ticket: Waiting, now: float) -> tuple[Part, ...]:
-        waited = max(0.0, now - ticket.asked_at)
-        seconds = self._expected(ticket)
-        area = ticket.devices * seconds / HOUR
-        points = -self.policy.length_points * math.log2(1 + area)
-        parts = [
-            Part("waiting", waited / HOUR, f"{waited / HOUR:.1f} hours"),
-            self._share("member", self._members, ticket.member, now),
-            Part("expected use", points, f"about {area:.1f} GPU-hours"),
-        ]
-        if ticket.group:
-            parts.append(self._share("group", self._groups, ticket.group, now))
-        if ticket.priority:
-            of_class = self.policy.priority_points[ticket.priority]
-            parts.append(Part("priority", of_class, ticket.priority.name.lower()))
-        if ticket.boost:
-            parts.append(Part("boost", ticket.boost, "an admin's"))
-        if ticket.position is not None:
-            parts.append(Part("position", _AHEAD - ticket.position, "an admin's own place for it"))
-        elif waited >= self.policy.overdue_seconds:
-            parts.append(Part("overdue", _AHEAD / 10 + waited, "waited longer than anybody should"))
-        elif ticket.last:
-            parts.append(Part("last", -_AHEAD, "nobody connected to it, twice"))
+    def _parts(self, key: Key, now: float, because_of_age: bool) -> tuple[Part, ...]:
+        section, position, asked_at, ticket_id = key
+        batch = self._book.batch(ticket_id)
+        waited = max(0.0, now - asked_at)
+        hours = f"{waited / HOUR:.1f} hours"
+        if section == POSITION:
+            return (Part("position", FIRST - position, "given by an admin; nothing else counts"),)
+        if because_of_age:
+            why = f"{hours}, too long; nothing else counts"
+            return (Part("waiting", BY_AGE + waited / HOUR, why),)
+        parts = self._points.parts(
+            batch.reckoning, batch.alike.member, batch.alike.group, batch.priority, batch.boost
+        )
+        points = batch.waiting_points(asked_at, now)
+        if points < waited / batch.per_point:
+            hours += ", which has made up for all that was lacking"
+        parts.append(Part("waiting", points, hours))
+        if section == LAST:
+            parts.append(Part("last", -BY_AGE, "nobody came when it was its turn, twice"))
         return tuple(parts)
-
-    def _share(self, which: str, use: Use, party: str, now: float) -> Part:
-        used = use.of(party, now)
-        weight = self._weights[which].get(party, 1.0)
-        capacity = max(1, sum(self._capacity.values())) * use.full
-        points = -self.policy.share_points * used / capacity / weight
-        return Part(
-            f"share of the {which}",
-            points,
-            f"used {used / HOUR:.1f} GPU-hours of late, weight {weight:g}",
-        )
-
-    def _expected(self, ticket: Waiting) -> float:
-        return self._lengths.expected(ticket.member, ticket.group, ticket.devices, ticket.seconds)
-
-    def _rest(self, lease: Running, now: float) -> float:
-        """Seconds until the lease ends: known, or expected of its like."""
-        if lease.ends_at is not None:
-            return max(1.0, lease.ends_at - now)
-        age = max(0.0, now - lease.started_at)
-        length = self._lengths.expected(lease.member, lease.group, lease.devices, None, age)
-        return max(1.0, length - age)
-
-    def _plans(self, now: float, free: Mapping[str, int]) -> dict[str, Plan]:
-        ends: dict[str, list[tuple[float, int]]] = {kind: [] for kind in {*free, *self._capacity}}
-        for lease in self._running.values():
-            at = now + self._rest(lease, now)
-            for kind, devices in lease.held.items():
-                ends.setdefault(kind, []).append((at, devices))
-        return {kind: Plan(now, max(0, free.get(kind, 0)), when) for kind, when in ends.items()}
-
-    def _held(self, now: float) -> Held:
-        held = Held()
-        for lease in self._running.values():
-            for party in (f"m:{lease.member}", f"g:{lease.group}"):
-                held.add(party, lease.devices, self._rest(lease, now))
-        return held
-
-    def _refusal(self, held: Held, ticket: Waiting, seconds: float) -> str:
-        by_member = held.refusal(
-            "The member", f"m:{ticket.member}", self._member_limits, ticket.devices, seconds
-        )
-        if by_member or not ticket.group or ticket.group not in self._group_limits:
-            return by_member
-        limits = self._group_limits[ticket.group]
-        return held.refusal("The group", f"g:{ticket.group}", limits, ticket.devices, seconds)

@@ -1,0 +1,133 @@
+"""Who starts now: a walk down the line with what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from heapq import heappop, heappush
+
+from .book import FRESH, Book
+from .limits import Limiter
+from .line import POSITION, Batch, Entry
+from .policy import Policy
+from .round import Round
+
+
+class Aged:
+    """Who goes first because of their age: served as devices allow, within a share of them."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._in_use: dict[str, int] = {}
+
+    def start(self, held: Mapping[str, int]) -> None:
+        """Devices (by kind) are in use by one that went first."""
+        for kind, devices in held.items():
+            self._in_use[kind] = self._in_use.get(kind, 0) + devices
+
+    def end(self, held: Mapping[str, int]) -> None:
+        """And are not any more."""
+        for kind, devices in held.items():
+            self._in_use[kind] -= devices
+
+    def due(self, asked_at: float, now: float) -> bool:
+        """Whether a ticket has waited so long."""
+        return now - asked_at >= self._policy.overdue_seconds
+
+    def first(
+        self,
+        book: Book,
+        capacity: Mapping[str, int],
+        now: float,
+        refused: Callable[[Batch], object],
+    ) -> list[str]:
+        """The tickets that go first now, in order. ``refused``: which a limit keeps waiting."""
+        found: list[tuple[float, str]] = []
+        for kinds, ages in book.by_age.items():
+            if not self.due(ages[0][0], now):
+                continue
+            in_use = sum(self._in_use.get(kind, 0) for kind in kinds)
+            most = self._policy.overdue_share * sum(capacity.get(kind, 0) for kind in kinds)
+            for asked_at, ticket_id in ages:
+                if not self.due(asked_at, now):
+                    break
+                ticket = book.tickets[ticket_id]
+                if ticket.position is not None or refused(book.batch(ticket_id)):
+                    continue
+                if in_use and in_use + ticket.devices > most:
+                    break
+                in_use += ticket.devices
+                found.append((asked_at, ticket_id))
+        return [ticket_id for _, ticket_id in sorted(found)]
+
+
+class Walk:
+    """One decision: the positioned, those who go first because of their age, the line."""
+
+    def __init__(self, book: Book, limiter: Limiter, round_: Round) -> None:
+        self._book = book
+        self._limiter = limiter
+        self._round = round_
+        self._now = round_.now
+        self.starts: list[str] = []
+
+    def run(self, aged: Iterable[str]) -> None:
+        """Fill :attr:`starts`, as far as devices go."""
+        at = self._line(0, POSITION)
+        for ticket_id in aged:
+            batch = self._book.batch(ticket_id)
+            if self._round.left and not self._limiter.refusal(batch, self._now):
+                self._try(ticket_id, batch, because_of_age=True)
+        self._line(at, None)
+
+    def _line(self, at: int, only: int | None) -> int:
+        """Walk on from the entry at ``at``, through the section ``only`` or to the end."""
+        entries = self._book.line.entries
+        round_, refusal, now = self._round, self._limiter.refusal, self._now
+        following: list[Entry] = []
+        while round_.left and (following or at < len(entries)):
+            if following and (at >= len(entries) or following[0] < entries[at]):
+                entry = heappop(following)
+            elif only is not None and entries[at][0] != only:
+                break
+            else:
+                entry = entries[at]
+                at += 1
+            ticket_id, batch = entry[3], entry[4]
+            shape = batch.shape
+            small = batch.small
+            if round_.room(shape, batch.asked_seconds is None, small) < 0.0:
+                if not round_.considered(shape) and not refusal(batch, now):
+                    round_.keep(ticket_id, shape, False, small)
+                continue
+            if batch.entry is entry and self._is_old(batch):
+                self._book.look(batch, now)
+                if batch.entry > entry and entries[at - 1] is not batch.entry:
+                    at -= 1  # it went back: another one is at its place
+                    continue
+            if ticket_id in round_.on or refusal(batch, now):
+                continue
+            if self._try(ticket_id, batch, because_of_age=False):
+                behind = batch.behind(ticket_id, now)
+                if behind is not None:
+                    heappush(following, behind)
+        return at
+
+    def _is_old(self, batch: Batch) -> bool:
+        """Whether more is known by now of how long its like lasts."""
+        return batch.ends_seen != batch.alike.ends and not (
+            0 <= self._now - batch.looked_at <= FRESH
+        )
+
+    def _try(self, ticket_id: str, batch: Batch, because_of_age: bool) -> bool:
+        """Start a ticket if it fits, else plan its start."""
+        shape, guess, seconds = batch.shape, batch.asked_seconds is None, batch.planned_seconds
+        small = because_of_age or batch.small
+        room = self._round.room(shape, guess, small)
+        if room >= seconds:
+            self._round.start(ticket_id, shape, seconds, guess, small)
+            self.starts.append(ticket_id)
+            self._limiter.take(batch, seconds)
+            return True
+        if room < 0.0:
+            self._round.keep(ticket_id, shape, because_of_age, small)
+        return False
