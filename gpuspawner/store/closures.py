@@ -7,12 +7,13 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
+from .prepared import Prepared
 from .schema import audit, closures
 
 GRANTING = "granting"
 """The subject that stands for every device: maintenance."""
 
-_ALL = sa.select(closures).order_by(closures.c.at, closures.c.subject)
+_ALL = Prepared(sa.select(closures).order_by(closures.c.at, closures.c.subject))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Change:
 
 def load(connection: sa.Connection) -> dict[str, Closure]:
     """Everything that is closed, by subject."""
-    return {row.subject: Closure(*row) for row in connection.execute(_ALL)}
+    return {row[0]: Closure(*row) for row in _ALL.rows(connection)}
 
 
 def close(connection: sa.Connection, closure: Closure) -> bool:

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from ..model import Lease
 from . import leases as lease_rows
+from .prepared import Prepared
 from .schema import OPEN_LEASE, OPEN_PLACE, lease_places, leases, tickets
 
 MOST = 5000
@@ -22,15 +23,23 @@ _MARK = (
     + ":"
     + sa.cast(sa.func.coalesce(leases.c.seconds + leases.c.extended, -1), sa.Text)
 )
-_MARKS = sa.select(sa.func.aggregate_strings(_MARK, " ")).where(
-    OPEN_LEASE,
-    sa.exists().where(lease_places.c.lease_id == leases.c.id, OPEN_PLACE),
+_MARKS = Prepared(
+    sa.select(sa.func.aggregate_strings(_MARK, " ")).where(
+        OPEN_LEASE,
+        sa.exists().where(lease_places.c.lease_id == leases.c.id, OPEN_PLACE),
+    )
+)
+_OUTCOMES = Prepared(
+    sa.select(leases.c.outcome)
+    .where(leases.c.user == sa.bindparam("member"), leases.c.claim_seconds.isnot(None), ~OPEN_LEASE)
+    .order_by(leases.c.granted_at.desc())
+    .limit(10)
 )
 
 
 def marks(connection: sa.Connection) -> dict[str, str]:
     """What can change of every open lease with devices (its state and end), by id."""
-    text: str | None = connection.execute(_MARKS).scalar_one()
+    ((text,),) = _MARKS.rows(connection)
     return dict(part.split(":", 1) for part in text.split(" ")) if text else {}
 
 
@@ -58,14 +67,8 @@ def ended_since(connection: sa.Connection, since: datetime) -> list[Lease]:
 
 def no_shows_in_a_row(connection: sa.Connection, user: str) -> int:
     """How many of a member's newest leases from the queue ended because nobody connected."""
-    query = (
-        sa.select(leases.c.outcome)
-        .where(leases.c.user == user, leases.c.claim_seconds.isnot(None), ~OPEN_LEASE)
-        .order_by(leases.c.granted_at.desc())
-        .limit(10)
-    )
     count = 0
-    for outcome in connection.execute(query).scalars():
+    for (outcome,) in _OUTCOMES.rows(connection, member=user):
         if outcome != "no_show":
             break
         count += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -13,34 +13,41 @@ from sqlalchemy.exc import IntegrityError
 
 from ..errors import ServerWaits, UnknownTicket
 from ..model import Request, ServerRef, Ticket
+from .prepared import Prepared
 from .schema import OPEN_TICKET, tickets
 
 _FIELDS = tuple(n for n in Ticket.__dataclass_fields__ if n not in ("server", "request", "options"))
+_TEXTS = ("user", "server_name", "request", "options")
+_COLUMNS = (*_TEXTS, *_FIELDS)
 
-_ALL = sa.select(tickets).order_by(tickets.c.created_at, tickets.c.id)
-_ONE = sa.select(tickets).where(tickets.c.id == sa.bindparam("ticket"))
-_ONE_LOCKED = _ONE.with_for_update()
-_OPEN_OF_SERVER = sa.select(tickets).where(
-    tickets.c.user == sa.bindparam("member"),
-    tickets.c.server_name == sa.bindparam("server"),
-    OPEN_TICKET,
+_ALL = sa.select(*(tickets.c[n] for n in _COLUMNS)).order_by(tickets.c.created_at, tickets.c.id)
+_one = _ALL.where(tickets.c.id == sa.bindparam("ticket"))
+_ONE, _ONE_LOCKED = Prepared(_one), Prepared(_one.with_for_update())
+_OPEN_OF_SERVER = Prepared(
+    _ALL.where(
+        tickets.c.user == sa.bindparam("member"),
+        tickets.c.server_name == sa.bindparam("server"),
+        OPEN_TICKET,
+    )
 )
-_INSERT = sa.insert(tickets)
+_INSERT = Prepared(sa.insert(tickets), (*_COLUMNS, "state"))
 # One text and not ten thousand rows: it is read every second while somebody waits.
-_VERSIONS = sa.select(
-    sa.func.aggregate_strings(tickets.c.id + ":" + sa.cast(tickets.c.version, sa.Text), " ")
-).where(OPEN_TICKET)
+_VERSIONS = Prepared(
+    sa.select(
+        sa.func.aggregate_strings(tickets.c.id + ":" + sa.cast(tickets.c.version, sa.Text), " ")
+    ).where(OPEN_TICKET)
+)
 
 
 def insert(connection: sa.Connection, ticket: Ticket) -> None:
-    """Write a new ticket. Raises ServerWaits when the server has one already."""
+    """Write a new ticket. Raises ServerWaits when the server has one already; the transaction
+    is then to be given up."""
     row = {name: getattr(ticket, name) for name in _FIELDS}
     row |= {"user": ticket.server.user, "server_name": ticket.server.name, "state": "waiting"}
     row["request"] = json.dumps(asdict(ticket.request))
     row["options"] = json.dumps(dict(ticket.options))
     try:
-        with connection.begin_nested():
-            connection.execute(_INSERT, row)
+        _INSERT.run(connection, **row)
     except IntegrityError as error:
         if "one_open_ticket_a_server" in str(error) or "tickets.user" in str(error):
             raise ServerWaits() from None
@@ -49,22 +56,21 @@ def insert(connection: sa.Connection, ticket: Ticket) -> None:
 
 def get(connection: sa.Connection, ticket_id: str, *, lock: bool = False) -> Ticket:
     """One ticket, waiting or ended. Raises UnknownTicket."""
-    row = connection.execute(_ONE_LOCKED if lock else _ONE, {"ticket": ticket_id}).mappings()
-    if found := row.first():
-        return _ticket(found)
-    raise UnknownTicket(ticket=ticket_id)
+    found = (_ONE_LOCKED if lock else _ONE).rows(connection, ticket=ticket_id)
+    if not found:
+        raise UnknownTicket(ticket=ticket_id)
+    return _ticket(found[0])
 
 
 def open_of(connection: sa.Connection, server: ServerRef) -> Ticket | None:
     """The ticket with which a server waits, if it does."""
-    mine = {"member": server.user, "server": server.name}
-    row = connection.execute(_OPEN_OF_SERVER, mine).mappings().first()
-    return _ticket(row) if row else None
+    found = _OPEN_OF_SERVER.rows(connection, member=server.user, server=server.name)
+    return _ticket(found[0]) if found else None
 
 
 def waiting(connection: sa.Connection) -> list[Ticket]:
     """Every ticket that waits, oldest first."""
-    return [_ticket(row) for row in connection.execute(_ALL.where(OPEN_TICKET)).mappings()]
+    return [_ticket(row) for row in connection.execute(_ALL.where(OPEN_TICKET))]
 
 
 def some(connection: sa.Connection, ids: Iterable[str]) -> list[Ticket]:
@@ -73,21 +79,21 @@ def some(connection: sa.Connection, ids: Iterable[str]) -> list[Ticket]:
     found: list[Ticket] = []
     for start in range(0, len(wanted), 500):  # SQLite takes so many parameters, and not many more
         part = _ALL.where(tickets.c.id.in_(wanted[start : start + 500]))
-        found += [_ticket(row) for row in connection.execute(part).mappings()]
+        found += [_ticket(row) for row in connection.execute(part)]
     return found
 
 
 def versions(connection: sa.Connection) -> dict[str, str]:
     """The version of every ticket that waits, by id: another process may have changed one."""
-    text: str | None = connection.execute(_VERSIONS).scalar_one()
+    ((text,),) = _VERSIONS.rows(connection)
     return dict(part.split(":", 1) for part in text.split(" ")) if text else {}
 
 
 def of_user(connection: sa.Connection, user: str, limit: int = 20) -> list[Ticket]:
     """A member's newest tickets, newest first."""
-    query = sa.select(tickets).where(tickets.c.user == user)
-    rows = connection.execute(query.order_by(tickets.c.created_at.desc()).limit(limit))
-    return [_ticket(row) for row in rows.mappings()]
+    newest = _ALL.order_by(None).order_by(tickets.c.created_at.desc())
+    rows = connection.execute(newest.where(tickets.c.user == user).limit(limit))
+    return [_ticket(row) for row in rows]
 
 
 def update(connection: sa.Connection, ticket_id: str, **values: Any) -> None:
@@ -123,12 +129,13 @@ def reopen(connection: sa.Connection, ticket_id: str) -> bool:
     return True
 
 
-def _ticket(row: Any) -> Ticket:
-    request = json.loads(row["request"])
+def _ticket(row: Sequence[Any]) -> Ticket:
+    user, server_name, request_text, options_text, *values = row
+    request = json.loads(request_text)
     request["models"] = tuple(request["models"])
     return Ticket(
-        server=ServerRef(row["user"], row["server_name"]),
+        server=ServerRef(user, server_name),
         request=Request(**request),
-        options=json.loads(row["options"]),
-        **{name: row[name] for name in _FIELDS},
+        options=json.loads(options_text),
+        **dict(zip(_FIELDS, values, strict=True)),
     )
