@@ -131,8 +131,10 @@ class Broker(Grants, Admin, Notices, Sessions):
             lease = leases.get(connection, lease_id, lock=True)
             if lease.state is LeaseState.ENDED or still not in (None, lease.state):
                 return lease
-            last_proof = lease.seen_at or lease.started_at or lease.granted_at
-            end = min(max(ended_at or last_proof, lease.started_at or lease.granted_at), now)
+            began = lease.started_at or lease.granted_at
+            last_proof = max(lease.seen_at or began, began)
+            end = min(max(ended_at or last_proof, began), now)
+            end = last_proof if now < last_proof else end  # the clock was set back
             end = end.astimezone(timezone.utc)
             # A server that nobody came to costs nothing, like one that did not start.
             due = rules.settlement(lease, end, failed or lease.outcome == "no_show")

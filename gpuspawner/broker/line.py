@@ -83,8 +83,11 @@ class Line:
                 if ticket_id not in self.scheduler.waiting:
                     self.scheduler.submit(self.waiting(ticket))
                     self.revision += 1
-            elif now - self._alone.setdefault(ticket_id, now) > ALONE:
-                self.scheduler.withdraw(ticket_id)
+            else:
+                since = min(now, self._alone.get(ticket_id, now))  # the clock may be set back
+                self._alone[ticket_id] = since
+                if now - since > ALONE:
+                    self.scheduler.withdraw(ticket_id)
         for gone in self._alone.keys() - self.tickets.keys():
             del self._alone[gone]
 
