@@ -136,7 +136,7 @@ def test_ended_while_nobody_could_see(
         time.sleep(POLL + 2)
         assert hub.server(member) is not None, "not being able to see is not an end"
         assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
-        answer = hub.spawn(f"{member}-other", {"gpus": 1})
+        answer = hub.spawn(f"{member}-other", {"gpus": 1, "wait": "no"})
         assert answer.status_code == 503, "unknown is never free"
     finally:
         gate.open()

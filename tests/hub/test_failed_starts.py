@@ -95,7 +95,7 @@ def member(request: pytest.FixtureRequest) -> str:
 
 def fails(hub: GPUHub, user: str, environment: str) -> tuple[int, str]:
     """Start what cannot start, by REST: the status and the sentence."""
-    answer = hub.spawn(user, {"environment": environment, "gpus": 1})
+    answer = hub.spawn(user, {"environment": environment, "gpus": 1, "wait": "no"})
     assert_in_words(answer.text)
     return answer.status_code, message_of(answer)
 

@@ -109,7 +109,7 @@ def test_running_servers_live_through_it(start_hub: Callable[..., GPUHub]) -> No
         assert answers(hub, member)
     # Adopted: the same leases, the same containers, and nothing for anybody else.
     assert {c["Id"] for c in hub.containers()} == containers
-    refused = hub.spawn("member3", {"gpus": 1})
+    refused = hub.spawn("member3", {"gpus": 1, "wait": "no"})
     assert refused.status_code == 503 and message_of(refused).startswith("All 2 GPUs are in use")
     assert [lease.id for lease in hub.open_leases()] == [lease.id for lease in before]
     assert all(lease.state is LeaseState.RUNNING for lease in hub.open_leases())

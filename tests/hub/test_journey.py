@@ -197,9 +197,10 @@ def test_two_members(hub: GPUHub) -> None:
         wait_for(lambda: _file(hub, "member1", "terminal.txt") == "1 GPU\n", "the terminal")
         keep(one, "4-terminal")
 
-        # Nothing is left for a third: a sentence, and a way on.
+        # Nothing is left for a third, who would not wait: a sentence, and a way on.
         three = sign_in(browser, hub, "member3")
         expect(three.locator("#spawn_form")).to_contain_text("0 of 2 GPUs free.")
+        three.get_by_label("Don't wait in line").check()
         start(three, "JupyterLab")
         refusal = three.locator(".spawn-error-msg")
         expect(refusal).to_contain_text("All 2 GPUs are in use (")

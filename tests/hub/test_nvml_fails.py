@@ -79,14 +79,15 @@ def test_a_gpu_that_is_lost_and_found(hub: GPUHub, fleet: Path) -> None:
     number = FLEET.index(free)
     said = f"1 GPU does not answer and is not given out: GPU {number} (NVIDIA A100-SXM4-80GB)."
     assert said in form_text(hub, "member2")
-    refused = hub.spawn("member2", {"gpus": 1})
+    refused = hub.spawn("member2", {"gpus": 1, "wait": "no"})
     assert refused.status_code == 503
     assert message_of(refused).startswith("No GPU is free: of 2, 1 is in use and 1 does not answer")
     assert not hub.leases("member2")
-    # Back again: it can be had.
+    # Who waits gets it as soon as it is back, and not before.
+    assert hub.spawn("member2", {"gpus": 1}).status_code == 202
+    assert not hub.leases("member2")
     nvml.write_fleet(fleet, FLEET)
-    wait_for(lambda: "1 of 2 GPUs free" in form_text(hub, "member2"), "the form to say so")
-    assert hub.spawn("member2", {"gpus": 1}).status_code == 201
+    hub.wait_server("member2")
     assert hub.open_leases("member2")[0].uuids == (free.uuid,)
 
 
@@ -111,7 +112,7 @@ def test_the_gpu_of_a_running_server_is_lost(hub: GPUHub, fleet: Path) -> None:
     assert not hub.taken()
     assert hub.spawn("member1", {"gpus": 1}).status_code == 201
     assert hub.open_leases("member1")[0].uuids != lease.uuids
-    assert hub.spawn("member2", {"gpus": 1}).status_code == 503
+    assert hub.spawn("member2", {"gpus": 1, "wait": "no"}).status_code == 503
 
 
 def test_nvml_is_lost_altogether(hub: GPUHub, fleet: Path) -> None:
@@ -121,7 +122,7 @@ def test_nvml_is_lost_altogether(hub: GPUHub, fleet: Path) -> None:
     nvml.write_fleet(fleet, FLEET, fails={"nvmlDeviceGetCount_v2": nvml.DRIVER_NOT_LOADED})
     lost = "The GPUs cannot be seen just now, so none is given out"
     wait_for(lambda: lost in form_text(hub, "member2"), "the form to say so")
-    refused = hub.spawn("member2", {"gpus": 1})
+    refused = hub.spawn("member2", {"gpus": 1, "wait": "no"})
     assert refused.status_code == 503 and "not answer" in message_of(refused)
     assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
     assert hub.get("member1", "env").ok

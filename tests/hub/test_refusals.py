@@ -23,6 +23,7 @@ from tests.support.gpu_hub import (
     text_of,
 )
 from tests.support.hub import ADMIN
+from tests.support.processes import wait_for
 
 FLEET = "2xA100-80GB,1xT4"
 DEVICE = simulated_uuids(FLEET)[0]
@@ -120,7 +121,7 @@ def test_no_device_free(hub: GPUHub, ask: Any) -> None:
     assert hub.spawn("holder", {"gpus": 2, "gpu_model": "A100"}).status_code == 201
     assert hub.spawn("other", {"gpus": 1, "gpu_model": "T4"}).status_code == 201
     held = hub.taken()
-    status, sentence = ask(hub, "member1", {"gpus": "1"})
+    status, sentence = ask(hub, "member1", {"gpus": "1", "wait": "no"})
     assert status == 503
     start, end = "All 3 GPUs are in use (", " at the latest). Start without a GPU, or try again."
     assert sentence.startswith(start) and sentence.endswith(end)
@@ -133,7 +134,7 @@ def test_no_device_free(hub: GPUHub, ask: Any) -> None:
 
 def test_of_the_model_asked_for_none_is_free(hub: GPUHub) -> None:
     assert hub.spawn("holder", {"gpus": 1, "gpu_model": "T4"}).status_code == 201
-    status, sentence = rest(hub, "member1", {"gpus": 1, "gpu_model": "T4"})
+    status, sentence = rest(hub, "member1", {"gpus": 1, "gpu_model": "T4", "wait": False})
     assert status == 503 and sentence.startswith("The only T4 GPU is in use")
     status, sentence = rest(hub, "member1", {"gpus": 1, "gpu_memory": 100})
     assert (status, sentence) == (
@@ -317,7 +318,7 @@ def test_two_members_one_gpu_the_same_millisecond(hub: GPUHub) -> None:
     for member in members:
         hub.browser_of(member)
     for _ in range(5):
-        answers = _at_once(hub, members, {"gpus": 1, "gpu_model": "T4"})
+        answers = _at_once(hub, members, {"gpus": 1, "gpu_model": "T4", "wait": False})
         assert sorted(a.status_code for a in answers.values()) == [201, 503]
         winner = next(m for m in members if answers[m].status_code == 201)
         loser = next(m for m in members if m != winner)
@@ -331,7 +332,7 @@ def test_two_members_one_gpu_the_same_millisecond(hub: GPUHub) -> None:
 
 def test_a_crowd_gets_exactly_what_there_is(hub: GPUHub) -> None:
     members = [f"crowd{n}" for n in range(8)]
-    answers = _at_once(hub, members, {"gpus": 1})
+    answers = _at_once(hub, members, {"gpus": 1, "wait": False})
     assert sorted(a.status_code for a in answers.values()) == [201] * 3 + [503] * 5
     assert len(hub.taken()) == 3
     seen = {
@@ -339,6 +340,24 @@ def test_a_crowd_gets_exactly_what_there_is(hub: GPUHub) -> None:
         for lease in hub.open_leases()
     }
     assert seen == set(hub.devices), "each one sees its own device and no other"
+
+
+def test_a_crowd_that_waits_gets_it_one_after_the_other(hub: GPUHub) -> None:
+    members = [f"patient{n}" for n in range(8)]
+    answers = _at_once(hub, members, {"gpus": 1})
+    assert {a.status_code for a in answers.values()} == {201, 202}
+    served: list[str] = []
+    while len(served) < len(members):
+        for member in wait_for(lambda: _ready(hub, members), "the next one's server"):
+            assert len(hub.taken()) <= 3
+            served.append(member)
+            hub.stop_server(member)
+    assert sorted(served) == members, "everybody's turn came, and once"
+    assert not hub.taken()
+
+
+def _ready(hub: GPUHub, members: list[str]) -> list[str]:
+    return [m for m in members if (server := hub.server(m)) and server["ready"]]
 
 
 def _at_once(
