@@ -22,6 +22,7 @@ from .granting import audit, drain, pause, resume, undrain
 from .leases import leases
 from .queue import boost, cancel, move, place_of, points_of, queue
 from .release import release
+from .sessions import extend
 
 OK, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -113,6 +114,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="even when the server lives or nobody can say whether it does",
     )
+
+    longer = add("extend", extend, "Begin a session's time anew, if nobody waits longer for it.")
+    longer.add_argument("lease", metavar="LEASE", help="the lease's id, or its first letters")
 
     giving = add("grant", grant, "Give credits to a member or a group (minus takes back).")
     giving.add_argument("account", metavar="ACCOUNT", help=_ACCOUNT)

@@ -62,6 +62,10 @@ def plain(lease: Lease) -> dict[str, Any]:
         "started_at": utc(lease.started_at),
         "seen_at": utc(lease.seen_at),
         "warned_at": utc(lease.warned_at),
+        "group": lease.group,
+        "ends_at": utc(lease.ends_at),
+        "claim_by": utc(lease.claim_by),
+        "outcome": lease.outcome,
         "ended_at": utc(lease.ended_at),
         "end_reason": lease.end_reason,
     }
@@ -73,8 +77,7 @@ def _text(found: Sequence[Lease], arguments: argparse.Namespace) -> str:
         return f"No {'' if arguments.all else 'open '}leases{whose}."
     headers = ["LEASE", "SERVER", "ENVIRONMENT", "DEVICES", "STATE", "GRANTED", "STARTED"]
     headers += ["CREDITS/H", "CHARGED"]
-    if arguments.all:
-        headers += ["ENDED", "WHY"]
+    headers += ["ENDED", "WHY"] if arguments.all else ["ENDS"]
     rows = [_row(lease, arguments.all) for lease in found]
     kind = "lease" if arguments.all else "open lease"
     text = table(headers, rows, right=("CREDITS/H", "CHARGED"))
@@ -96,4 +99,6 @@ def _row(lease: Lease, ended: bool) -> list[str]:
         credits(lease.rate),
         credits(lease.charged),
     ]
-    return [*row, local(lease.ended_at), lease.end_reason] if ended else row
+    if ended:
+        return [*row, local(lease.ended_at), lease.end_reason]
+    return [*row, local(lease.ends_at) if lease.started_at else "-"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import glob
 import re
+import time
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
+from gpuspawner.broker import Broker, Terms
+from gpuspawner.broker.broker import utcnow
 from gpuspawner.cli import main
+from gpuspawner.model import Request
 from tests.support.command import ADA, FLEET, GRACE, Command, grant
 
 # Devices.
@@ -85,7 +88,7 @@ def test_leases_open_and_ended(cli: Command, broker: Broker) -> None:
     assert "1 open lease" in printed.splitlines()
     assert re.search(
         rf"{lease.id} +grace/night +base +1x T4 \(2\) +running +2025-03-01 12:30:00 UTC "
-        r"+2025-03-01 12:30:00 UTC +1\.00 +1\.50$",
+        r"+2025-03-01 12:30:00 UTC +1\.00 +1\.50 +-$",
         printed,
         re.MULTILINE,
     ), printed
@@ -239,3 +242,36 @@ def test_names_of_any_width_stay_aligned_and_move_no_cursor(cli: Command, broker
     printed = cli("statement", "ada").stdout
     assert "\x1b" not in printed
     assert "red ?[31m and a?new line" in printed
+
+
+# Sessions.
+
+
+def test_a_session_is_extended_by_hand(cli: Command, broker: Broker) -> None:
+    broker.clock = utcnow
+    terms = Terms(seconds=3600, groups=frozenset({"guests"}))
+    request = Request(devices=1, model="A100")
+    lease = broker.confirm(broker.acquire(ADA, request, engine="local", terms=terms).id)
+    assert lease.ends_at is not None
+    shown = cli("leases").stdout
+    assert shown.splitlines()[0].split()[-1] == "ENDS"
+    assert f"{lease.ends_at.astimezone():%H:%M:%S}" in shown
+    plain = cli.json("leases")[0]
+    assert (plain["ends_at"], plain["outcome"]) == (lease.ends_at.isoformat(), "")
+    time.sleep(1)
+    done = cli("extend", lease.id[:8])
+    extended = broker.lease(lease.id)
+    assert extended.ends_at is not None and extended.ends_at > lease.ends_at
+    assert f"The session of ada ends at {extended.ends_at.astimezone():%Y-%m-%d %H:%M:%S}" in (
+        done.stdout
+    )
+    (change,) = broker.trail()
+    assert change.action == "extend" and change.actor.startswith("cli:")
+
+    endless = grant(broker, GRACE, devices=1)
+    broker.confirm(endless.id)
+    assert "has no end: nothing changed" in cli("extend", endless.id).stdout
+    broker.order_stop(lease.id, "admin", reason="a new fan")
+    refused = cli("extend", lease.id, code=1).stderr
+    assert "cannot be extended: its server is being stopped" in refused
+    assert "There is no lease 'nothing'" in cli("extend", "nothing", code=1).stderr

@@ -7,7 +7,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,6 @@ from gpuspawner.model import Lease, Request, ServerRef
 from tests.support.rounds import Clock, ScriptedHub, make_tick, open_broker, told
 
 WARN = (10.0,)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
-    broker = open_broker(database_url, clock)
-    broker.opening_grant = 1000
-    yield broker
-    broker.store.close()
 
 
 @pytest.fixture

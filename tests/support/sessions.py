@@ -1,0 +1,45 @@
+"""Sessions of members, and what they are told of them."""
+
+from __future__ import annotations
+
+from gpuspawner.broker import Broker, Terms
+from gpuspawner.model import Lease, Notice, NoticeKind, Request, ServerRef, Ticket
+
+HOUR = 3600
+WARN = (30.0, 10.0, 2.0)
+
+
+def session(
+    broker: Broker, user: str, seconds: int | None = HOUR, devices: int = 1, model: str = "A100"
+) -> Lease:
+    """A running lease that ends after some time."""
+    request = Request(devices=devices, model=model if devices else None)
+    terms = Terms(seconds=seconds, groups=frozenset({"guests"}))
+    lease = broker.ask(ServerRef(user), request, engine="local", terms=terms)
+    assert isinstance(lease, Lease)
+    return broker.confirm(lease.id)
+
+
+def wait(broker: Broker, user: str, devices: int = 1, model: str = "A100") -> Ticket:
+    """A ticket for an hour."""
+    request = Request(devices=devices, model=model)
+    terms = Terms(seconds=HOUR, wait=True)
+    ticket = broker.ask(ServerRef(user), request, engine="local", terms=terms)
+    assert isinstance(ticket, Ticket)
+    return ticket
+
+
+def turn(broker: Broker, ticket: Ticket) -> Lease:
+    """The ticket's turn has come, and its server answers."""
+    assert ticket.id in broker.turns(frozenset({ticket.id}))
+    return broker.confirm(broker.start_ticket(ticket.id).id)
+
+
+def told(broker: Broker, user: str, kind: NoticeKind) -> list[Notice]:
+    return [notice for notice in broker.notices_of(user) if notice.kind is kind][::-1]
+
+
+def warn(broker: Broker) -> list[float | None]:
+    """Give every warning that is due; how many minutes each was for."""
+    found = [broker.warn_session(lease.id, WARN) for lease in broker.due_sessions(WARN).warn]
+    return [lease.told_minutes for lease in found if lease]
