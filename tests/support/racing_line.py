@@ -1,0 +1,144 @@
+"""What races for a line of tickets: a hub that grants, and whoever cancels meanwhile."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing.synchronize import Barrier
+from typing import Any
+
+from gpuspawner.broker import Broker
+from gpuspawner.errors import NoDeviceFree, TicketEnded
+from gpuspawner.model import Request, ServerRef, Ticket, member_account
+from gpuspawner.store import tickets
+from tests.support.brokers import open_broker
+from tests.support.racers import SPAWN
+
+THREADS = 4
+
+SLACK = 10
+"""Grants by which cancels may be behind."""
+
+PATIENCE = 90.0
+"""Seconds after which a racer gives up: something is stuck."""
+
+
+class Pace:
+    """How far grants and cancels are: neither side runs ahead of the other."""
+
+    def __init__(self, cancels: int) -> None:
+        self.cancels = cancels
+        """How many there will be."""
+        self.granted = SPAWN.Value("i", 0)
+        self.tried = SPAWN.Value("i", 0)
+
+    def count(self, which: Any) -> None:
+        with which.get_lock():
+            which.value += 1
+
+    def before_grant(self) -> None:
+        """Wait while the cancels are behind."""
+        self._wait(lambda: self.tried.value >= min(self.cancels, self.granted.value - SLACK))
+
+    def before_cancel(self, number: int) -> None:
+        """Wait while fewer than ``number`` were granted."""
+        self._wait(lambda: self.granted.value >= number)
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE
+        while not until() and time.monotonic() < end:
+            time.sleep(0.001)
+
+
+def make_line(broker: Broker, count: int) -> list[str]:
+    """As many tickets of as many members, the oldest first; their ids."""
+    began = broker.clock() - timedelta(hours=1)
+    made = [
+        Ticket(
+            id=f"{number:016x}",
+            server=ServerRef(f"user{number}"),
+            request=Request(devices=1),
+            engine="docker",
+            account=member_account(f"user{number}"),
+            created_at=began + timedelta(seconds=number),
+        )
+        for number in range(count)
+    ]
+    with broker.store.write() as connection:
+        for ticket in made:
+            tickets.insert(connection, ticket)
+    return [ticket.id for ticket in made]
+
+
+def grant_all(broker: Broker, ids: list[str], pace: Pace) -> list[str]:
+    """As the hub does: start whose turn it is, until nobody waits; whom it started.
+
+    Each server stops at once, so that there are devices for the next ones.
+    """
+    present, started = frozenset(ids), []
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and (turns := broker.turns(present) or broker.waiting()):
+        for ticket_id in [turn for turn in turns if isinstance(turn, str)]:
+            pace.before_grant()
+            try:
+                lease = broker.start_ticket(ticket_id)
+            except (TicketEnded, NoDeviceFree):
+                continue
+            started.append(ticket_id)
+            pace.count(pace.granted)
+            broker.release(lease.id, reason="stopped")
+    return started
+
+
+def cancel_some(
+    broker: Broker, pace: Pace, count: int, every: int, seed: int
+) -> list[tuple[str, str]]:
+    """Cancel ``count`` tickets, those that are next, one for ``every`` so many grants.
+
+    Which, and what had become of each after the cancel.
+    """
+    chance, done = random.Random(seed), []
+    for number in range(count):
+        pace.before_cancel(every * number)
+        target = chance.choice(broker.waiting()[:8])
+        ticket = broker.end_ticket(target.id, "cancelled", f"racer {seed}", actor="racer")
+        done.append((target.id, ticket.outcome))
+        pace.count(pace.tried)
+    return done
+
+
+def hub_grants(gate: Barrier, url: str, ids: list[str], pace: Pace) -> list[str]:
+    """:func:`grant_all` in a process of its own."""
+    broker = open_broker(url, refresh_seconds=60)
+    broker.overview()
+    gate.wait(60)
+    started = grant_all(broker, ids, pace)
+    broker.store.close()
+    return started
+
+
+def service_cancels(
+    gate: Barrier, url: str, pace: Pace, count: int, every: int, seed: int
+) -> list[tuple[str, str]]:
+    """:func:`cancel_some` in a process of its own."""
+    broker = open_broker(url, refresh_seconds=60)
+    broker.overview()
+    gate.wait(60)
+    done = cancel_on_threads(broker, pace, count, every, seed)
+    broker.store.close()
+    return done
+
+
+def cancel_on_threads(
+    broker: Broker, pace: Pace, count: int, every: int, seed: int
+) -> list[tuple[str, str]]:
+    """:func:`cancel_some` on :data:`THREADS` threads, which share the count."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        asked = [
+            pool.submit(cancel_some, broker, pace, count // THREADS, every * THREADS, seed + thread)
+            for thread in range(THREADS)
+        ]
+        return [entry for future in asked for entry in future.result()]
