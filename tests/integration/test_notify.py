@@ -25,7 +25,7 @@ from gpuspawner.errors import ConfigError, StoreUnavailable
 from gpuspawner.model import NoticeKind
 from gpuspawner.store.notices import Choice, failing
 from tests.support.mail import MailServer, certificate
-from tests.support.processes import REPO
+from tests.support.processes import REPO, free_port
 from tests.support.rounds import Clock, open_broker
 from tests.support.telling import choose, hanging, notifying, now, sent, tell, tried, until
 
@@ -378,6 +378,16 @@ async def test_a_secret_comes_from_a_variable(
         monkeypatch.setenv("CHAT_TOKEN", "abc")
         await sent(broker, notice)
     assert [path for path, _ in chat.posted] == ["/abc/ada"]
+
+
+async def test_a_secret_is_in_no_error(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAIL_HOST", "127.0.0.1")
+    choose(broker, "ada")
+    url = f"mailto://{{env:MAIL_HOST}}:{free_port()}?{FROM_TO}"
+    async with notifying(broker, channels={"mail": url}):
+        failed = await tried(broker, tell(broker))
+    assert '"(secret)"' in failed.error
+    assert "127.0.0.1" not in failed.error
 
 
 async def test_a_whole_url_can_be_a_secret(broker: Broker, chat: Chat, tmp_path: Path) -> None:
