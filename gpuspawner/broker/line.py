@@ -153,7 +153,7 @@ class Line:
         since = self._synced_at - timedelta(minutes=5) if self._synced_at else now - PAST
         for lease in history.ended_since(connection, since):
             if lease.id in self._leases:
-                self.scheduler.ended(lease.id, _seconds(lease.ended_at or now))
+                self.scheduler.ended(lease.id, _seconds(_used_until(lease) or now))
             elif lease.ended_at and (self._synced_at is None or lease.ended_at > self._synced_at):
                 self.scheduler.learn([_past(lease)])
         for gone in self._leases.keys() - found.keys():
@@ -228,6 +228,11 @@ def _kind_held(uuid: str, fleet: Fleet) -> str:
     return kind_of(device) if device else ""
 
 
+def _used_until(lease: Lease) -> datetime | None:
+    """The end of what counts as use: a server that never was up used nothing."""
+    return lease.ended_at if lease.started_at else lease.granted_at
+
+
 def _past(lease: Lease) -> Ended:
     start = lease.started_at or lease.granted_at
     return Ended(
@@ -235,7 +240,7 @@ def _past(lease: Lease) -> Ended:
         group=lease.group,
         devices=len(lease.devices),
         started_at=_seconds(start),
-        ended_at=_seconds(lease.ended_at or start),
+        ended_at=_seconds(_used_until(lease) or start),
         seconds=float(lease.seconds) if lease.seconds is not None else None,
     )
 

@@ -194,10 +194,10 @@ class Queueing:
         """End a wait, with the reason written in the ticket."""
         if waiter.turn.done():
             return
-        waiter.turn.set_exception(error)
         outcome = "member_gone" if isinstance(error, MemberGone) else "refused"
         reason = str(error.fields["why"]) if isinstance(error, TicketEnded) else error.message
         await self.end(waiter.ticket.id, outcome, reason)
+        _fail(waiter, error)
 
     # Turns, and ends that others made.
 

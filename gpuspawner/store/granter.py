@@ -126,9 +126,8 @@ class Granter:
         return self._try_file() if self._is_file else self._try_server()
 
     def _try_server(self) -> sa.Connection | None:
-        connection = self.store.engine.connect()
+        connection = self.store.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         connection.detach()  # it is not for anybody else, and does not go back to the pool
-        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
         connection.execute(_NAME, {"name": hub_name(os.getpid())})
         if connection.execute(_LOCK).scalar_one():
             return connection
