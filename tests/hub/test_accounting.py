@@ -183,8 +183,6 @@ def test_the_service_may_do_nothing_else(paying_hub: Factory) -> None:
         "PATCH users/ada": {"admin": True},
         "GET users/ada/tokens": None,
         "POST users/ada/tokens": {},
-        "POST users/ada/server": {},
-        "POST users/ada/servers/other": {},
         "GET groups": None,
         "GET services": None,
         "GET proxy": None,

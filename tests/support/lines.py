@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from typing import Any
 
 import requests
@@ -32,7 +33,7 @@ def line_up(hub: PayingHub, *users: str, **options: Any) -> list[Ticket]:
     for user in users:
         answer = hub.spawn(user, {"gpus": 1, **options})
         assert answer.status_code == 202, answer.text
-        wait_for(lambda user=user: ticket_of(hub, user) is not None, f"{user}'s ticket", timeout=10)
+        wait_for(partial(ticket_of, hub, user), f"{user}'s ticket", timeout=10)
     return [found for user in users if (found := ticket_of(hub, user))]
 
 
