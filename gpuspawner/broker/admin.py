@@ -24,6 +24,11 @@ LONGEST_REASON = 300
 class Admin(Core):
     """The part of the broker that changes what the scheduler goes by."""
 
+    @property
+    def hours_a_point(self) -> float:
+        """How long a ticket waits for one point more."""
+        return self.line.scheduler.policy.waiting_point_seconds / 3600
+
     def pause(self, *, actor: str, reason: str = "") -> bool:
         """Give out no devices until :meth:`resume`; what runs goes on, who waits waits on.
 
@@ -56,7 +61,7 @@ class Admin(Core):
         if not _is_number(points) or not abs(points) <= MOST_POINTS:  # so, NaN is refused too
             raise InvalidRequest(
                 f"{_short(points)} is no number of points: write one from {-MOST_POINTS} "
-                f"to {MOST_POINTS}; one point is worth one hour of waiting.",
+                f"to {MOST_POINTS}; one is worth {self.hours_a_point:g} hours of waiting.",
                 field="points",
             )
         return self._change(ticket_id, "boost", f"{points:+g} points", actor, reason, boost=points)

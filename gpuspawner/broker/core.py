@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from ..ledger.pricing import RateCard
 from ..model import Account, Lease, Place, Request, ServerRef, Ticket
 from ..store import Store
+from .line import Line
 from .settings import BrokerSettings
 from .watch import Look, Watch
 
@@ -25,6 +26,7 @@ class Core(BrokerSettings):
     clock: Callable[[], datetime]
     rates: RateCard
     watch: Watch
+    line: Line
 
     def look(self, *, fresh: bool = False) -> Look:
         """The newest look at the devices."""

@@ -178,7 +178,7 @@ def _queue_actions(line: argparse.ArgumentParser) -> None:
     _reason(moving)
     boosting = add("boost", boost, "Add points to a ticket's score (0 takes them away).")
     boosting.add_argument(
-        "points", type=points_of, metavar="POINTS", help="one is worth one hour of waiting"
+        "points", type=points_of, metavar="POINTS", help="in place of the boost that it has"
     )
     _reason(boosting)
     cancelling = add("cancel", cancel, "Take a ticket out of the line; its member is told why.")

@@ -94,7 +94,7 @@ def points_of(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text[:60]!r} is no number of points: one is worth one hour of waiting"
+            f"{text[:60]!r} is no number of points: write it like 5 or -2.5"
         ) from None
 
 

@@ -184,6 +184,7 @@ class TicketPage(QueueForms):
             now=line.now,
             ticket=ticket,
             some=some,
+            hours_a_point=self.broker.hours_a_point,
             error=refusal.message if refusal else "",
             typed=defaultdict(str, typed),
             longest=LONGEST_REASON,

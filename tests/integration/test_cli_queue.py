@@ -73,7 +73,7 @@ def test_why_one_is_before_the_other(cli: Command, line: list[Ticket]) -> None:
     assert printed.splitlines()[0] == (
         f"cleo (ticket {line[1].id}, place 1) goes before bob (ticket {line[0].id}, place 2)."
     )
-    assert re.search(r"^boost +7\.50 +- +\+7\.50 +an admin's +-$", printed, re.M), printed
+    assert re.search(r"^boost +7\.50 +- +\+7\.50 .* -$", printed, re.M), printed
     plain = cli.json("queue", "--why", "bob", "cleo")
     assert (plain["first"], plain["second"]) == (line[1].id, line[0].id)
     total = sum(difference["points"] for difference in plain["differences"])
