@@ -152,14 +152,15 @@ class Line:
             return False
         since = self._synced_at - timedelta(minutes=5) if self._synced_at else now - PAST
         for lease in history.ended_since(connection, since):
-            if lease.id in self._leases:
-                self.scheduler.ended(lease.id, _seconds(_used_until(lease) or now))
-            elif lease.ended_at and (self._synced_at is None or lease.ended_at > self._synced_at):
+            ended = lease.ended_at
+            new = ended and (self._synced_at is None or ended > self._synced_at)
+            if new and lease.id not in self._leases:
                 self.scheduler.learn([_past(lease)])
-        for gone in self._leases.keys() - found.keys():
-            self.scheduler.ended(gone, _seconds(now))
-        new = [lease_id for lease_id, mark in found.items() if self._leases.get(lease_id) != mark]
-        for lease in history.some(connection, new):
+        gone = self._leases.keys() - found.keys()
+        for lease in history.some(connection, gone):
+            self.scheduler.ended(lease.id, _seconds(_used_until(lease) or now))
+        told = self._leases
+        for lease in history.some(connection, [i for i in found if told.get(i) != found[i]]):
             self._tell_of(lease, fleet)
         self._leases = found
         return True
@@ -240,7 +241,7 @@ def _past(lease: Lease) -> Ended:
         group=lease.group,
         devices=len(lease.devices),
         started_at=_seconds(start),
-        ended_at=_seconds(_used_until(lease) or start),
+        ended_at=_seconds(lease.ended_at or start),
         seconds=float(lease.seconds) if lease.seconds is not None else None,
     )
 
