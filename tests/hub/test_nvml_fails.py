@@ -84,11 +84,11 @@ def test_a_gpu_that_is_lost_and_found(hub: GPUHub, fleet: Path) -> None:
     assert message_of(refused).startswith("No GPU is free: of 2, 1 is in use and 1 does not answer")
     assert not hub.leases("member2")
     # Who waits gets it as soon as it is back, and not before.
-    assert hub.spawn("member2", {"gpus": 1}).status_code == 202
-    assert not hub.leases("member2")
+    assert hub.spawn("member3", {"gpus": 1}).status_code == 202
+    assert not hub.leases("member3")
     nvml.write_fleet(fleet, FLEET)
-    hub.wait_server("member2")
-    assert hub.open_leases("member2")[0].uuids == (free.uuid,)
+    hub.wait_server("member3")
+    assert hub.open_leases("member3")[0].uuids == (free.uuid,)
 
 
 def test_the_gpu_of_a_running_server_is_lost(hub: GPUHub, fleet: Path) -> None:
