@@ -23,6 +23,7 @@ from .leases import leases
 from .queue import boost, cancel, move, place_of, points_of, queue
 from .release import release
 from .sessions import extend
+from .simulate import simulate
 
 OK, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -151,6 +152,17 @@ def parser() -> argparse.ArgumentParser:
         closing = add(name, command, what)
         closing.add_argument("device", metavar="DEVICE", help="its index or its UUID")
         _reason(closing)
+    playing = add("simulate", simulate, "Play sessions of the past under these rules and others.")
+    playing.add_argument(
+        "--days", type=_positive, default=30, metavar="N", help="of the site's own past (30)"
+    )
+    playing.add_argument("--trace", metavar="FILE", help="a CSV of sessions instead (or .csv.gz)")
+    playing.add_argument(
+        "--gpus", type=_positive, metavar="N", help="so many GPUs, all alike (default: this hub's)"
+    )
+    playing.add_argument(
+        "--policy", action="append", metavar="NAME", help="only this policy; may be given again"
+    )
     trail = add("audit", audit, "Show who changed what about the line and the devices.")
     trail.add_argument("--limit", type=_positive, default=50, metavar="N", help=_NEWEST)
     return top

@@ -14,14 +14,17 @@ from traitlets.config import Config
 from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 
 from ..broker import Broker
+from ..broker.queue_settings import QueueSettings
 from ..broker.settings import BrokerSettings
 from ..errors import ConfigError, StoreUnavailable
+from ..scheduler import Scheduler
 
 DEFAULT_FILE = "jupyterhub_config.py"
 _PASSWORD = re.compile(r"://[^\s:/@]*:([^\s@]+)@")
 
 # The broker's traits without its database. A class's name says which section it reads.
 _BrokerTraits = type("Broker", (BrokerSettings,), {})
+_QueueTraits = type("Broker", (QueueSettings,), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,11 @@ class Settings:
                 "the database with --database, or start the hub once: it makes the database."
             )
         return Broker(config=self.config)
+
+    def scheduler(self) -> Scheduler:
+        """The hub's scheduler, with nobody in line; no database is opened for it."""
+        made: Scheduler = _QueueTraits(config=self.config).make_scheduler()
+        return made
 
     def missing_database(self) -> Path | None:
         """The absolute path of the SQLite file when it is not there."""
