@@ -26,7 +26,7 @@ from ..errors import (
 )
 from ..ledger import rules
 from ..model import Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket, member_account
-from ..scheduler import Decision, Ranked
+from ..scheduler import Decision, Limits, Ranked
 from ..store import closures, history, leases, notices, tickets
 from .core import Core
 from .line import Line, kind_of
@@ -270,17 +270,20 @@ class Queue(Core, QueueSettings):
             pass  # it would fit, were it not for what runs there now
 
     def _must_be_allowed(self, connection: sa.Connection, ticket: Ticket) -> None:
-        """Raises TooManyTickets or NoCredits: better at once than when the turn has come."""
+        """Raises NoCredits, TooManyTickets, or TooMuchAsked for what no turn would ever bring."""
         payer = self._open_account(connection, ticket.account, ticket.created_at)
         rate = self._least_rate(ticket.request)
         hold = rules.hold_for(rate, timedelta(minutes=self.hold_minutes))
         self._check_credits(payer, hold, rate)
-        limits = self.limits_of(ticket.group)
-        mine = sum(t.server.user == ticket.server.user for t in self.line.tickets.values())
-        groups = sum(t.group == ticket.group for t in self.line.tickets.values())
-        for count, limit in zip((mine, groups), limits, strict=True):
+        others = [t for t in self.line.tickets.values() if t.server != ticket.server]
+        counts = (
+            sum(t.server.user == ticket.server.user for t in others),
+            sum(t.group == ticket.group for t in others),
+        )
+        for count, limit in zip(counts, self.limits_of(ticket.group), strict=True):
             if limit.tickets is not None and count >= limit.tickets:
                 raise TooManyTickets(count=count, most=limit.tickets)
+            _must_be_within(limit, ticket)
 
     def _least_rate(self, request: Request) -> int:
         """What the request costs an hour on the cheapest devices that fit."""
@@ -323,6 +326,25 @@ class Queue(Core, QueueSettings):
                 planned=datetime.fromtimestamp(planned, timezone.utc) if planned else None,
             )
         return found
+
+
+def _must_be_within(limit: Limits, ticket: Ticket) -> None:
+    """Raises TooMuchAsked when a ticket alone is more than a limit allows."""
+    asked = ticket.request.devices
+    if limit.devices is not None and asked > limit.devices:
+        raise TooMuchAsked(
+            f"You asked for {asked} GPUs, and {limit.devices} at once is your limit. "
+            f"Ask for {limit.devices} at most.",
+            asked=asked,
+            most=limit.devices,
+        )
+    hours = asked * (ticket.seconds or 0) / 3600
+    if limit.gpu_hours is not None and hours > limit.gpu_hours:
+        raise TooMuchAsked(
+            f"You asked for {hours:g} GPU-hours, and {limit.gpu_hours:g} is your limit. "
+            "Ask for fewer GPUs, or for fewer hours.",
+            asked=asked,
+        )
 
 
 def _ticket_ended(ticket: Ticket, reason: str, now: datetime) -> Notice:
