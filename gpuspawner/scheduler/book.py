@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from .lengths import Lengths
 from .limits import Limiter
-from .line import Batch, Line, Shape
+from .line import Batch, Line, Shape, Terms
 from .points import Points
 from .policy import Policy
 from .values import Waiting
@@ -43,7 +43,7 @@ class Book:
         self.by_age: dict[frozenset[str], list[tuple[float, str]]] = {}
         """Tickets by the kinds that fit, the oldest first."""
         self._batches: dict[str, Batch] = {}
-        self._open: dict[tuple[object, ...], Batch] = {}
+        self._open: dict[Terms, Batch] = {}
         self._shapes: dict[tuple[int, frozenset[str]], Shape] = {}
         self._looks: deque[tuple[float, Batch]] = deque()
         self._stale: list[Batch] = []
@@ -83,6 +83,8 @@ class Book:
         self.line.put(batch, now)
         if not batch.tickets:
             self.limited.pop(batch, None)
+            if self._open.get(batch.terms) is batch:
+                del self._open[batch.terms]
         return batch
 
     def look(self, batch: Batch, now: float) -> None:
@@ -90,11 +92,10 @@ class Book:
         alike = batch.alike
         batch.looked_at = now
         batch.ends_seen = alike.ends
-        batch.length = self._lengths.estimate(alike, batch.number, now, batch.asked_seconds)
-        batch.reckoning = self._points.reckon(
-            alike.member, alike.group, alike.devices, batch.length.cost, now
-        )
-        batch.points = self._points.sum(batch.reckoning, batch.priority, batch.boost)
+        length = self._lengths.estimate(alike, batch.number, now, batch.asked_seconds)
+        reckoning = self._points.reckon(alike.member, alike.group, alike.devices, length.cost, now)
+        points = self._points.sum(reckoning, batch.priority, batch.boost)
+        batch.reckoned(length, reckoning, points)
         self.line.put(batch, now)
 
     def ended_one_of(self, batch: Batch) -> None:
@@ -129,7 +130,7 @@ class Book:
         self.line.settle(now)
 
     def _batch_for(self, ticket: Waiting) -> Batch:
-        key = (
+        terms = (
             ticket.member,
             ticket.group,
             ticket.devices,
@@ -140,7 +141,7 @@ class Book:
             ticket.position,
             ticket.last,
         )
-        batch = self._open.get(key)
+        batch = self._open.get(terms)
         if (
             batch is not None
             and batch.tickets
@@ -154,6 +155,7 @@ class Book:
             self._shapes[(ticket.devices, ticket.kinds)] = shape
         batch = Batch(
             ticket,
+            terms,
             shape,
             self._lengths.alike(ticket.member, ticket.group, ticket.devices),
             self._limiter.of(ticket.member, ticket.group),
@@ -161,5 +163,5 @@ class Book:
         )
         if batch.parties:
             self.limited[batch] = None
-        self._open[key] = batch
+        self._open[terms] = batch
         return batch

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 from .book import FRESH, Book
 from .limits import Limiter
-from .line import POSITION, Batch, Entry
+from .line import POSITION, SMALL, Batch, Entry
 from .policy import Policy
 from .round import Round
 
@@ -76,13 +76,13 @@ class Walk:
         for ticket_id in aged:
             batch = self._book.batch(ticket_id)
             if self._round.left and not self._limiter.refusal(batch, self._now):
-                self._try(ticket_id, batch, because_of_age=True)
+                self._offer(ticket_id, batch, batch.which | SMALL, because_of_age=True)
         self._line(at, None)
 
     def _line(self, at: int, only: int | None) -> int:
         """Walk on from the entry at ``at``, through the section ``only`` or to the end."""
         entries = self._book.line.entries
-        round_, refusal, now = self._round, self._limiter.refusal, self._now
+        round_, now = self._round, self._now
         following: list[Entry] = []
         while round_.left and (following or at < len(entries)):
             if following and (at >= len(entries) or following[0] < entries[at]):
@@ -92,42 +92,45 @@ class Walk:
             else:
                 entry = entries[at]
                 at += 1
-            ticket_id, batch = entry[3], entry[4]
+            batch = entry[4]
             shape = batch.shape
-            small = batch.small
-            if round_.room(shape, batch.asked_seconds is None, small) < 0.0:
-                if not round_.considered(shape) and not refusal(batch, now):
-                    round_.keep(ticket_id, shape, False, small)
+            if shape.seen != round_.version:
+                round_.measure(shape)
+            room = shape.rooms[batch.which]
+            if room < batch.seconds and (room >= 0.0 or shape.considered == round_.number):
                 continue
-            if batch.entry is entry and self._is_old(batch):
+            if room >= 0.0 and batch.entry is entry and self._is_old(batch):
                 self._book.look(batch, now)
-                if batch.entry > entry and entries[at - 1] is not batch.entry:
-                    at -= 1  # it went back: another one is at its place
+                if entries[at - 1] is not batch.entry:
+                    if batch.entry > entry:
+                        at -= 1  # it went back: another one is in its place
+                    else:
+                        heappush(following, batch.entry)
                     continue
-            if ticket_id in round_.on or refusal(batch, now):
+            if entry[3] in round_.on or self._limiter.refusal(batch, now):
                 continue
-            if self._try(ticket_id, batch, because_of_age=False):
-                behind = batch.behind(ticket_id, now)
+            if self._offer(entry[3], batch, batch.which, because_of_age=False):
+                behind = batch.behind(entry[3], now)
                 if behind is not None:
                     heappush(following, behind)
         return at
 
     def _is_old(self, batch: Batch) -> bool:
         """Whether more is known by now of how long its like lasts."""
-        return batch.ends_seen != batch.alike.ends and not (
-            0 <= self._now - batch.looked_at <= FRESH
-        )
+        if batch.ends_seen == batch.alike.ends:
+            return False
+        return not 0 <= self._now - batch.looked_at <= FRESH
 
-    def _try(self, ticket_id: str, batch: Batch, because_of_age: bool) -> bool:
+    def _offer(self, ticket_id: str, batch: Batch, which: int, because_of_age: bool) -> bool:
         """Start a ticket if it fits, else plan its start."""
-        shape, guess, seconds = batch.shape, batch.asked_seconds is None, batch.planned_seconds
-        small = because_of_age or batch.small
-        room = self._round.room(shape, guess, small)
-        if room >= seconds:
-            self._round.start(ticket_id, shape, seconds, guess, small)
+        shape, round_ = batch.shape, self._round
+        if shape.seen != round_.version:
+            round_.measure(shape)
+        if shape.rooms[which] >= batch.seconds:
+            round_.start(ticket_id, shape, batch.seconds, which)
             self.starts.append(ticket_id)
-            self._limiter.take(batch, seconds)
+            self._limiter.take(batch, batch.seconds)
             return True
-        if room < 0.0:
-            self._round.keep(ticket_id, shape, because_of_age, small)
+        if shape.rooms[which] < 0.0:
+            round_.keep(ticket_id, shape, which, because_of_age)
         return False

@@ -90,15 +90,19 @@ class Alike:
         """How long those lasted that were asked for nearest to ``number``, and since when those
         run that are as near."""
         numbers = self._numbers
-        low = bisect_left(numbers, number - _REACH)
-        high = bisect_right(numbers, number + _REACH)
+        here = bisect_left(numbers, number)
+        low, high = max(0, here - most), min(len(numbers), here + most)
+        while high - low > most:
+            if number - numbers[low] > numbers[high - 1] - number:
+                low += 1
+            else:
+                high -= 1
+        while low < high and number - numbers[low] > _REACH:
+            low += 1
+        while low < high and numbers[high - 1] - number > _REACH:
+            high -= 1
         reach = _REACH
-        if high - low >= most:
-            while high - low > most:
-                if number - numbers[low] > numbers[high - 1] - number:
-                    low += 1
-                else:
-                    high -= 1
+        if high - low == most:
             reach = max(number - numbers[low], numbers[high - 1] - number)
         first = bisect_left(self._running, number - reach)
         last = bisect_right(self._running, number + reach)

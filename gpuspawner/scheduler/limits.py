@@ -48,6 +48,7 @@ class Limiter:
     def __init__(self, members: Limits, groups: Mapping[str, Limits]) -> None:
         self._members = members
         self._groups = dict(groups)
+        self._any = any(map(_limits, (members, *groups.values())))
         self._parties: dict[tuple[str, str], Party] = {}
         self._until: dict[str, float] = {}
         self._taken: dict[Party, None] = {}
@@ -64,6 +65,8 @@ class Limiter:
 
     def put(self, lease: Running, until: float) -> None:
         """A lease began, or its end at ``until`` (known or expected) has changed."""
+        if not self._any:
+            return
         for party in self.of(lease.member, lease.group):
             self._until[lease.id] = until
             party.devices += lease.devices - party.leases.get(lease.id, 0)
@@ -72,6 +75,8 @@ class Limiter:
 
     def remove(self, lease: Running) -> None:
         """A lease ended."""
+        if not self._any:
+            return
         self._until.pop(lease.id, None)
         for party in self.of(lease.member, lease.group):
             party.devices -= party.leases.pop(lease.id, 0)
@@ -127,7 +132,7 @@ class Limiter:
             devices * max(0.0, self._until[lease_id] - now) / HOUR
             for lease_id, devices in party.leases.items()
         )
-        asked = batch.shape.devices * batch.planned_seconds / HOUR
+        asked = batch.shape.devices * batch.seconds / HOUR
         if held + asked <= most:
             return ""
         return (

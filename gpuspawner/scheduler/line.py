@@ -28,7 +28,17 @@ Key = tuple[int, float, float, str]
 Entry = tuple[int, float, float, str, "Batch"]
 """The key of the first ticket of a batch, and the batch."""
 
-POSITION, SMALL, LEVEL, RISING, LAST = range(5)
+Terms = tuple[object, ...]
+"""What tickets of one batch have in common."""
+
+POSITION, ABOVE, LEVEL, RISING, LAST = range(5)
+
+Rooms = tuple[float, ...]
+"""How many seconds a ticket may last that starts now, -1 when it cannot: four figures, indexed by
+the sum of :data:`SMALL` and :data:`GUESS`."""
+
+SMALL, GUESS = 1, 2
+"""It may use what is kept for small requests; nobody knows how long it will last."""
 
 
 class Shape:
@@ -41,7 +51,7 @@ class Shape:
         self.kinds = tuple(sorted(kinds))
         self.seen = -1
         self.considered = -1
-        self.rooms = (-1.0, -1.0, -1.0, -1.0)
+        self.rooms: Rooms = (-1.0, -1.0, -1.0, -1.0)
 
 
 class Batch:
@@ -69,18 +79,23 @@ class Batch:
         "reckoning",
         "refusal",
         "refused_for_a_while",
+        "seconds",
         "shape",
+        "terms",
         "tickets",
+        "which",
     )
 
     def __init__(
         self,
         ticket: Waiting,
+        terms: Terms,
         shape: Shape,
         alike: Alike,
         parties: tuple[Party, ...],
         per_point: float,
     ) -> None:
+        self.terms = terms
         self.shape = shape
         self.alike = alike
         self.parties = parties
@@ -102,6 +117,10 @@ class Batch:
         self.reckoning = Reckoning()
         self.points = 0.0
         """All but the waiting."""
+        self.seconds = 0.0
+        """How long each of its tickets keeps its devices: as asked for, else as guessed."""
+        self.which = 0
+        """Which of the :data:`Rooms` of its shape is its own."""
         self.looked_at = float("-inf")
         """When length and points were last worked out."""
         self.ends_seen = -1
@@ -122,20 +141,17 @@ class Batch:
         if self.last:
             return (LAST, due, asked_at, ticket_id)
         if self.points >= 0.0:
-            return (SMALL, due, asked_at, ticket_id)
+            return (ABOVE, due, asked_at, ticket_id)
         if due <= now / self.per_point:
             return (LEVEL, asked_at, asked_at, ticket_id)
         return (RISING, due, asked_at, ticket_id)
 
-    @property
-    def small(self) -> bool:
-        """Whether its requests are expected to be among the small ones."""
-        return self.reckoning.size >= 0.0
-
-    @property
-    def planned_seconds(self) -> float:
-        """How long each of its tickets keeps its devices: as asked for, else as guessed."""
-        return self.length.seconds if self.asked_seconds is None else self.asked_seconds
+    def reckoned(self, length: Length, reckoning: Reckoning, points: float) -> None:
+        """Note what was worked out anew."""
+        self.length, self.reckoning, self.points = length, reckoning, points
+        self.seconds = length.seconds if self.asked_seconds is None else self.asked_seconds
+        small = SMALL if reckoning.size >= 0.0 else 0
+        self.which = small + (GUESS if self.asked_seconds is None else 0)
 
     def behind(self, ticket_id: str, now: float) -> Entry | None:
         """The entry of the ticket behind this one in the batch, if there is one."""

@@ -33,7 +33,7 @@ class Policy:
     """Points that a member loses who had all devices of late; who had a tenth, a tenth of it."""
     group_share_points: float = 2.0
     """The same for a group."""
-    waiting_point_seconds: float = 15 * HOUR
+    waiting_point_seconds: float = 17 * HOUR
     """Waiting so long is worth one point."""
     level_gpu_hours: float = 4.0
     """Requests that are expected to use less have points, larger ones lack some. Waiting makes up
@@ -41,7 +41,8 @@ class Policy:
     ones. So an overload of long sessions does not make short ones wait for days."""
     small_share: float = 0.01
     """The part of the devices of each kind, in whole devices, that is kept free for requests
-    expected to use less than that: none where there are fewer than 100 devices of a kind."""
+    expected to use less than that: long sessions would take them for days. None where there are
+    fewer than 100 devices of a kind."""
     overdue_seconds: float = 6 * DAY
     """Who waited longer goes first of all, the oldest first, as far as the next one allows."""
     overdue_share: float = 0.1
@@ -62,7 +63,13 @@ class Policy:
 
     def __post_init__(self) -> None:
         above_zero = {"half_life_seconds", "waiting_point_seconds", "level_gpu_hours"}
-        above_zero |= {"overdue_seconds", "default_seconds", "samples", "batch_tickets"}
+        above_zero |= {
+            "small_half_life_seconds",
+            "overdue_seconds",
+            "default_seconds",
+            "samples",
+            "batch_tickets",
+        }
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name == "priority_points":

@@ -6,10 +6,13 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from .line import Shape
+from .capacity import Capacity
+from .line import SMALL, Rooms, Shape
 from .releases import Planned, Releases
 
 _VERSIONS = itertools.count()
+
+_NO_ROOM: Rooms = (-1.0, -1.0, -1.0, -1.0)
 
 
 class _Kept:
@@ -32,46 +35,42 @@ class Round:
     """
 
     def __init__(
-        self, now: float, free: Mapping[str, int], releases: Releases, for_small: Mapping[str, int]
+        self, now: float, free: Mapping[str, int], capacity: Capacity, releases: Releases
     ) -> None:
         self.now = now
         self.left = {kind: count for kind, count in free.items() if count > 0}
+        self.version = self.number = next(_VERSIONS)
+        """The version grows when anything is given out or kept; the number is the first one."""
         self.planned: dict[str, float] = {}
         self.on: dict[str, str] = {}
         """For each start, the kind of its devices."""
+        self._capacity = capacity
         self._releases = releases
-        self._for_small = for_small
         self._kept: dict[str, _Kept] = {}
         self._starts: dict[str, list[tuple[float, str, int]]] = {}
-        self._version = self._number = next(_VERSIONS)
 
-    def considered(self, shape: Shape) -> bool:
-        """Whether a start was planned, or tried to be, for a ticket of this shape."""
-        return shape.considered == self._number
+    def measure(self, shape: Shape) -> None:
+        """Note on a shape how many seconds its tickets may last; see :attr:`Shape.rooms`."""
+        rooms = _NO_ROOM
+        for kind in shape.kinds:
+            if self.left.get(kind, 0) >= shape.devices:
+                of_kind = self._rooms(kind, shape.devices)
+                rooms = of_kind if rooms is _NO_ROOM else tuple(map(max, rooms, of_kind))
+        shape.rooms = rooms
+        shape.seen = self.version
 
-    def room(self, shape: Shape, guess: bool, small: bool) -> float:
-        """How many seconds a ticket may last that starts now; -1 when it cannot.
-
-        ``guess``: nobody knows how long it will last. ``small``: it may use what is kept for
-        small requests.
-        """
-        if shape.seen != self._version:
-            shape.seen = self._version
-            shape.rooms = (
-                self._most_room(shape, False, False),
-                self._most_room(shape, False, True),
-                self._most_room(shape, True, False),
-                self._most_room(shape, True, True),
+    def start(self, ticket_id: str, shape: Shape, seconds: float, which: int) -> None:
+        """Give a ticket its devices; ``which`` of the rooms was seen to be enough."""
+        devices, kind = shape.devices, shape.kinds[0]
+        if len(shape.kinds) > 1:
+            kind = max(
+                (k for k in shape.kinds if self.left.get(k, 0) >= devices),
+                key=lambda k: (
+                    self._rooms(k, devices)[which] >= seconds,
+                    k not in self._kept,
+                    self.left[k],
+                ),
             )
-        return shape.rooms[2 * guess + small]
-
-    def start(self, ticket_id: str, shape: Shape, seconds: float, guess: bool, small: bool) -> None:
-        """Give a ticket its devices; the caller has asked for the room."""
-        devices = shape.devices
-        kind = max(
-            (k for k in shape.kinds if self._room(k, devices, guess, small) >= seconds),
-            key=lambda k: (k not in self._kept, self.left[k]),
-        )
         self.on[ticket_id] = kind
         kept = self._kept.get(kind)
         if kept is not None and self.now + seconds > kept.at:
@@ -80,19 +79,20 @@ class Round:
         if not self.left[kind]:
             del self.left[kind]
         self._starts.setdefault(kind, []).append((self.now + seconds, ticket_id, devices))
-        self._version = next(_VERSIONS)
+        self.version = next(_VERSIONS)
 
-    def keep(self, ticket_id: str, shape: Shape, no_guess: bool, small: bool) -> None:
+    def keep(self, ticket_id: str, shape: Shape, which: int, no_guess: bool) -> None:
         """Plan the start of a ticket that does not fit, unless another one's is planned on all
         kinds that it could use. ``no_guess``: nothing whose length is a guess may use its
         devices meanwhile."""
-        shape.considered = self._number
+        shape.considered = self.number
         plans = []
         for kind in shape.kinds:
             if kind in self._kept:
                 continue
             left, starts = self.left.get(kind, 0), self._starts.get(kind, ())
-            left -= 0 if small else self._for_small.get(kind, 0)
+            if not which & SMALL:
+                left -= self._capacity.for_small(kind, shape.devices)
             planned = self._releases.together(kind, shape.devices, left, self.now, starts)
             if planned is not None:
                 plans.append((planned.at, kind, planned))
@@ -100,20 +100,19 @@ class Round:
             at, kind, planned = min(plans)
             self._kept[kind] = _Kept(planned, no_guess)
             self.planned[ticket_id] = at
-            self._version = next(_VERSIONS)
+            self.version = next(_VERSIONS)
 
     def started(self, kind: str) -> list[tuple[float, str, int]]:
         """What starts now of a kind, as releases."""
         return self._starts.get(kind, [])
 
-    def _most_room(self, shape: Shape, guess: bool, small: bool) -> float:
-        return max(self._room(kind, shape.devices, guess, small) for kind in shape.kinds)
-
-    def _room(self, kind: str, devices: int, guess: bool, small: bool) -> float:
-        left = self.left.get(kind, 0)
-        if left < devices or (not small and left < devices + self._for_small.get(kind, 0)):
-            return -1.0
+    def _rooms(self, kind: str, devices: int) -> Rooms:
         kept = self._kept.get(kind)
         if kept is None or kept.spare >= devices:
-            return math.inf
-        return -1.0 if guess and kept.no_guess else kept.at - self.now
+            room = room_of_guess = math.inf
+        else:
+            room = kept.at - self.now
+            room_of_guess = -1.0 if kept.no_guess else room
+        if self.left[kind] >= devices + self._capacity.for_small(kind, devices):
+            return (room, room, room_of_guess, room_of_guess)
+        return (-1.0, room, -1.0, room_of_guess)

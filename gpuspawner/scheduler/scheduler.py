@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from .book import Book
+from .capacity import Capacity
 from .deciding import Aged, Walk
 from .lengths import Alike, Lengths
 from .limits import Limiter
@@ -57,8 +58,7 @@ class Scheduler:
         self._book = Book(self.policy, self._lengths, self._points, self._limiter)
         self._aged = Aged(self.policy)
         self._releases = Releases()
-        self._capacity: dict[str, int] = {}
-        self._kept_for_small: dict[str, int] = {}
+        self._capacity = Capacity({}, 0.0)
         self._leases: dict[str, _Lease] = {}
         self._running: dict[str, Running] = {}
         self._latest = -math.inf
@@ -67,10 +67,8 @@ class Scheduler:
 
     def set_capacity(self, devices: Mapping[str, int]) -> None:
         """All devices that can be leased at all, by kind: shares are parts of them."""
-        self._capacity = dict(devices)
+        self._capacity = Capacity(devices, self.policy.small_share)
         self._points.capacity = sum(devices.values())
-        share = self.policy.small_share
-        self._kept_for_small = {kind: int(share * count) for kind, count in devices.items()}
 
     # What happens.
 
@@ -108,7 +106,7 @@ class Scheduler:
         if lease.ends_at is not None:
             self._ends(lease, lease.ends_at)
         elif batch is not None:
-            self._ends(lease, lease.started_at + batch.planned_seconds)
+            self._ends(lease, lease.started_at + batch.seconds)
         else:
             length = self._lengths.estimate(alike, number, lease.started_at, None)
             self._ends(lease, lease.started_at + length.seconds)
@@ -163,7 +161,7 @@ class Scheduler:
             return Decision()
         self._up_to_date(now)
         self._book.bring_up_to_date(now)
-        round_ = Round(now, free, self._releases, self._kept_for_small)
+        round_ = Round(now, free, self._capacity, self._releases)
         walk = Walk(self._book, self._limiter, round_)
         aged = self._first_by_age(now)
         walk.run(aged)
@@ -229,7 +227,7 @@ class Scheduler:
 
     def _first_by_age(self, now: float) -> list[str]:
         return self._aged.first(
-            self._book, self._capacity, now, lambda batch: self._limiter.refusal(batch, now)
+            self._book, self._capacity.devices, now, lambda batch: self._limiter.refusal(batch, now)
         )
 
     def _in_order(self, now: float, aged: list[str]) -> list[Key]:
@@ -245,7 +243,7 @@ class Scheduler:
 
     def _plan(self, round_: Round, now: float, keys: Iterable[Key], most: int) -> None:
         """Plan the starts of the next ones in line, each as if all before it start as planned."""
-        kinds = {*self._capacity, *round_.left}
+        kinds = {*self._capacity.devices, *round_.left}
         plans: dict[str, Plan] = {}
         for kind in kinds:
             ends = [(at, devices) for at, _, devices in self._releases.ahead(kind)]
@@ -258,7 +256,7 @@ class Scheduler:
             if most <= 0:
                 break
             most -= 1
-            devices, seconds = batch.shape.devices, batch.planned_seconds
+            devices, seconds = batch.shape.devices, batch.seconds
             starts = [
                 (plans[kind].earliest(devices, seconds), kind)
                 for kind in batch.shape.kinds
