@@ -11,6 +11,9 @@ from ..store.closures import Closure
 EXACT = 1.0
 """Seconds by which two planned starts may differ and still be the same."""
 
+PLANNED = 100
+"""Starts that are planned for the question; who is behind them counts as delayed."""
+
 NO_KIND = ""
 """The kind of a request that no device seen by this process suits."""
 
@@ -29,10 +32,10 @@ def delayed(
     others = [ticket for ticket in scheduler.waiting.values() if ticket.member != member]
     if not others or lease is None:
         return others  # nobody can say what devices this process does not know
-    before = scheduler.decide(now, free)
+    before = scheduler.decide(now, free, planned=PLANNED)
     scheduler.extended(lease_id, ends_at)
     try:
-        after = scheduler.decide(now, free)
+        after = scheduler.decide(now, free, planned=PLANNED)
     finally:
         scheduler.extended(lease_id, lease.ends_at)
     return [ticket for ticket in others if _starts_later(ticket, lease, before, after)]

@@ -9,7 +9,14 @@ from datetime import datetime, timedelta, timezone
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.broker.extending import EXACT, delayed, drained, too_many_hours, who_waits
+from gpuspawner.broker.extending import (
+    EXACT,
+    PLANNED,
+    delayed,
+    drained,
+    too_many_hours,
+    who_waits,
+)
 from gpuspawner.model import Lease, LeasedDevice, ServerRef
 from gpuspawner.scheduler import Limits, Running, Scheduler, Waiting
 from gpuspawner.store.closures import Closure
@@ -119,6 +126,15 @@ def test_a_device_that_cannot_be_told_of_delays_everybody() -> None:
     assert late(scheduler([MINE], [unknown]), 2) == {"dan"}
 
 
+def test_who_is_far_back_in_a_long_line_counts_as_delayed() -> None:
+    tickets = [waiting(f"t{n:04}", asked_at=NOW - 10_000 + n) for n in range(2000)]
+    leases = [MINE, *(running(f"r{n}", hours=0.5) for n in range(40))]
+    line = scheduler(leases, tickets)
+    found = late(line, 2)
+    assert "t0000" not in found, "somebody else's device comes back for that one"
+    assert "t1999" in found
+
+
 kinds = st.sampled_from([A100, T4])
 some_running = st.builds(
     lambda n, kind, devices, hours, group: running(
@@ -172,9 +188,9 @@ def test_an_extension_that_is_allowed_delays_nobody_who_was_planned(
     named = {ticket.id for ticket in delayed(line, "mine", until, NOW, free)}
     assert (dict(line.running), dict(line.waiting)) == state, "asking changes nothing"
 
-    before = line.decide(NOW, free)
+    before = line.decide(NOW, free, planned=PLANNED)
     line.extended("mine", until)
-    after = line.decide(NOW, free)
+    after = line.decide(NOW, free, planned=PLANNED)
     starts = dict.fromkeys(after.starts, NOW) | dict(after.planned)
     for ticket in before.starts:
         assert ticket in after.starts or ticket in named
