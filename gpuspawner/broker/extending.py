@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from ..model import Lease
@@ -38,7 +39,10 @@ def delayed(
         after = scheduler.decide(now, free, planned=PLANNED)
     finally:
         scheduler.extended(lease_id, lease.ends_at)
-    return [ticket for ticket in others if _starts_later(ticket, lease, before, after)]
+    left = Counter(free)
+    for ticket_id, kind in after.on.items():
+        left[kind] -= scheduler.waiting[ticket_id].devices
+    return [ticket for ticket in others if _starts_later(ticket, lease, before, after, left)]
 
 
 def too_many_hours(
@@ -77,14 +81,20 @@ def who_waits(tickets: Collection[Waiting], lease: Lease) -> str:
     return f"{who} for {what} and would start later"
 
 
-def _starts_later(ticket: Waiting, lease: Running, before: Decision, after: Decision) -> bool:
+def _starts_later(
+    ticket: Waiting, lease: Running, before: Decision, after: Decision, left: Mapping[str, int]
+) -> bool:
+    """``left`` are the devices that nobody needs now."""
     if ticket.id in after.starts:
         return False
     if ticket.id in before.starts:
         return True
     start, then = before.planned.get(ticket.id), after.planned.get(ticket.id)
-    if start is None:
-        same_group = bool(ticket.group) and ticket.group == lease.group
-        held_back = same_group and ticket.id in before.held_back
-        return held_back or NO_KIND in ticket.kinds or bool(ticket.kinds & lease.held.keys())
-    return then is None or then > start + EXACT
+    if start is not None:
+        return then is None or then > start + EXACT
+    if ticket.id in before.held_back:
+        if ticket.group and ticket.group == lease.group:
+            return True  # by a limit that the lease itself may use up
+        if any(left.get(kind, 0) >= ticket.devices for kind in ticket.kinds):
+            return False  # by a limit alone
+    return NO_KIND in ticket.kinds or bool(ticket.kinds & lease.held.keys())

@@ -119,6 +119,18 @@ def test_a_limit_of_the_group_that_the_lease_uses_up_counts() -> None:
     assert late(line, 2, {T4: 2}) == {"bob"}
 
 
+def test_who_waits_for_a_limit_alone_is_in_nobodys_way() -> None:
+    """Bob may have one device and has one: his second ticket does not wait for mine."""
+    bobs = running("bobs", member="bob")
+    line = scheduler(
+        [MINE, bobs], [waiting("second", member="bob")], member_limits=Limits(devices=1)
+    )
+    assert late(line, 2, {A100: 1}) == set()
+    assert late(line, 2) == {"second"}, "nobody can say that it would not"
+    line.submit(waiting("cleo"))
+    assert late(line, 2, {A100: 1}) == {"second"}, "the free one is Cleo's"
+
+
 def test_a_device_that_cannot_be_told_of_delays_everybody() -> None:
     line = scheduler([running("other")], [waiting("bob"), waiting("cleo")])
     assert late(line, 2) == {"bob", "cleo"}
