@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .estimates import Ahead, Estimator, Waited
 from .policy import Policy
 from .scheduler import Scheduler
 from .values import (
@@ -17,9 +18,11 @@ from .values import (
 )
 
 __all__ = [
+    "Ahead",
     "Decision",
     "Ended",
     "Estimate",
+    "Estimator",
     "Limits",
     "Part",
     "Policy",
@@ -27,5 +30,6 @@ __all__ = [
     "Ranked",
     "Running",
     "Scheduler",
+    "Waited",
     "Waiting",
 ]
