@@ -34,6 +34,9 @@ from .queue_settings import QueueSettings
 from .standing import Standing, waits_for
 from .watch import Look
 
+PLANNED = 8
+"""Tickets, the first in line, that are told when they start at the latest."""
+
 FRESH = 1.0
 """Seconds for which places and estimates serve everybody who asks, if nothing changes."""
 
@@ -157,7 +160,7 @@ class Queue(Core, QueueSettings):
     def standings(self) -> dict[str, Standing]:
         """Where every ticket stands: place, reason and estimate, by ticket id."""
         with self.line.lock:
-            decision = self._decide()
+            decision = self._decide(PLANNED)
             now = _seconds(self.clock())
             revision, since = self._standings[0]
             if revision == self.line.revision and 0 <= now - since < FRESH:
@@ -169,7 +172,7 @@ class Queue(Core, QueueSettings):
     def order(self) -> list[tuple[Ticket, Ranked, Standing]]:
         """The whole line with the arithmetic of every score, first next: for admins."""
         with self.line.lock:
-            decision = self._decide()
+            decision = self._decide(PLANNED)
             ranked = self.line.scheduler.order(_seconds(self.clock()))
             found = self._stand(ranked, decision)
             return [(self.line.tickets[r.id], r, found[r.id]) for r in ranked]
@@ -195,12 +198,14 @@ class Queue(Core, QueueSettings):
         self.store.run(lambda connection: self.line.sync(connection, look, now))
         return look
 
-    def _decide(self) -> Decision:
-        """What the scheduler says now; nobody starts while granting is paused."""
+    def _decide(self, planned: int = 0) -> Decision:
+        """What the scheduler says now; nobody starts while granting is paused. ``planned``: of
+        how many in line the planned start is of interest."""
         self._sync()
         if closures.GRANTING in self.line.closed or self.line.empty:
             return Decision()
-        return self.line.scheduler.decide(_seconds(self.clock()), self.line.supply.free)
+        now = _seconds(self.clock())
+        return self.line.scheduler.decide(now, self.line.supply.free, planned=planned)
 
     def _now_or_never(self, probe: Ticket, acquire: Callable[[], Lease]) -> Lease:
         """A lease if the scheduler lets this request go before those who wait."""

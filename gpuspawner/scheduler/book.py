@@ -65,7 +65,7 @@ class Book:
         if len(batch.tickets) == 1:
             self.look(batch, now)
             self._looks.append((now, batch))
-        elif batch.tickets[0][1] == ticket.id:
+        else:
             self.line.put(batch, now)
 
     def remove(self, ticket_id: str, now: float) -> Batch | None:
@@ -106,7 +106,7 @@ class Book:
     def bring_up_to_date(self, now: float) -> None:
         """Before a decision: points that may have changed, and who has waited enough."""
         for batch in self._stale:
-            if batch.tickets and batch.looked_at < now:
+            if batch.tickets and not 0 <= now - batch.looked_at < FRESH:
                 self.look(batch, now)
         self._stale.clear()
         for _ in range(min(_LOOKS, len(self._looks))):

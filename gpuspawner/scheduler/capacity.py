@@ -17,4 +17,7 @@ class Capacity:
         """How many devices must be left when a request for ``devices`` that is not small
         starts; fewer than usual when it needs nearly all there are."""
         kept = self._for_small.get(kind)
-        return min(kept, max(0, self.devices[kind] - devices)) if kept else 0
+        if not kept:
+            return 0
+        others = self.devices[kind] - devices
+        return kept if others >= kept else max(0, others)

@@ -72,7 +72,8 @@ class Walk:
 
     def run(self, aged: Iterable[str]) -> None:
         """Fill :attr:`starts`, as far as devices go."""
-        at = self._line(0, POSITION)
+        entries = self._book.line.entries
+        at = self._line(0, POSITION) if entries[0][0] == POSITION else 0
         for ticket_id in aged:
             batch = self._book.batch(ticket_id)
             if self._round.left and not self._limiter.refusal(batch, self._now):
@@ -84,13 +85,14 @@ class Walk:
         entries = self._book.line.entries
         round_, now = self._round, self._now
         following: list[Entry] = []
-        while round_.left and (following or at < len(entries)):
-            if following and (at >= len(entries) or following[0] < entries[at]):
+        count = len(entries)  # looks move entries and leave as many
+        while round_.left and (at < count or following):
+            if following and (at == count or following[0] < entries[at]):
                 entry = heappop(following)
-            elif only is not None and entries[at][0] != only:
-                break
             else:
                 entry = entries[at]
+                if only is not None and entry[0] != only:
+                    break
                 at += 1
             batch = entry[4]
             shape = batch.shape

@@ -24,6 +24,12 @@ _FEW = 3
 _LEAST = 10.0
 """Seconds; shorter sessions are as short as this to an estimate."""
 
+_SAME = 20
+"""Requests so near to each other in their row have the same witnesses, more or less."""
+
+_FRESH = 60.0
+"""Seconds for which an estimate serves others, if no session of the like ends."""
+
 _GO_ON = 2
 """How much a session that runs counts beside one that ended: it has more to say than its age."""
 
@@ -42,11 +48,31 @@ class Length(NamedTuple):
     at the age at which that is least."""
 
 
+class _Estimated(NamedTuple):
+    """The latest estimate of some that are alike, and what it was made of."""
+
+    length: Length
+    ends: int
+    most: float | None
+    number: int
+    at: float
+
+
 class Alike:
     """Sessions of one member, group and number of devices, numbered as they were asked for."""
 
-    __slots__ = ("_ended", "_numbers", "_running", "_since", "asked", "devices", "ends", "group",
-                 "member")  # fmt: skip
+    __slots__ = (
+        "_ended",
+        "_numbers",
+        "_running",
+        "_since",
+        "asked",
+        "devices",
+        "ends",
+        "estimated",
+        "group",
+        "member",
+    )
 
     def __init__(self, member: str, group: str, devices: int) -> None:
         self.member = member
@@ -56,6 +82,7 @@ class Alike:
         """How many were ever asked for: the number of the next one."""
         self.ends = 0
         """How many have ended, ever."""
+        self.estimated: _Estimated | None = None
         self._numbers: list[int] = []
         """The numbers of those that ended, in order."""
         self._ended: list[float] = []
@@ -90,13 +117,18 @@ class Alike:
         """How long those lasted that were asked for nearest to ``number``, and since when those
         run that are as near."""
         numbers = self._numbers
-        here = bisect_left(numbers, number)
-        low, high = max(0, here - most), min(len(numbers), here + most)
-        while high - low > most:
-            if number - numbers[low] > numbers[high - 1] - number:
-                low += 1
-            else:
-                high -= 1
+        high = len(numbers)
+        if high and numbers[-1] > number:
+            high = min(high, bisect_left(numbers, number) + most)
+        low = high - most if high > most else 0
+        # What ended of the nearest before and behind: a window that narrows from the far side.
+        if high and numbers[high - 1] > number:
+            low = max(0, low - most)
+            while high - low > most:
+                if number - numbers[low] > numbers[high - 1] - number:
+                    low += 1
+                else:
+                    high -= 1
         while low < high and number - numbers[low] > _REACH:
             low += 1
         while low < high and numbers[high - 1] - number > _REACH:
@@ -104,6 +136,8 @@ class Alike:
         reach = _REACH
         if high - low == most:
             reach = max(number - numbers[low], numbers[high - 1] - number)
+        if not self._running:
+            return self._ended[low:high], []
         first = bisect_left(self._running, number - reach)
         last = bisect_right(self._running, number + reach)
         return self._ended[low:high], self._since[max(first, last - 2 * most) : last]
@@ -136,13 +170,23 @@ class Lengths:
 
     def estimate(self, alike: Alike, number: int, now: float, most: float | None) -> Length:
         """What to expect of the one with this number, which lasts ``most`` seconds at most."""
+        last = alike.estimated
+        if (
+            last is not None
+            and last.ends == alike.ends
+            and last.most == most
+            and abs(number - last.number) <= _SAME
+            and 0.0 <= now - last.at <= _FRESH
+        ):
+            return last.length
         done, since = alike.witnesses(number, self._samples)
         if len(done) < _FEW:
             done += self._otherwise(alike, most)
         length = _weigh(done, [now - start for start in since])
-        if most is None:
-            return length
-        return Length(min(length.seconds, most), min(length.cost, most))
+        if most is not None:
+            length = Length(min(length.seconds, most), min(length.cost, most))
+        alike.estimated = _Estimated(length, alike.ends, most, number, now)
+        return length
 
     def end_of(self, alike: Alike, number: int, started_at: float, now: float) -> float:
         """When one that runs is expected to end, in seconds since 1970."""
@@ -185,14 +229,17 @@ def _weigh(done: list[float], ages: list[float]) -> Length:
     """
     done.sort()
     ages.sort()
-    on, spent, before, expected = 1.0, 0.0, 0.0, 0.0
-    most_ends = 0.0
-    left = len(done)
+    on, spent, before, expected, most_ends = 1.0, 0.0, 0.0, 0.0, 0.0
+    left, older = len(done), len(ages)
+    at_least = iter(ages)
+    age = next(at_least, math.inf)
     for seconds in done:
         value = seconds if seconds > _LEAST else _LEAST
+        while age < value:
+            older -= 1
+            age = next(at_least, math.inf)
         spent += on * (value - before)
         before = value
-        older = len(ages) - bisect_left(ages, value) if ages else 0
         on -= on / (left + _GO_ON * older)
         left -= 1
         ends = (1.0 - on) / spent

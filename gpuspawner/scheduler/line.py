@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from heapq import heappop, heappush
 
 from .lengths import Alike, Length
 from .limits import Party
@@ -176,12 +177,18 @@ class Line:
     def __init__(self, per_point: float) -> None:
         self._per_point = per_point
         self.entries: list[Entry] = []
+        self._several: dict[Batch, None] = {}
+        """Those in which more than one waits."""
 
     def put(self, batch: Batch, now: float) -> Entry | None:
         """Set a batch where it belongs now, or take it out when nobody waits in it."""
-        if not batch.tickets:
-            self.remove(batch)
-            return None
+        if len(batch.tickets) > 1:
+            self._several[batch] = None
+        else:
+            self._several.pop(batch, None)
+            if not batch.tickets:
+                self.remove(batch)
+                return None
         asked_at, ticket_id = batch.tickets[0]
         entry = (*batch.key(asked_at, ticket_id, now), batch)
         if batch.entry is not None:
@@ -207,22 +214,34 @@ class Line:
             self.put(self.entries[first][4], now)
             first += 1
 
-    def keys(self, now: float) -> Iterator[Key]:
-        """The keys of all tickets, in no order."""
+    def in_order(self, now: float) -> Iterator[Key]:
+        """The keys of all tickets, first next; nothing may change meanwhile."""
+        following: list[tuple[Key, int, Batch]] = []
         for entry in self.entries:
-            batch = entry[4]
-            for asked_at, ticket_id in batch.tickets:
-                yield batch.key(asked_at, ticket_id, now)
+            while following and following[0][0] < entry[:4]:
+                key, place, batch = heappop(following)
+                yield key
+                _follow(following, batch, place, now)
+            yield entry[:4]
+            if len(entry[4].tickets) > 1:
+                _follow(following, entry[4], 0, now)
+        while following:
+            key, place, batch = heappop(following)
+            yield key
+            _follow(following, batch, place, now)
 
     def before(self, key: Key, now: float) -> int:
         """How many tickets stand before ``key``."""
-        count = 0
-        for entry in self.entries:
-            if entry[:4] >= key:
-                break
-            batch = entry[4]
-            if len(batch.tickets) == 1:
-                count += 1
-            else:
-                count += sum(batch.key(*ticket, now) < key for ticket in batch.tickets)
+        count = bisect_left(self.entries, key)
+        for batch in self._several:
+            if batch.entry is not None and batch.entry[:4] < key:
+                keys = [batch.key(asked_at, name, now) for asked_at, name in batch.tickets[1:]]
+                count += bisect_left(keys, key)
         return count
+
+
+def _follow(following: list[tuple[Key, int, Batch]], batch: Batch, place: int, now: float) -> None:
+    """Add what stands behind the ticket at ``place`` of a batch."""
+    if place + 1 < len(batch.tickets):
+        key = batch.key(*batch.tickets[place + 1], now)
+        heappush(following, (key, place + 1, batch))

@@ -42,26 +42,28 @@ class Points:
         self._group_weights = dict(group_weights)
         self.members = Use(policy.half_life_seconds)
         self.groups = Use(policy.half_life_seconds)
-        self.capacity = 0
-        """All usable devices: past use is a part of what they could have given."""
+        self._whole = self.members.full
+        """GPU-seconds that all devices can come to: past use is a part of them."""
+
+    def set_capacity(self, devices: int) -> None:
+        """How many usable devices there are."""
+        self._whole = max(1, devices) * self.members.full
 
     def reckon(self, member: str, group: str, devices: int, cost: float, now: float) -> Reckoning:
         """The points of a request for so many devices that is expected to cost ``cost`` seconds."""
+        policy = self._policy
         gpu_hours = devices * cost / HOUR
-        size = math.log2(self._policy.level_gpu_hours / max(gpu_hours, 1e-6))
-        whole = max(1, self.capacity) * self.members.full
-        of_member = self.members.of(member, now) if member else 0.0
-        of_group = self.groups.of(group, now) if group else 0.0
-        member_weight = self._member_weights.get(member, 1.0) * whole
-        group_weight = self._group_weights.get(group, 1.0) * whole
-        return Reckoning(
-            size,
-            gpu_hours,
-            -self._policy.member_share_points * of_member / member_weight,
-            of_member,
-            -self._policy.group_share_points * of_group / group_weight,
-            of_group,
-        )
+        size = math.log2(policy.level_gpu_hours / gpu_hours)
+        member_used = member_points = group_used = group_points = 0.0
+        if member:
+            member_used = self.members.of(member, now)
+            share = member_used / (self._whole * self._member_weights.get(member, 1.0))
+            member_points = -policy.member_share_points * share
+        if group:
+            group_used = self.groups.of(group, now)
+            share = group_used / (self._whole * self._group_weights.get(group, 1.0))
+            group_points = -policy.group_share_points * share
+        return Reckoning(size, gpu_hours, member_points, member_used, group_points, group_used)
 
     def sum(self, reckoning: Reckoning, priority: Priority, boost: float) -> float:
         """All points but those for waiting."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 
 from .book import Book
@@ -68,7 +69,7 @@ class Scheduler:
     def set_capacity(self, devices: Mapping[str, int]) -> None:
         """All devices that can be leased at all, by kind: shares are parts of them."""
         self._capacity = Capacity(devices, self.policy.small_share)
-        self._points.capacity = sum(devices.values())
+        self._points.set_capacity(sum(devices.values()))
 
     # What happens.
 
@@ -151,11 +152,11 @@ class Scheduler:
 
     # What follows.
 
-    def decide(self, now: float, free: Mapping[str, int], *, planned: int = 8) -> Decision:
+    def decide(self, now: float, free: Mapping[str, int], *, planned: int = 0) -> Decision:
         """Who starts now on the ``free`` devices (by kind). Changes nothing.
 
-        The starts of at most ``planned`` more tickets are planned, for people to know; those
-        that the starts of now depend on are planned in any case.
+        Planned are the starts that those of now depend on; and the starts of the next
+        ``planned`` tickets in line, for people to know.
         """
         if not self.waiting:
             return Decision()
@@ -189,6 +190,12 @@ class Scheduler:
             ranked.append(Ranked(key[3], place, sum(part.points for part in parts), parts))
         return ranked
 
+    def in_line(self, now: float) -> list[str]:
+        """The ids of all that wait, first next: :meth:`order` without the arithmetic."""
+        self._latest = now
+        self._book.line.settle(now)
+        return [key[3] for key in self._in_order(now, self._first_by_age(now))]
+
     def place(self, ticket_id: str, now: float) -> int:
         """A ticket's place in line, 1 is next; 0 when it does not wait."""
         ticket = self.waiting.get(ticket_id)
@@ -198,8 +205,7 @@ class Scheduler:
         self._book.line.settle(now)
         aged = self._first_by_age(now)
         if aged:
-            keys = self._in_order(now, aged)
-            return next(at for at, key in enumerate(keys, start=1) if key[3] == ticket_id)
+            return self.in_line(now).index(ticket_id) + 1
         key = self._book.batch(ticket_id).key(ticket.asked_at, ticket_id, now)
         return 1 + self._book.line.before(key, now)
 
@@ -230,16 +236,21 @@ class Scheduler:
             self._book, self._capacity.devices, now, lambda batch: self._limiter.refusal(batch, now)
         )
 
-    def _in_order(self, now: float, aged: list[str]) -> list[Key]:
+    def _in_order(self, now: float, aged: list[str]) -> Iterator[Key]:
         """The keys of all tickets, first next."""
-        keys = sorted(self._book.line.keys(now))
+        keys = self._book.line.in_order(now)
         if not aged:
             return keys
-        first = set(aged)
-        by_id = {key[3]: key for key in keys if key[3] in first}
-        before = [key for key in keys if key[0] == POSITION]
-        rest = [key for key in keys if key[0] != POSITION and key[3] not in first]
-        return [*before, *(by_id[ticket_id] for ticket_id in aged), *rest]
+        first = dict.fromkeys(aged)
+        by_id: dict[str, Key] = {}
+        before: list[Key] = []
+        rest: list[Key] = []
+        for key in keys:
+            if key[3] in first:
+                by_id[key[3]] = key
+            else:
+                (before if key[0] == POSITION else rest).append(key)
+        return chain(before, map(by_id.__getitem__, aged), rest)
 
     def _plan(self, round_: Round, now: float, keys: Iterable[Key], most: int) -> None:
         """Plan the starts of the next ones in line, each as if all before it start as planned."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 _FARTHEST = 256.0
-"""Half-lives from the reference time after which it is moved, long before floats overflow."""
+"""Half-lives from the reference time after which that is moved."""
 
 
 class Use:
@@ -21,9 +20,10 @@ class Use:
         self.half_life = half_life
         self.full = half_life / math.log(2)
         """GPU-seconds that a device held forever comes to."""
-        self._reference: float | None = None
-        self._held: defaultdict[str, int] = defaultdict(int)
-        self._past: defaultdict[str, float] = defaultdict(float)
+        self._reference = 0.0
+        """The time at which the coefficients below are what they are."""
+        self._held: dict[str, int] = {}
+        self._past: dict[str, float] = {}
 
     def start(self, party: str, devices: int, at: float) -> None:
         """``party`` holds so many devices more from ``at``."""
@@ -35,26 +35,28 @@ class Use:
 
     def of(self, party: str, now: float) -> float:
         """GPU-seconds used of late, as of ``now``; never negative."""
-        if party not in self._past:
+        past = self._past.get(party)
+        if past is None:
             return 0.0
-        past = self._past[party] * math.pow(2.0, -self._age(now))
-        return max(0.0, self.full * self._held[party] + past)
+        age = (self._reference - now) / self.half_life
+        used = self.full * self._held[party] + past * math.pow(
+            2.0, age if age < _FARTHEST else _FARTHEST
+        )
+        return used if used > 0.0 else 0.0
 
     def _change(self, party: str, devices: int, at: float) -> None:
-        if self._reference is None:
-            self._reference = at
-        if abs(self._age(at)) > _FARTHEST:
+        age = (at - self._reference) / self.half_life
+        if not -_FARTHEST < age < _FARTHEST:
             self._move_reference(at)
-        self._held[party] += devices
-        self._past[party] -= self.full * devices * math.pow(2.0, self._age(at))
-
-    def _age(self, at: float) -> float:
-        """Half-lives from the reference to ``at``, within what a float bears."""
-        age = (at - (self._reference or 0.0)) / self.half_life
-        return min(2 * _FARTHEST, max(-2 * _FARTHEST, age))
+            age = 0.0
+        self._held[party] = self._held.get(party, 0) + devices
+        change = self.full * devices * math.pow(2.0, age)
+        self._past[party] = self._past.get(party, 0.0) - change
 
     def _move_reference(self, to: float) -> None:
-        factor = math.pow(2.0, -self._age(to))
+        """Long before floats overflow. What is farther away than they reach has faded."""
+        age = (self._reference - to) / self.half_life
+        factor = math.pow(2.0, max(-2 * _FARTHEST, min(2 * _FARTHEST, age)))
         for party in self._past:
             self._past[party] *= factor
         self._reference = to

@@ -78,21 +78,20 @@ def replay(
     ends: list[tuple[float, int]] = []
     on: dict[int, str] = {}
     coming, waiting, idle = 0, 0, sum(devices.values())
-    wake_at = math.inf
-    while coming < len(jobs) or ends or waiting:
-        now = ends[0][0] if ends else math.inf
-        if coming < len(jobs) and jobs[coming].asked_at < now:
-            now = jobs[coming].asked_at
-        now = min(now, wake_at)
+    asked_at = [job.asked_at for job in jobs] + [math.inf]
+    end_at = wake_at = math.inf
+    while True:
+        now = min(end_at, asked_at[coming], wake_at)
         if now == math.inf:
-            raise RuntimeError(f"{waiting} tickets wait for ever: the policy starts none of them")
-        while ends and ends[0][0] <= now:
+            break
+        while end_at <= now:
             at = heapq.heappop(ends)[1]
+            end_at = ends[0][0] if ends else math.inf
             kind, count = on.pop(at), jobs[at].devices
             free[kind] += count
             idle += count
             player.ended(str(at), now)
-        while coming < len(jobs) and jobs[coming].asked_at <= now:
+        while asked_at[coming] <= now:
             job = jobs[coming]
             if any(devices.get(kind, 0) >= job.devices for kind in job.kinds):
                 player.submit(_ticket(coming, job))
@@ -106,17 +105,21 @@ def replay(
             at = int(ticket_id)
             job = jobs[at]
             kind = decision.on.get(ticket_id) or _kind(job, free)
-            if kind not in job.kinds or free[kind] < job.devices or starts[at] == starts[at]:
+            count = job.devices
+            if kind not in job.kinds or free[kind] < count or not math.isnan(starts[at]):
                 raise RuntimeError(f"the policy starts job {at} on {kind!r}, which it cannot")
-            free[kind] -= job.devices
-            idle -= job.devices
+            free[kind] -= count
+            idle -= count
             waiting -= 1
             starts[at] = now
             on[at] = kind
             heapq.heappush(ends, (now + job.duration, at))
             player.started(_lease(at, job, kind, now))
+        end_at = ends[0][0] if ends else math.inf
         if wake_seconds and waiting and idle:
             wake_at = now + wake_seconds
+    if waiting:
+        raise RuntimeError(f"{waiting} tickets wait for ever: the policy starts none of them")
     return Replayed(jobs, starts, devices)
 
 
