@@ -42,7 +42,6 @@ WORDS = {
 }
 TOO_MANY = f"A test was sent a moment ago. Wait {TEST_EVERY} seconds before the next one."
 NO_CHANNEL = "Nothing is chosen yet, so there is nowhere to send a test. Choose and save first."
-OLD_FORM = "This form is too old, or came from another page. Open the page again, and send it anew."
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +95,6 @@ class Notices(Handler):
 
 class NoticesPage(Notices, Page):
     """The form and the newest notices."""
-
-    def check_xsrf_cookie(self) -> None:
-        try:
-            super().check_xsrf_cookie()
-        except web.HTTPError:
-            raise web.HTTPError(403) from InvalidRequest(OLD_FORM)
 
     @web.authenticated
     async def get(self) -> None:
