@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpuspawner.broker import Broker
+from tests.support.brokers import problems
 from tests.support.rounds import Clock, open_broker
 
 
@@ -21,6 +22,7 @@ def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
     broker = open_broker(database_url, clock)
     broker.opening_grant = 1000
     yield broker
+    assert problems(broker.store) == []
     broker.store.close()
 
 
