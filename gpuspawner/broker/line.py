@@ -29,6 +29,11 @@ def kind_of(device: Device) -> str:
     return f"{device.model}/{device.memory_bytes}"
 
 
+def model_of(kind: str) -> str:
+    """The model of a kind's devices."""
+    return kind.rpartition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Supply:
     """What a line is served from, at one moment."""

@@ -29,7 +29,7 @@ from ..model import Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket
 from ..scheduler import Decision, Limits, Ranked
 from ..store import closures, history, leases, notices, tickets
 from .core import Core
-from .line import Line, kind_of
+from .line import Line, kind_of, model_of
 from .queue_settings import QueueSettings
 from .standing import Standing, waits_for
 from .watch import Look
@@ -169,6 +169,14 @@ class Queue(Core, QueueSettings):
             self._standings = ((self.line.revision, now), found)
             return found
 
+    def in_line(self, ticket_id: str) -> bool:
+        """Whether a ticket waits, as of the last look at the store."""
+        return ticket_id in self.line.tickets
+
+    def could_start(self, ticket: Ticket) -> bool:
+        """Whether devices that would do were free at the last look: maybe its turn is now."""
+        return self.line.free_for(ticket.request) > 0
+
     def order(self) -> list[tuple[Ticket, Ranked, Standing]]:
         """The whole line with the arithmetic of every score, first next: for admins."""
         with self.line.lock:
@@ -188,9 +196,11 @@ class Queue(Core, QueueSettings):
         """Whether a request may go straight to the devices: no line, and no limit to count."""
         if not self.line.synced:
             self._sync()
+        if not self.line.empty:
+            return False
         limits = self.limits_of(self.standing_of(terms.groups)[0])
         limited = any(limit.devices is not None or limit.gpu_hours is not None for limit in limits)
-        return self.line.empty and not limited
+        return not limited
 
     def _sync(self) -> Look:
         look: Look = self.look()
@@ -225,13 +235,14 @@ class Queue(Core, QueueSettings):
         raise NoDeviceFree(sentence[0].upper() + sentence[1:], waiting=others)
 
     def _enqueue(self, ticket: Ticket) -> Ticket:
+        """A place in line. It needs no look at what others did: the next round has one."""
         server, request = ticket.server, ticket.request
-        look = self._sync()
-        self._must_fit(look, request)
+        self._must_fit(self.look(), request)
         with self.store.write() as connection:
             if leases.open_of(connection, server):
                 raise ServerHasLease()
-            known = tickets.open_of(connection, server)
+            mine = tickets.open_of_member(connection, server.user)
+            known = next((each for each in mine if each.server == server), None)
             if known and (known.request, known.seconds) == (request, ticket.seconds):
                 if known.id not in self.line.tickets:
                     self.line.add(known)
@@ -239,7 +250,7 @@ class Queue(Core, QueueSettings):
             if known:
                 why = "another request was made for the same server"
                 tickets.end(connection, known.id, ticket.created_at, "replaced", why)
-            self._must_be_allowed(connection, ticket)
+            self._must_be_allowed(connection, ticket, len(mine) - bool(known))
             ticket = self._at_the_end_if_twice(connection, ticket)
             tickets.insert(connection, ticket)
         if known:
@@ -267,6 +278,8 @@ class Queue(Core, QueueSettings):
 
     def _must_fit(self, look: Look, request: Request) -> None:
         """Raises TooMuchAsked when waiting would not help."""
+        if self.line.kinds(request):
+            return
         try:
             look.fleet.choose(request, frozenset())
         except TooMuchAsked:
@@ -274,26 +287,27 @@ class Queue(Core, QueueSettings):
         except NoDeviceFree:
             pass  # it would fit, were it not for what runs there now
 
-    def _must_be_allowed(self, connection: sa.Connection, ticket: Ticket) -> None:
-        """Raises NoCredits, TooManyTickets, or TooMuchAsked for what no turn would ever bring."""
+    def _must_be_allowed(self, connection: sa.Connection, ticket: Ticket, others: int) -> None:
+        """Raises NoCredits, TooManyTickets, or TooMuchAsked for what no turn would ever bring.
+
+        ``others`` is how many servers of the member wait beside this one.
+        """
         payer = self._open_account(connection, ticket.account, ticket.created_at)
         rate = self._least_rate(ticket.request)
         hold = rules.hold_for(rate, timedelta(minutes=self.hold_minutes))
         self._check_credits(payer, hold, rate)
-        others = [t for t in self.line.tickets.values() if t.server != ticket.server]
-        counts = (
-            sum(t.server.user == ticket.server.user for t in others),
-            sum(t.group == ticket.group for t in others),
-        )
-        for count, limit in zip(counts, self.limits_of(ticket.group), strict=True):
+        of_member, of_group = self.limits_of(ticket.group)
+        in_group = 0
+        if of_group.tickets is not None:
+            in_group = tickets.count_of_group(connection, ticket.group)
+        for count, limit in ((others, of_member), (in_group, of_group)):
             if limit.tickets is not None and count >= limit.tickets:
                 raise TooManyTickets(count=count, most=limit.tickets)
             _must_be_within(limit, ticket)
 
     def _least_rate(self, request: Request) -> int:
         """What the request costs an hour on the cheapest devices that fit."""
-        kinds = self.line.kinds(request)
-        models = {d.model for d in self.line.supply.fleet.devices if kind_of(d) in kinds}
+        models = {model_of(kind) for kind in self.line.kinds(request)}
         rates = (self.rates.lease_rate([model] * request.devices) for model in models)
         return min(rates, default=0)
 

@@ -38,6 +38,8 @@ class Acquiring(GPUSpawnerBase):
         """Whether the engine was asked to create anything since the last acquire."""
         self.said = Progress()
         self._acquiring: asyncio.Future[Lease | Ticket] | None = None
+        self._asked: asyncio.Future[Lease | Ticket] | None = None
+        """The same as long as nobody has come for the answer."""
         self._left_ticket = ""
         """The ticket of a wait that was cancelled; whoever stops the server ends it."""
 
@@ -78,19 +80,24 @@ class Acquiring(GPUSpawnerBase):
             await self._settle_previous()
         return await self._grant(request, terms)
 
+    def _ask(self, request: Request, terms: Terms) -> asyncio.Future[Lease | Ticket]:
+        """Begin to ask the broker; :meth:`_grant` takes the answer."""
+        self._left_ticket = ""
+        self._asked = self._acquiring = self.queueing.ask(
+            self.server_ref, request, engine=self.engine_name, terms=terms, said=self.said
+        )
+        return self._asked
+
     async def _grant(self, request: Request, terms: Terms) -> Lease:
         """The lease, at once or when the turn has come."""
-        self._left_ticket = ""
-        work = self.broker.run(
-            self.broker.ask, self.server_ref, request, engine=self.engine_name, terms=terms
-        )
-        self._acquiring = asyncio.ensure_future(work)
+        asked = self._asked or self._ask(request, terms)
+        self._asked = None
         # The transaction ends even if this spawn is cancelled: what it granted is then
         # released by whoever comes first, the hook after the stop or this callback.
         try:
-            got = await asyncio.shield(self._acquiring)
+            got = await asyncio.shield(asked)
         except asyncio.CancelledError:
-            self._acquiring.add_done_callback(self._give_back)
+            asked.add_done_callback(self._give_back)
             raise
         lease = await self._wait_in_line(got) if isinstance(got, Ticket) else got
         self.touched = False
@@ -118,12 +125,9 @@ class Acquiring(GPUSpawnerBase):
                 raise TicketEnded(why="what you asked for is not what you may have any more")
             return self.terms(chosen, request)
 
-        def tell(sentence: str) -> None:
-            self.said.say(sentence, 5, replaces=True)
-
         end_waits_first(self.authenticator, self.queueing)
         try:
-            lease = await self.queueing.wait(ticket, still_allowed, tell)
+            lease = await self.queueing.wait(ticket, still_allowed, self.said)
         except asyncio.CancelledError:
             # By the member's stop, which ends the ticket, or by a hub that shuts down, which
             # does not: the next one goes on with it.
@@ -144,6 +148,9 @@ class Acquiring(GPUSpawnerBase):
         """The member stopped a start that waited in line: the place is given up."""
         if self._acquiring is not None and not self._acquiring.done():
             await asyncio.wait([self._acquiring])
+        if self._asked is not None:  # stopped before it came for the answer
+            self._give_back(self._asked)
+            self._asked = None
         ticket, self._left_ticket = self._left_ticket, ""
         if ticket:
             await self.queueing.end(ticket, "cancelled", "the start was stopped", tell=False)

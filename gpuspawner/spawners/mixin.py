@@ -28,17 +28,19 @@ from jupyterhub.utils import (
     maybe_future,
 )
 
+from ..broker import Terms
 from ..catalog import Environment
 from ..engines import Engine
 from ..errors import GPUSpawnerError, StartFailed
-from ..model import Lease, LeaseState, format_credits
+from ..model import LeaseState, Request, format_credits
 from . import claims
 from .acquiring import Acquiring
 from .answering import answers
 from .base import spawn_exception
 from .gone import Proof
 from .progress import Progress
-from .recovery import recovered
+from .queueing import what_you_got
+from .recovery import is_recovered, recovered
 
 
 class GPUSpawnerMixin(Acquiring):
@@ -72,21 +74,28 @@ class GPUSpawnerMixin(Acquiring):
 
     def run_pre_spawn_hook(self) -> Any:
         """Acquire, then the admin's own ``pre_spawn_hook``."""
-        return self._acquire_then_hook()
-
-    async def _acquire_then_hook(self) -> None:
         self.said = Progress()
         self.stopped_at = None
         try:
             environment, request = self.resolve_options()
             terms = self.terms(environment, request)
             self.apply_environment(environment)
+        except GPUSpawnerError as error:
+            raise spawn_exception(error) from error
+        if is_recovered(self):
+            # Not only when the event loop comes back to this spawn: where very many are asked
+            # for at once, it first takes up all the others.
+            self._ask(request, terms)
+        return self._acquire_then_hook(request, terms)
+
+    async def _acquire_then_hook(self, request: Request, terms: Terms) -> None:
+        try:
             await recovered(self)
             self.lease = await self._acquire(request, terms)
         except GPUSpawnerError as error:
             raise spawn_exception(error) from error
         self.lease_id = self.lease.id
-        self.said.say(_what_you_got(self.lease), 10)
+        self.said.say(what_you_got(self.lease), 10)
         await maybe_future(super().run_pre_spawn_hook())
 
     async def end_leftover(self) -> None:
@@ -314,10 +323,3 @@ class GPUSpawnerMixin(Acquiring):
         self.chosen = environment
         if environment.spawner_override:
             self._apply_overrides(dict(environment.spawner_override))
-
-
-def _what_you_got(lease: Lease) -> str:
-    if not lease.devices:
-        return "A server without a GPU (free of charge)"
-    named = ", ".join(f"GPU {d.index} ({d.model})" for d in lease.devices)
-    return f"{named} is yours, {format_credits(lease.rate)} credits an hour"

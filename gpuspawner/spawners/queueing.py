@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..broker import Broker, Standing, Terms
+from ..broker import Broker, Terms
 from ..errors import (
     AnotherHubGrants,
     GPUSpawnerError,
@@ -25,10 +26,17 @@ from ..errors import (
     TicketEnded,
     UnknownTicket,
 )
-from ..model import Lease, LeaseState, Request, ServerRef, Ticket
+from ..model import Lease, LeaseState, Request, ServerRef, Ticket, format_credits
+from .progress import Progress
 
 ROUND = 1.0
 """Seconds after which the line is looked at all the same: others change the store too."""
+
+REST = 4.0
+"""The line is not looked at for so many times as long as the last look took."""
+
+AT_ONCE = 50
+"""Members who are told where they stand before the event loop may turn to something else."""
 
 CHECKED = 20
 """How many waiters are looked at in each round, one after the other: whether they may still
@@ -43,7 +51,7 @@ class Waiter:
     turn: asyncio.Future[Lease]
     check: Callable[[], Terms]
     """On which terms the member would ask now. Raises Refused when they may not any more."""
-    tell: Callable[[str], None]
+    said: Progress
     unsure: bool = False
     """Nobody could say whether the member may still have it: no turn until somebody can."""
 
@@ -62,29 +70,39 @@ class Queueing:
         self._checked = 0
         self._trouble = ""
 
-    async def ask(
-        self, server: ServerRef, request: Request, *, engine: str, terms: Terms
-    ) -> Lease | Ticket:
-        """A lease, or the ticket to :meth:`wait` with."""
-        asked = self.broker.run(self.broker.ask, server, request, engine=engine, terms=terms)
-        return await asked
+    def ask(
+        self, server: ServerRef, request: Request, *, engine: str, terms: Terms, said: Progress
+    ) -> asyncio.Future[Lease | Ticket]:
+        """Begin to ask for a lease, or the ticket to :meth:`wait` with.
 
-    async def wait(
-        self, ticket: Ticket, check: Callable[[], Terms], tell: Callable[[str], None]
-    ) -> Lease:
+        ``said`` is told what it is as soon as it is in the store, by the thread that wrote it:
+        the event loop may have a thousand others to take up meanwhile.
+        """
+
+        def ask() -> Lease | Ticket:
+            got = self.broker.ask(server, request, engine=engine, terms=terms)
+            if isinstance(got, Lease):
+                said.say(what_you_got(got), 10)
+            elif place := self.broker.place_of(got.id):
+                _tell(said, f"You are number {place} in line.")
+            return got
+
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self.broker.store.executor, ask)
+
+    async def wait(self, ticket: Ticket, check: Callable[[], Terms], said: Progress) -> Lease:
         """The lease, when the turn has come. Raises Refused when the ticket ends otherwise.
 
         Cancelling leaves the ticket where it is: whoever stops the server ends it, and a hub
         that shuts down does not.
         """
         turn: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        waiter = self._waiters[ticket.id] = Waiter(ticket, turn, check, tell)
+        waiter = self._waiters[ticket.id] = Waiter(ticket, turn, check, said)
         self._ending.pop(ticket.id, None)  # its member is back before the end was written
-        self.kick()
+        if self.broker.could_start(ticket):
+            self._wake.set()
+        self._go_on()
         try:
-            place = await self.broker.run(self.broker.place_of, ticket.id)
-            if place and not turn.done():
-                tell(f"You are number {place} in line.")
             return await turn
         finally:
             if self._waiters.get(ticket.id) is waiter:
@@ -110,6 +128,9 @@ class Queueing:
     def kick(self) -> None:
         """Something has changed: look at the line now."""
         self._wake.set()
+        self._go_on()
+
+    def _go_on(self) -> None:
         if self._busy and (self._rounds is None or self._rounds.done()):
             self._rounds = asyncio.ensure_future(self._run())
 
@@ -120,6 +141,7 @@ class Queueing:
     async def _run(self) -> None:
         while self._busy:
             self._wake.clear()
+            began = time.monotonic()
             try:
                 await self._round()
                 self._trouble = ""
@@ -127,8 +149,11 @@ class Queueing:
                 self._note(error)
             except Exception:
                 self.log.exception("The line could not be looked at; it is tried again")
+            # A long line takes a while to look at, and the hub has other things to do too.
+            rest = min(ROUND, REST * (time.monotonic() - began))
+            await asyncio.sleep(rest)
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), ROUND)
+                await asyncio.wait_for(self._wake.wait(), ROUND - rest)
 
     async def _round(self) -> None:
         await self._end_tickets()
@@ -139,14 +164,27 @@ class Queueing:
         for ticket_id in await self.broker.run(self.broker.turns, present):
             if waiter := self._waiters.get(ticket_id):
                 await self._start(waiter)
-        standings = await self.broker.run(self.broker.standings)
         for ticket_id, waiter in list(self._waiters.items()):
-            if waiter.turn.done():
-                continue
-            if standing := standings.get(ticket_id):
-                self._tell(waiter, standing)
-            else:
+            if not waiter.turn.done() and not self.broker.in_line(ticket_id):
                 await self._ended(waiter)
+        await self._tell_readers()
+
+    async def _tell_readers(self) -> None:
+        """Tell everybody whose pending page somebody looks at where they stand."""
+        watched = {i: waiter.said for i, waiter in self._waiters.items() if waiter.said.followed}
+        if not watched:
+            return
+        sentences = await self.broker.run(self._sentences, list(watched))
+        for number, (ticket_id, sentence) in enumerate(sentences.items(), start=1):
+            waiter = self._waiters.get(ticket_id)
+            if waiter and not waiter.turn.done():
+                _tell(waiter.said, sentence)
+            if not number % AT_ONCE:
+                await asyncio.sleep(0)  # the hub has more to do than this
+
+    def _sentences(self, ticket_ids: list[str]) -> dict[str, str]:
+        standings, now = self.broker.standings(), self.broker.clock()
+        return {i: standings[i].sentence(now) for i in ticket_ids if i in standings}
 
     async def _end_tickets(self) -> None:
         for ticket_id, end in list(self._ending.items()):
@@ -163,6 +201,7 @@ class Queueing:
         self._checked = first + CHECKED
         for waiter in waiters[first : self._checked]:
             await self._may_still(waiter)
+            await asyncio.sleep(0)
 
     async def _may_still(self, waiter: Waiter) -> bool:
         """Whether the member may still have it; who may not is told, and loses the place."""
@@ -241,13 +280,22 @@ class Queueing:
         else:
             waiter.turn.set_result(lease)
 
-    def _tell(self, waiter: Waiter, standing: Standing) -> None:
-        waiter.tell(standing.sentence(self.broker.clock()))
-
     def _note(self, error: GPUSpawnerError) -> None:
         if error.message != self._trouble:
             self._trouble = error.message
             self.log.warning("The line waits: %s", error.message)
+
+
+def what_you_got(lease: Lease) -> str:
+    """A lease, as its member is told of it."""
+    if not lease.devices:
+        return "A server without a GPU (free of charge)"
+    named = ", ".join(f"GPU {d.index} ({d.model})" for d in lease.devices)
+    return f"{named} is yours, {format_credits(lease.rate)} credits an hour"
+
+
+def _tell(said: Progress, sentence: str) -> None:
+    said.say(sentence, 5, replaces=True)
 
 
 def _fail(waiter: Waiter, error: GPUSpawnerError) -> None:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 KEY = "gpuspawner_recovery"
 
 
+def is_recovered(spawner: GPUSpawnerMixin) -> bool:
+    """Whether that was done, and granting may go on without a look at anything."""
+    task = spawner.hub_settings.get(KEY)
+    done = task is not None and task.done() and not (task.cancelled() or task.exception())
+    return done and spawner.broker.granter.sure
+
+
 async def recovered(spawner: GPUSpawnerMixin) -> None:
     """Wait until leases, containers and the Hub's servers were compared, once a hub start.
 

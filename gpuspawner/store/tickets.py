@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -17,18 +16,16 @@ from .prepared import Prepared
 from .schema import OPEN_TICKET, tickets
 
 _FIELDS = tuple(n for n in Ticket.__dataclass_fields__ if n not in ("server", "request", "options"))
+_REQUEST_FIELDS = tuple(Request.__dataclass_fields__)
 _TEXTS = ("user", "server_name", "request", "options")
 _COLUMNS = (*_TEXTS, *_FIELDS)
 
 _ALL = sa.select(*(tickets.c[n] for n in _COLUMNS)).order_by(tickets.c.created_at, tickets.c.id)
 _one = _ALL.where(tickets.c.id == sa.bindparam("ticket"))
 _ONE, _ONE_LOCKED = Prepared(_one), Prepared(_one.with_for_update())
-_OPEN_OF_SERVER = Prepared(
-    _ALL.where(
-        tickets.c.user == sa.bindparam("member"),
-        tickets.c.server_name == sa.bindparam("server"),
-        OPEN_TICKET,
-    )
+_OPEN_OF_MEMBER = Prepared(_ALL.where(tickets.c.user == sa.bindparam("member"), OPEN_TICKET))
+_OPEN_OF_GROUP = Prepared(
+    sa.select(sa.func.count()).where(tickets.c.group == sa.bindparam("name"), OPEN_TICKET)
 )
 _INSERT = Prepared(sa.insert(tickets), (*_COLUMNS, "state"))
 # One text and not ten thousand rows: it is read every second while somebody waits.
@@ -44,7 +41,7 @@ def insert(connection: sa.Connection, ticket: Ticket) -> None:
     is then to be given up."""
     row = {name: getattr(ticket, name) for name in _FIELDS}
     row |= {"user": ticket.server.user, "server_name": ticket.server.name, "state": "waiting"}
-    row["request"] = json.dumps(asdict(ticket.request))
+    row["request"] = json.dumps({n: getattr(ticket.request, n) for n in _REQUEST_FIELDS})
     row["options"] = json.dumps(dict(ticket.options))
     try:
         _INSERT.run(connection, **row)
@@ -64,8 +61,19 @@ def get(connection: sa.Connection, ticket_id: str, *, lock: bool = False) -> Tic
 
 def open_of(connection: sa.Connection, server: ServerRef) -> Ticket | None:
     """The ticket with which a server waits, if it does."""
-    found = _OPEN_OF_SERVER.rows(connection, member=server.user, server=server.name)
-    return _ticket(found[0]) if found else None
+    mine = open_of_member(connection, server.user)
+    return next((ticket for ticket in mine if ticket.server == server), None)
+
+
+def open_of_member(connection: sa.Connection, user: str) -> list[Ticket]:
+    """The tickets with which a member's servers wait, oldest first."""
+    return [_ticket(row) for row in _OPEN_OF_MEMBER.rows(connection, member=user)]
+
+
+def count_of_group(connection: sa.Connection, group: str) -> int:
+    """How many tickets wait that count on a group."""
+    ((count,),) = _OPEN_OF_GROUP.rows(connection, name=group)
+    return int(count)
 
 
 def waiting(connection: sa.Connection) -> list[Ticket]:

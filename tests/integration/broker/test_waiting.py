@@ -17,6 +17,7 @@ import pytest
 from gpuspawner.broker import Broker, Terms
 from gpuspawner.errors import ConfigError, GPUSpawnerError, MemberGone, NotAllowed, TicketEnded
 from gpuspawner.model import Lease, LeaseState, NoticeKind, Request, ServerRef, Ticket
+from gpuspawner.spawners.progress import Progress
 from gpuspawner.spawners.queueing import Queueing
 from gpuspawner.store import store as store_module
 from gpuspawner.store.granter import Granter, hub_name
@@ -58,7 +59,14 @@ class Spawn:
         ticket = self.broker.ask(ServerRef(user), ONE, engine="docker", terms=self.terms())
         assert isinstance(ticket, Ticket)
         self.id = ticket.id
-        self.wait = asyncio.ensure_future(queueing.wait(ticket, self.check, self.said.append))
+        self.progress = Progress()
+        self.page = asyncio.ensure_future(self.read())
+        self.wait = asyncio.ensure_future(queueing.wait(ticket, self.check, self.progress))
+
+    async def read(self) -> None:
+        """As a pending page does."""
+        async for event in self.progress.follow():
+            self.said += [event["message"]] if "message" in event else []
 
     def terms(self) -> Terms:
         return Terms(wait=True, groups=self.groups)
@@ -101,7 +109,9 @@ async def line(broker: Broker, clock: Clock) -> AsyncIterator[Callable[..., Spaw
     finally:
         for each in spawns:
             each.wait.cancel()
-        await asyncio.gather(*(each.wait for each in spawns), return_exceptions=True)
+            each.page.cancel()
+        ended = (task for each in spawns for task in (each.wait, each.page))
+        await asyncio.gather(*ended, return_exceptions=True)
 
 
 def free_one(broker: Broker, user: str = "ada") -> None:
@@ -265,7 +275,7 @@ def test_who_is_back_before_the_end_was_written_keeps_the_place(
             dan.wait.cancel()
             with busy(broker):
                 await spawn.queueing.end(dan.id, "cancelled", "the start was stopped")
-                waits = spawn.queueing.wait(dan.ticket, dan.check, dan.said.append)
+                waits = spawn.queueing.wait(dan.ticket, dan.check, dan.progress)
                 dan.wait = asyncio.ensure_future(waits)
                 await asyncio.sleep(0.1)
             free_one(broker)
