@@ -26,19 +26,12 @@ from ..errors import (
 )
 from ..ledger import rules
 from ..model import Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket, member_account
-from ..scheduler import Decision, Limits, Ranked
+from ..scheduler import Limits
 from ..store import closures, history, leases, notices, tickets
-from .core import Core
-from .line import Line, kind_of, model_of
+from .line import kind_of, model_of
+from .places import Places
 from .queue_settings import QueueSettings
-from .standing import Standing, waits_for
 from .watch import Look
-
-PLANNED = 8
-"""Tickets, the first in line, that are told when they start at the latest."""
-
-FRESH = 1.0
-"""Seconds for which places and estimates serve everybody who asks, if nothing changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +48,8 @@ class Terms:
     """Whether to wait in line when no device is free."""
 
 
-class Queue(Core, QueueSettings):
+class Queue(Places, QueueSettings):
     """The part of the broker that lets requests wait."""
-
-    line: Line
-    _standings: tuple[tuple[int, float], dict[str, Standing]] = ((-1, 0.0), {})
 
     def ask(
         self,
@@ -157,39 +147,6 @@ class Queue(Core, QueueSettings):
             tickets.update(connection, ticket_id, group=group, priority=priority)
             return tickets.get(connection, ticket_id)
 
-    def standings(self) -> dict[str, Standing]:
-        """Where every ticket stands: place, reason and estimate, by ticket id."""
-        with self.line.lock:
-            decision = self._decide(PLANNED)
-            now = _seconds(self.clock())
-            revision, since = self._standings[0]
-            if revision == self.line.revision and 0 <= now - since < FRESH:
-                return self._standings[1]
-            found = self._stand(self.line.scheduler.order(now), decision)
-            self._standings = ((self.line.revision, now), found)
-            return found
-
-    def in_line(self, ticket_id: str) -> bool:
-        """Whether a ticket waits, as of the last look at the store."""
-        return ticket_id in self.line.tickets
-
-    def could_start(self, ticket: Ticket) -> bool:
-        """Whether devices that would do were free at the last look: maybe its turn is now."""
-        return self.line.free_for(ticket.request) > 0
-
-    def order(self) -> list[tuple[Ticket, Ranked, Standing]]:
-        """The whole line with the arithmetic of every score, first next: for admins."""
-        with self.line.lock:
-            decision = self._decide(PLANNED)
-            ranked = self.line.scheduler.order(_seconds(self.clock()))
-            found = self._stand(ranked, decision)
-            return [(self.line.tickets[r.id], r, found[r.id]) for r in ranked]
-
-    def place_of(self, ticket_id: str) -> int:
-        """A ticket's place in line; 0 when it does not wait."""
-        with self.line.lock:
-            return self.line.scheduler.place(ticket_id, _seconds(self.clock()))
-
     # Steps of the above.
 
     def _nobody_is_before(self, server: ServerRef, terms: Terms) -> bool:
@@ -201,21 +158,6 @@ class Queue(Core, QueueSettings):
         limits = self.limits_of(self.standing_of(terms.groups)[0])
         limited = any(limit.devices is not None or limit.gpu_hours is not None for limit in limits)
         return not limited
-
-    def _sync(self) -> Look:
-        look: Look = self.look()
-        now = self.clock()
-        self.store.run(lambda connection: self.line.sync(connection, look, now))
-        return look
-
-    def _decide(self, planned: int = 0) -> Decision:
-        """What the scheduler says now; nobody starts while granting is paused. ``planned``: of
-        how many in line the planned start is of interest."""
-        self._sync()
-        if closures.GRANTING in self.line.closed or self.line.empty:
-            return Decision()
-        now = _seconds(self.clock())
-        return self.line.scheduler.decide(now, self.line.supply.free, planned=planned)
 
     def _now_or_never(self, probe: Ticket, acquire: Callable[[], Lease]) -> Lease:
         """A lease if the scheduler lets this request go before those who wait."""
@@ -325,26 +267,6 @@ class Queue(Core, QueueSettings):
         if kind is None:
             return frozenset(closed)
         return frozenset(closed | {Place(d.uuid) for d in fleet.devices if kind_of(d) != kind})
-
-    def _stand(self, ranked: list[Ranked], decision: Decision) -> dict[str, Standing]:
-        found = {}
-        paused = self.line.closed.get(closures.GRANTING)
-        for each in ranked:
-            ticket = self.line.tickets[each.id]
-            why = waits_for(ticket.request, self.line.free_for(ticket.request))
-            if paused:
-                why = f"the GPUs to be given out again ({paused.reason or 'maintenance'})"
-            elif each.id in decision.held_back:
-                why += f" ({decision.held_back[each.id]})"
-            planned = decision.planned.get(each.id)
-            found[each.id] = Standing(
-                place=each.place,
-                of=len(ranked),
-                why=why,
-                estimate=None,
-                planned=datetime.fromtimestamp(planned, timezone.utc) if planned else None,
-            )
-        return found
 
 
 def _must_be_within(limit: Limits, ticket: Ticket) -> None:

@@ -1,0 +1,118 @@
+"""Where tickets stand: their places in line, what they wait for, and when they will start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from functools import cache
+
+from ..model import Request, Ticket
+from ..scheduler import Decision, Ranked
+from ..store import closures
+from .core import Core
+from .line import Line
+from .standing import Standing, waits_for
+from .watch import Look
+
+PLANNED = 8
+"""Tickets, the first in line, that are told when they start at the latest."""
+
+FRESH = 1.0
+"""Seconds for which places and estimates serve everybody who asks, if nothing changes."""
+
+
+class Places(Core):
+    """The part of the broker that knows the line."""
+
+    line: Line
+    _standings: tuple[tuple[int, float], dict[str, Standing]] = ((-1, 0.0), {})
+
+    def standings(self) -> dict[str, Standing]:
+        """Where every ticket stands: place, reason and estimate, by ticket id."""
+        with self.line.lock:
+            decision = self._decide(PLANNED)
+            now = _seconds(self.clock())
+            revision, since = self._standings[0]
+            if revision == self.line.revision and 0 <= now - since < FRESH:
+                return self._standings[1]
+            revision = self.line.revision
+            waiting = self._tickets(self.line.scheduler.in_line(now))
+        # Whoever asks for a GPU meanwhile need not wait for the rest.
+        found = self._stand(waiting, decision)
+        self._standings = ((revision, now), found)
+        return found
+
+    def order(self) -> list[tuple[Ticket, Ranked, Standing]]:
+        """The whole line with the arithmetic of every score, first next: for admins."""
+        with self.line.lock:
+            decision = self._decide(PLANNED)
+            ranked = self.line.scheduler.order(_seconds(self.clock()))
+            waiting = self._tickets([each.id for each in ranked])
+        found = self._stand(waiting, decision)
+        return [(t, r, found[t.id]) for t, r in zip(waiting, ranked, strict=True)]
+
+    def place_of(self, ticket_id: str) -> int:
+        """A ticket's place in line; 0 when it does not wait."""
+        with self.line.lock:
+            return self.line.scheduler.place(ticket_id, _seconds(self.clock()))
+
+    def in_line(self, ticket_id: str) -> bool:
+        """Whether a ticket waits, as of the last look at the store."""
+        return ticket_id in self.line.tickets
+
+    def could_start(self, ticket: Ticket) -> bool:
+        """Whether devices that would do were free at the last look: maybe its turn is now."""
+        return self.line.free_for(ticket.request) > 0
+
+    # Steps of the above.
+
+    def _sync(self) -> Look:
+        """Bring the line up to date with the store."""
+        look: Look = self.look()
+        now = self.clock()
+        self.store.run(lambda connection: self.line.sync(connection, look, now))
+        return look
+
+    def _decide(self, planned: int = 0) -> Decision:
+        """What the scheduler says now; nobody starts while granting is paused. ``planned``: of
+        how many in line the planned start is of interest."""
+        self._sync()
+        if closures.GRANTING in self.line.closed or self.line.empty:
+            return Decision()
+        now = _seconds(self.clock())
+        return self.line.scheduler.decide(now, self.line.supply.free, planned=planned)
+
+    def _tickets(self, ids: Sequence[str]) -> list[Ticket]:
+        return [self.line.tickets[ticket_id] for ticket_id in ids]
+
+    def _stand(self, waiting: Sequence[Ticket], decision: Decision) -> dict[str, Standing]:
+        """The standings of all that wait, first next."""
+        found = {}
+        why_of = self._reasons()
+        for place, ticket in enumerate(waiting, start=1):
+            planned = decision.planned.get(ticket.id)
+            found[ticket.id] = Standing(
+                place=place,
+                of=len(waiting),
+                why=why_of(ticket.request, decision.held_back.get(ticket.id, "")),
+                estimate=None,
+                planned=datetime.fromtimestamp(planned, timezone.utc) if planned else None,
+            )
+        return found
+
+    def _reasons(self) -> Callable[[Request, str], str]:
+        """What a request waits for, given the limit that holds it back, if one does."""
+        if paused := self.line.closed.get(closures.GRANTING):
+            text = f"the GPUs to be given out again ({paused.reason or 'maintenance'})"
+            return lambda request, held_back: text
+
+        @cache
+        def why(request: Request, held_back: str) -> str:
+            text = waits_for(request, self.line.free_for(request))
+            return f"{text} ({held_back})" if held_back else text
+
+        return why
+
+
+def _seconds(at: datetime) -> float:
+    return at.timestamp()
