@@ -123,8 +123,8 @@ class Broker(Grants, Admin, Notices, Sessions):
         ``ended_at`` is its proven end; None charges up to when it was last seen alive.
         A start that failed costs nothing. Doing it twice changes nothing. ``still``: do it
         only if the lease is as it was when the proof was made; it may have started since.
-        ``lost``: the hub that started the server went down before it was up. The ticket that
-        the lease was granted to is then back in line, at its place.
+        ``lost``: it went down with the hub that started it. If its member had not come to it
+        yet, that costs nothing, and the ticket that it came from is back at its place in line.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -137,11 +137,12 @@ class Broker(Grants, Admin, Notices, Sessions):
             end = last_proof if now < last_proof else end  # the clock was set back
             end = end.astimezone(timezone.utc)
             # A server that nobody came to costs nothing, like one that did not start.
-            due = rules.settlement(lease, end, failed or lease.outcome == "no_show")
+            back = lost and _awaited(lease) and tickets.reopen(connection, lease.ticket_id or "")
+            failed = failed or back or lease.outcome == "no_show"
+            due = rules.settlement(lease, end, failed)
             if transfer := rules.settle(lease, due, end):
                 book.post(connection, transfer)
             charged = lease.charged + due
-            back = _goes_back(lease, lost) and tickets.reopen(connection, lease.ticket_id or "")
             reason = lease.end_reason or reason  # who ordered its stop said why
             leases.end(connection, lease.id, end, reason, charged)
         lease = replace(
@@ -256,7 +257,9 @@ class Broker(Grants, Admin, Notices, Sessions):
                     leases.update(connection, lease_id, seen_at=now)
 
 
-def _goes_back(lease: Lease, lost: bool) -> bool:
-    """Whether a lease came from the line, had no server yet, and nobody ended its start."""
-    waited = bool(lease.ticket_id) and lease.state is LeaseState.GRANTED
-    return lost and waited and not lease.end_reason
+def _awaited(lease: Lease) -> bool:
+    """Whether a lease came from the line, nobody ended it, and its member never came to it."""
+    if not lease.ticket_id or lease.end_reason:
+        return False
+    unclaimed = lease.claim_seconds is not None and lease.claimed_at is None
+    return lease.state is LeaseState.GRANTED or unclaimed

@@ -266,7 +266,8 @@ class GPUSpawnerMixin(Acquiring):
             self.lease_id,
             ended_at=ended,
             reason=proof.detail or reason,
-            lost=self._acquiring is None,  # it was an earlier hub's process that started it
+            # An earlier hub's process started it, and nobody stopped it.
+            lost=self._acquiring is None and self.stopped_at is None,
         )
         self.lease, self.lease_id, self.seen_alive_at = None, "", None
         self.queueing.kick()

@@ -314,10 +314,22 @@ def test_a_start_that_was_lost_with_its_hub_is_back_at_its_place(
     assert len(turns) == 2, "told of each turn"
 
 
-@pytest.mark.parametrize("how", ["it was up", "it was stopped", "it failed", "asked anew"])
+def test_a_server_that_was_lost_before_its_member_came_costs_nothing(
+    broker: Broker, clock: Clock
+) -> None:
+    ticket, lease = granted(broker, "dan")
+    broker.confirm(lease.id)
+    clock.forward(minutes=5)
+    broker.charge_all()
+    assert broker.lease(lease.id).charged > 0
+    assert broker.release(lease.id, reason="the server was gone", lost=True).charged == 0
+    assert [each.id for each in broker.waiting()] == [ticket.id]
+
+
+@pytest.mark.parametrize("how", ["its member came", "it was stopped", "it failed", "asked anew"])
 def test_what_else_ended_does_not_come_back(broker: Broker, how: str) -> None:
     ticket, lease = granted(broker, "dan")
-    if how == "it was up":
+    if how == "its member came":
         broker.confirm(lease.id)
         broker.claim(lease.id)
     elif how == "it was stopped":
