@@ -15,6 +15,10 @@ from ..errors import Unavailable, UnknownTicket
 from ..model import ServerRef, Ticket
 from .hub import Hub, Started
 
+THE_HUB_FIRST = 3.0
+"""Seconds that the Hub has to write down itself what became of a ticket without a spawn: who
+stopped it while the database was away, who was renamed and who removed."""
+
 AT_ONCE = 50
 """Spawns asked for at once: the Hub takes each one up in some hundredths of a second."""
 
@@ -27,14 +31,19 @@ class Resuming:
         self.hub = hub
         self.log = log
 
-    async def resume(self, servers: Collection[ServerRef]) -> int:
+    async def resume(self, servers: Collection[ServerRef], pause: float = 0.0) -> int:
         """Start the spawn of every ticket whose server the Hub does not have. How many.
 
-        Tickets that waited too long, or whose member is gone, end with their reason. Raises
-        Unavailable when the Hub does not answer; what was not reached is tried again.
+        Tickets that waited too long, or whose member is gone, end with their reason. ``pause``:
+        seconds to wait before, for the Hub to end them. Raises Unavailable when the Hub does
+        not answer; what was not reached is tried again.
         """
         waiting = await self._not_expired(await self.broker.run(self.broker.waiting))
         missing = [ticket for ticket in waiting if ticket.server not in servers]
+        if missing and pause:
+            await asyncio.sleep(pause)
+            still = {ticket.id for ticket in await self.broker.run(self.broker.waiting)}
+            missing = [ticket for ticket in missing if ticket.id in still]
         gate = asyncio.Semaphore(AT_ONCE)
 
         async def start(ticket: Ticket) -> None:

@@ -20,7 +20,7 @@ from ..reconcile import Action, Confirm, HubState, Release, Remove, Unknown
 from ..web import figures
 from . import telling
 from .hub import Hub
-from .resuming import Resuming
+from .resuming import THE_HUB_FIRST, Resuming
 
 
 class Sightings(Mapping[str, Sequence[Sighting] | None]):
@@ -75,6 +75,7 @@ class Tick:
     """Nothing younger than this is ended only because the Hub does not name it."""
     hub_name: str = ""
     """What our Hub is called in the store's lock; not known when it did not start us."""
+    _resumed: bool = False
     _trouble: dict[str, str] = field(default_factory=dict)
     _told: dict[str, float] = field(default_factory=dict)
 
@@ -203,11 +204,13 @@ class Tick:
         """Let every ticket have its spawn, if the Hub lost it."""
         if servers is None:
             return
+        pause = THE_HUB_FIRST if self._resumed else 0.0  # a Hub that has just started ends none
         try:
-            await Resuming(self.broker, self.hub, self.log).resume(servers)
+            await Resuming(self.broker, self.hub, self.log).resume(servers, pause)
         except Unavailable as error:
             self.trouble("Line", error)
         else:
+            self._resumed = True
             self.well("Line")
 
     async def _with_missing(
