@@ -18,7 +18,7 @@ from tests.support.processes import wait_for
 CONFIG = """
 c.Broker.gpu_rates = {"*": 1}
 c.Broker.hold_minutes = 1
-c.JupyterHub.slow_spawn_timeout = 1
+c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 1}
 """
 """Three devices."""
 

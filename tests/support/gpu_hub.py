@@ -145,14 +145,8 @@ class GPUHub(HubProcess):
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Another process, which is us, is in the middle of a write to SQLite and stays there."""
-        file = self.database_url.removeprefix("sqlite:///")
-        connection = sqlite3.connect(file, timeout=20, isolation_level=None)
-        connection.execute("BEGIN EXCLUSIVE")
-        try:
+        with locked(self.database_url):
             yield
-        finally:
-            connection.rollback()
-            connection.close()
 
     # What runs, and what members see.
 
@@ -187,6 +181,19 @@ class GPUHub(HubProcess):
         """Go to a page as this member, as by a link."""
         url = f"{self.url}/{path.lstrip('/')}"
         return self.browser_of(user).get(url, params=query, headers=NAVIGATION, timeout=60)
+
+
+@contextmanager
+def locked(database_url: str) -> Iterator[None]:
+    """Nobody else can write to this SQLite database meanwhile."""
+    file = database_url.removeprefix("sqlite:///")
+    connection = sqlite3.connect(file, timeout=20, isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
+    try:
+        yield
+    finally:
+        connection.rollback()
+        connection.close()
 
 
 def simulated_uuids(fleet: str) -> list[str]:

@@ -1,0 +1,239 @@
+"""Hubs and databases that fail while members wait. Real: hubs, proxies, accounting services,
+SQLite, PostgreSQL, kill -9; servers are local."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from gpuspawner.model import ServerRef, Ticket
+from tests.support.brokers import problems
+from tests.support.gpu_hub import assert_in_words, locked, message_of
+from tests.support.lines import CONFIG, fill, line_up, ticket_of, users_in_line
+from tests.support.paying_hub import PayingHub
+from tests.support.postgres import PrivatePostgres
+from tests.support.processes import wait_for
+from tests.support.soak import SOAK, rounds
+
+SOON = 40.0
+"""Seconds for what takes a few, on a machine with other things to do."""
+
+ROUNDS = rounds(30)
+
+IMPATIENT = """
+import gpuspawner.store.store
+gpuspawner.store.store.BUSY_SECONDS = 1.0  # of patience with a lock, to save time here
+"""
+
+ANOTHER = "Another hub gives out the GPUs of this database; one database belongs to one hub."
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[PayingHub]:
+    """Three GPUs; the proxy is a process of its own, as in production."""
+    with PayingHub(tmp_path / "hub", CONFIG, external_proxy=True) as hub:
+        yield hub
+
+
+def refusal(hub: PayingHub, user: str) -> str:
+    """Why a hub refuses a server, with or without a GPU."""
+    answers = [hub.spawn(user, {"gpus": gpus}) for gpus in (1, 0)]
+    for answer in answers:
+        assert answer.status_code == 503, answer.text
+        assert_in_words(answer.text)
+    one, other = map(message_of, answers)
+    assert one == other
+    return one
+
+
+def assert_books(hub: PayingHub) -> None:
+    try:
+        wait_for(lambda: not problems(hub.broker.store), "the books to be in order", timeout=10)
+    except TimeoutError:
+        pytest.fail("; ".join(problems(hub.broker.store)))
+
+
+def test_two_hubs_on_one_store(tmp_path: Path, database_url: str) -> None:
+    one = PayingHub(tmp_path / "one", CONFIG, database_url=database_url, name="one")
+    two = PayingHub(tmp_path / "two", CONFIG, database_url=database_url, name="two")
+    with one, two:
+        fill(one, "ada", "bob", "cleo")
+        [dan] = line_up(one, "dan")
+        assert refusal(two, "bert").startswith(ANOTHER)
+        # Nor does its service touch what it does not know.
+        wait_for(
+            lambda: any(ANOTHER in line for line in two.service_lines()), "its word", timeout=SOON
+        )
+        time.sleep(2)  # some of its rounds
+        assert [ticket.id for ticket in one.broker.waiting()] == [dan.id]
+        assert len(one.broker.open_leases()) == 3 and users_in_line(one) == ["dan"]
+
+        one.kill9(services=True)
+        lease = two.start_server("bert", gpus=1)
+        assert lease.server == ServerRef("bert")
+        wait_for(lambda: one.broker.ticket(dan.id).outcome, "the end of dan's ticket", timeout=SOON)
+        assert one.broker.ticket(dan.id).outcome == "member_gone", "nobody at the other hub"
+        one.start()
+        assert refusal(one, "fay").startswith(ANOTHER)
+        assert [each.server.user for each in two.broker.open_leases()] == ["bert"]
+        assert_books(two)
+
+
+# The database is away.
+
+
+def test_a_locked_database(tmp_path: Path) -> None:
+    with PayingHub(tmp_path / "hub", CONFIG + IMPATIENT) as hub:
+        fill(hub, "ada", "bob", "cleo")
+        before = line_up(hub, "dan", "eve")
+        with locked(hub.database_url):
+            _trouble(hub, stops=("eve", "ada"))
+        _goes_on(hub, before)
+
+
+def test_a_database_that_is_gone(tmp_path: Path, postgres: PrivatePostgres) -> None:
+    url = postgres.fresh_database()
+    with PayingHub(tmp_path / "hub", CONFIG + IMPATIENT, database_url=url) as hub:
+        fill(hub, "ada", "bob", "cleo")
+        before = line_up(hub, "dan", "eve")
+        postgres.halt()
+        try:
+            _trouble(hub, stops=("eve", "ada"))
+        finally:
+            postgres.start()
+        _goes_on(hub, before)
+
+
+def _trouble(hub: PayingHub, stops: Iterable[str]) -> None:
+    """Who waits waits on, who leaves may leave, and the hub answers everybody."""
+    for user in stops:
+        hub.api("DELETE", f"users/{user}/server").raise_for_status()
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        began = time.monotonic()
+        assert hub.api("GET", "/").ok
+        assert time.monotonic() - began < 3
+        time.sleep(0.2)
+    server = hub.server("dan")
+    assert server is not None and server["pending"] == "spawn"
+    for user in stops:
+        wait_for(lambda user=user: hub.server(user) is None, f"{user}'s stop", timeout=SOON)
+
+
+def _goes_on(hub: PayingHub, before: list[Ticket]) -> None:
+    """Once the database is back, what happened meanwhile is written, and the line goes on."""
+    dan, eve = before
+    hub.wait_server("dan", timeout=SOON)
+    [lease] = hub.broker.leases_of("member:dan")
+    assert lease.ticket_id == dan.id
+    ended = wait_for(lambda: _if_ended(hub, eve), "eve's leaving", timeout=SOON)
+    assert (ended.outcome, ended.end_reason) == ("cancelled", "the start was stopped")
+    assert hub.server("eve") is None and hub.broker.waiting() == []
+    assert hub.broker.leases_of("member:eve") == []
+    assert_books(hub)
+
+
+def _if_ended(hub: PayingHub, ticket: Ticket) -> Ticket | None:
+    now = hub.broker.ticket(ticket.id)
+    return now if now.outcome else None
+
+
+# The hub is killed.
+
+
+@pytest.mark.soak
+def test_every_turn_comes_wherever_the_hub_is_killed(hub: PayingHub) -> None:
+    """While three servers stop, those who wait are granted theirs, and others come to the line."""
+    chance = random.Random(3)
+    outcomes: Counter[str] = Counter()
+    for number in range(ROUNDS):
+        members = [f"{name}{number}" for name in ("dan", "eve", "fay", "gil", "hal")]
+        fill(hub, "ada", "bob", "cleo")
+        sure = line_up(hub, *members[:3])
+        moment = (number + chance.random()) / ROUNDS * 3
+        said = f"round {number}, killed after {moment:.3f} s"
+        for user in ("ada", "bob", "cleo"):
+            _and_go(hub, "DELETE", user)
+        for user in members[3:]:
+            _and_go(hub, "POST", user)
+        time.sleep(moment)
+        hub.kill9(services=chance.random() < 0.5)
+
+        tickets = _tickets(hub, members)
+        assert {ticket.id for ticket in sure} <= tickets.keys(), f"{said}: a ticket is lost"
+        outcomes[_stage(hub, tickets)] += 1
+        hub.start()
+        for user in ("ada", "bob", "cleo"):
+            _stop(hub, user)
+        _serve(hub, {ticket.server.user for ticket in tickets.values()}, said)
+        for ticket in tickets.values():
+            assert hub.broker.ticket(ticket.id).outcome == "granted", said
+            ran = [
+                lease
+                for lease in hub.broker.leases_of(f"member:{ticket.server.user}")
+                if lease.ticket_id == ticket.id and lease.outcome == "" and lease.claimed_at
+            ]
+            assert len(ran) <= 1, f"{said}: {ticket.server} was served twice"
+        for user in members:
+            _stop(hub, user)
+        wait_for(lambda: not hub.broker.open_leases(), f"{said}: no lease to leak", timeout=SOON)
+        assert hub.broker.waiting() == [], said
+        assert_books(hub)
+    print(f"killed {ROUNDS} times:", dict(outcomes))
+    if SOAK:
+        assert len(outcomes) > 2, "some were too early, some were not"
+
+
+def _and_go(hub: PayingHub, method: str, user: str) -> None:
+    """Ask for a server's start or stop, and do not wait for the answer: the hub may die first."""
+
+    def ask() -> None:
+        with contextlib.suppress(requests.RequestException):
+            hub.api("POST", f"users/{user}")
+            hub.api(method, f"users/{user}/server", json={"gpus": 1} if method == "POST" else None)
+
+    threading.Thread(target=ask, daemon=True).start()
+
+
+def _tickets(hub: PayingHub, users: Iterable[str]) -> dict[str, Ticket]:
+    """Every ticket of these members that was written before the hub died."""
+    return {ticket.id: ticket for user in users for ticket in hub.broker.tickets_of(user)}
+
+
+def _stage(hub: PayingHub, tickets: dict[str, Ticket]) -> str:
+    """How far the line had come."""
+    granted = [ticket for ticket in tickets.values() if ticket.outcome == "granted"]
+    states = Counter(hub.broker.lease(ticket.lease_id or "").state.value for ticket in granted)
+    return f"{len(tickets)} tickets, {dict(states) or 'none'} granted"
+
+
+def _serve(hub: PayingHub, users: set[str], said: str) -> None:
+    """Wait for the turn of each, and stop whoever had it, for the next one."""
+    left = set(users)
+
+    def look() -> bool:
+        for user in sorted(left):
+            server = hub.server(user)
+            if server is not None and server["ready"]:
+                hub.stop_server(user)
+                left.discard(user)
+        return not left
+
+    try:
+        wait_for(look, "everybody's turn", timeout=90, interval=0.2)
+    except TimeoutError:
+        waiting = {user: ticket_of(hub, user) for user in left}
+        pytest.fail(f"{said}: no turn came for {waiting}; leases {hub.broker.open_leases()}")
+
+
+def _stop(hub: PayingHub, user: str) -> None:
+    if hub.server(user) is not None:
+        hub.stop_server(user)
