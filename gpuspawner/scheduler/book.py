@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Mapping
+from heapq import heappop, heappush
 from types import MappingProxyType
 
 from .lengths import Lengths
@@ -15,10 +16,11 @@ from .policy import Policy
 from .values import Waiting
 
 LOOK_AGAIN = 1200.0
-"""Seconds after which points are worked out anew if sessions of the like have ended."""
+"""Seconds after which points are worked out anew, at the soonest, if sessions of the like have
+ended; if not, three times as many: past use decays, running sessions grow older."""
 
-LOOK_ANYWAY = 3600.0
-"""And after which in any case: past use decays, running sessions grow older."""
+LOOK_PART = 0.1
+"""And that part of the time that a batch has waited: so long a wait needs no such care."""
 
 FRESH = 60.0
 """Seconds for which points serve for a ticket whose turn it would be."""
@@ -45,7 +47,9 @@ class Book:
         self._batches: dict[str, Batch] = {}
         self._open: dict[Terms, Batch] = {}
         self._shapes: dict[tuple[int, frozenset[str]], Shape] = {}
-        self._looks: deque[tuple[float, Batch]] = deque()
+        self._numbers = itertools.count()
+        self._looks: list[tuple[float, int, Batch]] = []
+        """When each batch is to be looked at again; a heap."""
         self._stale: list[Batch] = []
 
     def batch(self, ticket_id: str) -> Batch:
@@ -64,15 +68,13 @@ class Book:
         insort(self.by_age.setdefault(ticket.kinds, []), (ticket.asked_at, ticket.id))
         if len(batch.tickets) == 1:
             self.look(batch, now)
-            self._looks.append((now, batch))
+            heappush(self._looks, (now + LOOK_AGAIN, next(self._numbers), batch))
         else:
             self.line.put(batch, now)
 
-    def remove(self, ticket_id: str, now: float) -> Batch | None:
-        """A ticket waits no longer; its batch, or None when it did not wait."""
-        ticket = self.tickets.pop(ticket_id, None)
-        if ticket is None:
-            return None
+    def remove(self, ticket_id: str, now: float) -> Batch:
+        """A ticket that waits does so no longer. Answers its batch."""
+        ticket = self.tickets.pop(ticket_id)
         batch = self._batches.pop(ticket_id)
         place = (ticket.asked_at, ticket_id)
         del batch.tickets[bisect_left(batch.tickets, place)]
@@ -110,16 +112,17 @@ class Book:
                 self.look(batch, now)
         self._stale.clear()
         for _ in range(min(_LOOKS, len(self._looks))):
-            checked_at, batch = self._looks[0]
-            if 0 <= now - checked_at < LOOK_AGAIN:
+            if self._looks[0][0] > now:
                 break
-            self._looks.popleft()
+            _, number, batch = heappop(self._looks)
             if not batch.tickets:
                 continue
-            since = now - batch.looked_at
-            if since < 0 or since >= LOOK_ANYWAY or batch.ends_seen != batch.alike.ends:
+            since = abs(now - batch.looked_at)
+            every = max(LOOK_AGAIN, LOOK_PART * (now - batch.tickets[0][0]))
+            if since >= every and (batch.ends_seen != batch.alike.ends or since >= 3 * every):
                 self.look(batch, now)
-            self._looks.append((now, batch))
+                since = 0.0
+            heappush(self._looks, (now + max(LOOK_AGAIN, every - since), number, batch))
         self.line.settle(now)
 
     def look_at_all(self, now: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 
 from .book import FRESH, Book
@@ -34,13 +34,9 @@ class Aged:
         return now - asked_at >= self._policy.overdue_seconds
 
     def first(
-        self,
-        book: Book,
-        capacity: Mapping[str, int],
-        now: float,
-        refused: Callable[[Batch], object],
+        self, book: Book, limiter: Limiter, capacity: Mapping[str, int], now: float
     ) -> list[str]:
-        """The tickets that go first now, in order. ``refused``: which a limit keeps waiting."""
+        """The tickets that go first now, in order."""
         found: list[tuple[float, str]] = []
         for kinds, ages in book.by_age.items():
             if not self.due(ages[0][0], now):
@@ -48,16 +44,17 @@ class Aged:
             in_use = sum(self._in_use.get(kind, 0) for kind in kinds)
             most = self._policy.overdue_share * sum(capacity.get(kind, 0) for kind in kinds)
             for asked_at, ticket_id in ages:
-                if not self.due(asked_at, now):
+                if not self.due(asked_at, now) or (in_use and in_use >= most):
                     break
                 ticket = book.tickets[ticket_id]
-                if ticket.position is not None or refused(book.batch(ticket_id)):
+                if ticket.position is not None or limiter.refusal(book.batch(ticket_id), now):
                     continue
                 if in_use and in_use + ticket.devices > most:
                     break
                 in_use += ticket.devices
                 found.append((asked_at, ticket_id))
-        return [ticket_id for _, ticket_id in sorted(found)]
+        found.sort()
+        return [ticket_id for _, ticket_id in found]
 
 
 class Walk:

@@ -48,7 +48,8 @@ class Limiter:
     def __init__(self, members: Limits, groups: Mapping[str, Limits]) -> None:
         self._members = members
         self._groups = dict(groups)
-        self._any = any(map(_limits, (members, *groups.values())))
+        self.any = any(map(_limits, (members, *groups.values())))
+        """Whether there is any limit."""
         self._parties: dict[tuple[str, str], Party] = {}
         self._until: dict[str, float] = {}
         self._taken: dict[Party, None] = {}
@@ -65,7 +66,7 @@ class Limiter:
 
     def put(self, lease: Running, until: float) -> None:
         """A lease began, or its end at ``until`` (known or expected) has changed."""
-        if not self._any:
+        if not self.any:
             return
         for party in self.of(lease.member, lease.group):
             self._until[lease.id] = until
@@ -75,7 +76,7 @@ class Limiter:
 
     def remove(self, lease: Running) -> None:
         """A lease ended."""
-        if not self._any:
+        if not self.any:
             return
         self._until.pop(lease.id, None)
         for party in self.of(lease.member, lease.group):

@@ -40,14 +40,25 @@ class Points:
         self._policy = policy
         self._member_weights = dict(member_weights)
         self._group_weights = dict(group_weights)
-        self.members = Use(policy.half_life_seconds)
-        self.groups = Use(policy.half_life_seconds)
-        self._whole = self.members.full
+        self._members = Use(policy.half_life_seconds)
+        self._groups = Use(policy.half_life_seconds)
+        self._whole = self._members.full
         """GPU-seconds that all devices can come to: past use is a part of them."""
 
     def set_capacity(self, devices: int) -> None:
         """How many usable devices there are."""
-        self._whole = max(1, devices) * self.members.full
+        self._whole = max(1, devices) * self._members.full
+
+    def start(self, member: str, group: str, devices: int, at: float) -> None:
+        """So many devices more are in use by a member, for a group."""
+        if member:
+            self._members.change(member, devices, at)
+        if group:
+            self._groups.change(group, devices, at)
+
+    def end(self, member: str, group: str, devices: int, at: float) -> None:
+        """So many were given back."""
+        self.start(member, group, -devices, at)
 
     def reckon(self, member: str, group: str, devices: int, cost: float, now: float) -> Reckoning:
         """The points of a request for so many devices that is expected to cost ``cost`` seconds."""
@@ -56,11 +67,11 @@ class Points:
         size = math.log2(policy.level_gpu_hours / gpu_hours)
         member_used = member_points = group_used = group_points = 0.0
         if member:
-            member_used = self.members.of(member, now)
+            member_used = self._members.of(member, now)
             share = member_used / (self._whole * self._member_weights.get(member, 1.0))
             member_points = -policy.member_share_points * share
         if group:
-            group_used = self.groups.of(group, now)
+            group_used = self._groups.of(group, now)
             share = group_used / (self._whole * self._group_weights.get(group, 1.0))
             group_points = -policy.group_share_points * share
         return Reckoning(size, gpu_hours, member_points, member_used, group_points, group_used)

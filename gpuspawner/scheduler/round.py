@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from .capacity import Capacity
 from .line import SMALL, Rooms, Shape
@@ -35,8 +35,14 @@ class Round:
     """
 
     def __init__(
-        self, now: float, free: Mapping[str, int], capacity: Capacity, releases: Releases
+        self,
+        now: float,
+        free: Mapping[str, int],
+        capacity: Capacity,
+        releases: Releases,
+        guess_again: Callable[[float], None],
     ) -> None:
+        """``guess_again`` sees to it that no release is guessed to be before the time given."""
         self.now = now
         self.left = {kind: count for kind, count in free.items() if count > 0}
         self.version = self.number = next(_VERSIONS)
@@ -46,6 +52,7 @@ class Round:
         """For each start, the kind of its devices."""
         self._capacity = capacity
         self._releases = releases
+        self._guess_again = guess_again
         self._kept: dict[str, _Kept] = {}
         self._starts: dict[str, list[tuple[float, str, int]]] = {}
 
@@ -86,6 +93,7 @@ class Round:
         kinds that it could use. ``no_guess``: nothing whose length is a guess may use its
         devices meanwhile."""
         shape.considered = self.number
+        self._guess_again(self.now)
         plans = []
         for kind in shape.kinds:
             if kind in self._kept:

@@ -19,7 +19,6 @@ from .points import BY_AGE, FIRST, Points
 from .policy import HOUR, Policy
 from .releases import Releases
 from .round import Round
-from .use import Use
 from .values import Decision, Ended, Limits, Part, Ranked, Running, Waiting
 
 
@@ -28,6 +27,7 @@ class _Lease:
     """A running lease and what its end will tell."""
 
     lease: Running
+    devices: int
     number: int
     alike: Alike
     batch: Batch | None
@@ -75,42 +75,47 @@ class Scheduler:
 
     def submit(self, ticket: Waiting) -> None:
         """A ticket waits; one of the same id is replaced."""
-        if self.waiting.get(ticket.id) != ticket:
-            now = max(self._latest, ticket.asked_at)
+        now = max(self._latest, ticket.asked_at)
+        before = self.waiting.get(ticket.id)
+        if before is not None:
+            if before == ticket:
+                return
             self._book.remove(ticket.id, now)
-            self._book.add(ticket, now)
+        self._book.add(ticket, now)
 
     def withdraw(self, ticket_id: str) -> None:
         """A ticket waits no longer; an unknown one is no error."""
-        self._book.remove(ticket_id, self._latest)
+        if ticket_id in self.waiting:
+            self._book.remove(ticket_id, self._latest)
 
     def started(self, lease: Running) -> None:
         """A lease began; its ticket, if it had one, leaves the line."""
-        self.ended(lease.id, lease.started_at)
-        ticket_id = lease.ticket_id or lease.id
-        ticket = self.waiting.get(ticket_id)
-        batch = self._book.remove(ticket_id, lease.started_at)
-        alike = self._lengths.alike(lease.member, lease.group, lease.devices)
+        if lease.id in self._leases:
+            self.ended(lease.id, lease.started_at)
+        at, devices = lease.started_at, lease.devices
+        alike = self._lengths.alike(lease.member, lease.group, devices)
+        ticket = self.waiting.get(lease.ticket_id or lease.id)
+        batch, aged, seconds = None, False, None
+        number = alike.asked
+        if ticket is not None:
+            batch = self._book.remove(ticket.id, at)
+            aged, seconds = self._aged.due(ticket.asked_at, at), batch.seconds
         if batch is not None and batch.alike is alike:
             number = batch.number
         else:
-            number = alike.asked
             alike.asked += 1
-        aged = ticket is not None and self._aged.due(ticket.asked_at, lease.started_at)
         self._running[lease.id] = lease
-        self._leases[lease.id] = _Lease(lease, number, alike, batch, aged)
-        alike.start(number, lease.started_at)
-        for use, party in self._uses(lease.member, lease.group):
-            use.start(party, lease.devices, lease.started_at)
+        self._leases[lease.id] = _Lease(lease, devices, number, alike, batch, aged)
+        alike.start(number, at)
+        self._points.start(lease.member, lease.group, devices, at)
         if aged:
             self._aged.start(lease.held)
-        if lease.ends_at is not None:
-            self._ends(lease, lease.ends_at)
-        elif batch is not None:
-            self._ends(lease, lease.started_at + batch.seconds)
-        else:
-            length = self._lengths.estimate(alike, number, lease.started_at, None)
-            self._ends(lease, lease.started_at + length.seconds)
+        ends_at = lease.ends_at
+        if ends_at is None:
+            if seconds is None:
+                seconds = self._lengths.estimate(alike, number, at, None).seconds
+            ends_at = at + seconds
+        self._ends(lease, ends_at)
 
     def extended(self, lease_id: str, ends_at: float | None) -> None:
         """The session's end was moved; an unknown lease is no error."""
@@ -129,8 +134,7 @@ class Scheduler:
             return
         lease = self._running.pop(lease_id)
         at = max(at, lease.started_at)
-        for use, party in self._uses(lease.member, lease.group):
-            use.end(party, lease.devices, at)
+        self._points.end(lease.member, lease.group, known.devices, at)
         if known.aged:
             self._aged.end(lease.held)
         self._releases.remove(lease_id)
@@ -143,9 +147,8 @@ class Scheduler:
         """What ended before this scheduler began, the oldest first."""
         for ended in history:
             start, end = ended.started_at, max(ended.started_at, ended.ended_at)
-            for use, party in self._uses(ended.member, ended.group):
-                use.start(party, ended.devices, start)
-                use.end(party, ended.devices, end)
+            self._points.start(ended.member, ended.group, ended.devices, start)
+            self._points.end(ended.member, ended.group, ended.devices, end)
             alike = self._lengths.alike(ended.member, ended.group, ended.devices)
             self._lengths.end(alike, alike.asked, start, end - start)
             alike.asked += 1
@@ -160,9 +163,11 @@ class Scheduler:
         """
         if not self.waiting:
             return Decision()
-        self._up_to_date(now)
+        self._latest = now
         self._book.bring_up_to_date(now)
-        round_ = Round(now, free, self._capacity, self._releases)
+        if planned > 0 or self._limiter.any:
+            self._guess_again(now)
+        round_ = Round(now, free, self._capacity, self._releases, self._guess_again)
         walk = Walk(self._book, self._limiter, round_)
         aged = self._first_by_age(now)
         walk.run(aged)
@@ -211,9 +216,8 @@ class Scheduler:
 
     # Steps of the above.
 
-    def _up_to_date(self, now: float) -> None:
-        """Guesses that time has proved wrong are made anew."""
-        self._latest = now
+    def _guess_again(self, now: float) -> None:
+        """Guesses of ends that time has proved wrong are made anew."""
         for lease_id in list(self._releases.guessed_wrong(now)):
             known = self._leases[lease_id]
             self._ends(known.lease, max(now + 60.0, self._guess(known, now)))
@@ -225,16 +229,8 @@ class Scheduler:
     def _guess(self, known: _Lease, now: float) -> float:
         return self._lengths.end_of(known.alike, known.number, known.lease.started_at, now)
 
-    def _uses(self, member: str, group: str) -> Iterator[tuple[Use, str]]:
-        if member:
-            yield self._points.members, member
-        if group:
-            yield self._points.groups, group
-
     def _first_by_age(self, now: float) -> list[str]:
-        return self._aged.first(
-            self._book, self._capacity.devices, now, lambda batch: self._limiter.refusal(batch, now)
-        )
+        return self._aged.first(self._book, self._limiter, self._capacity.devices, now)
 
     def _in_order(self, now: float, aged: list[str]) -> Iterator[Key]:
         """The keys of all tickets, first next."""

@@ -25,14 +25,6 @@ class Use:
         self._held: dict[str, int] = {}
         self._past: dict[str, float] = {}
 
-    def start(self, party: str, devices: int, at: float) -> None:
-        """``party`` holds so many devices more from ``at``."""
-        self._change(party, devices, at)
-
-    def end(self, party: str, devices: int, at: float) -> None:
-        """``party`` gave so many devices back at ``at``."""
-        self._change(party, -devices, at)
-
     def of(self, party: str, now: float) -> float:
         """GPU-seconds used of late, as of ``now``; never negative."""
         past = self._past.get(party)
@@ -44,7 +36,8 @@ class Use:
         )
         return used if used > 0.0 else 0.0
 
-    def _change(self, party: str, devices: int, at: float) -> None:
+    def change(self, party: str, devices: int, at: float) -> None:
+        """``party`` holds so many devices more (or fewer) from ``at``."""
         age = (at - self._reference) / self.half_life
         if not -_FARTHEST < age < _FARTHEST:
             self._move_reference(at)
