@@ -59,13 +59,14 @@ class Book:
     def add(self, ticket: Waiting, now: float) -> None:
         """A ticket begins to wait."""
         batch = self._batch_for(ticket)
-        insort(batch.tickets, (ticket.asked_at, ticket.id))
+        place = (ticket.asked_at, ticket.id)
+        insort(batch.tickets, place)
         batch.count += 1
         batch.alike.asked += 1
         batch.asked_until = max(batch.asked_until, ticket.asked_at)
         self.tickets[ticket.id] = ticket
         self._batches[ticket.id] = batch
-        insort(self.by_age.setdefault(ticket.kinds, []), (ticket.asked_at, ticket.id))
+        insort(self.by_age.setdefault(ticket.kinds, []), place)
         if len(batch.tickets) == 1:
             self.look(batch, now)
             heappush(self._looks, (now + LOOK_AGAIN, next(self._numbers), batch))

@@ -14,6 +14,10 @@ _FIRST_COUNT = 100
 _LOWEST, _HIGHEST = -3.0, 2.0
 """Bounds of what one class adds, as a logarithm."""
 
+_MOST = 1.65
+"""The greatest factor: where an overload is unlike all that was seen before, an interval of weeks
+would be right and useless."""
+
 Class = tuple[str | int, ...]
 
 
@@ -32,7 +36,7 @@ class Calibration:
 
     def stretch(self, classes: tuple[Class, ...]) -> float:
         """The factor for a ticket of these classes."""
-        return math.exp(sum(self._logs.get(of, 0.0) for of in classes))
+        return min(_MOST, math.exp(sum(self._logs.get(of, 0.0) for of in classes)))
 
     def compare(self, classes: tuple[Class, ...], held: bool) -> None:
         """An interval that was shown to a ticket of these classes held its start, or did not."""

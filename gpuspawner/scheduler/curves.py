@@ -13,15 +13,12 @@ from .values import Estimate
 _REMEMBERED = 300
 """Looks of a likeness that are kept."""
 
-_APART = 120.0
+_APART = 60.0
 """Seconds between two that are kept: tickets that are asked for together share their fate, and
 must not make all others forgotten."""
 
 _FRESH = 60.0
 """Seconds for which a curve serves."""
-
-_BEYOND = 1.5
-"""The longest wait that is known is not the longest there is: by this factor."""
 
 
 class Look:
@@ -100,6 +97,6 @@ def _curve(looks: deque[Look], now: float) -> Curve:
             multiples.append(multiple)
             parts.append(1.0 - left)
     if multiples and left > 1e-9:
-        multiples.append(_BEYOND * waits[-1][0])
+        multiples.append(waits[-1][0])
         parts.append(1.0)
     return Curve(multiples, parts)

@@ -27,7 +27,7 @@ INSIDE = 0.8
 _AIM = 0.81
 """What is aimed for, so that errors of the calibration do not fall short of the promise."""
 
-_SPEAKS_FROM = 30
+_SPEAKS_FROM = 20
 """Looks of the like that must have been compared with a start before anything is said."""
 
 _AGES = (300.0, 3600.0, 6 * 3600.0, 86400.0)
@@ -36,7 +36,7 @@ _AGES = (300.0, 3600.0, 6 * 3600.0, 86400.0)
 _FIRST_AGE = 60.0
 """A ticket is looked at when it is asked for, at this age, and whenever that has doubled."""
 
-_LEFT_OUT = (0.0, 0.02, 0.05, 0.1)
+_LEFT_OUT = (0.0, 0.02, 0.05)
 """Parts of the tickets that may start before the interval does."""
 
 _DUE = 1000

@@ -4,6 +4,7 @@ as sessions like them did."""
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -47,6 +48,11 @@ class Releases:
     def end_of(self, lease_id: str) -> float:
         """When the lease ends, as far as is known."""
         return self._ends[lease_id][0]
+
+    @property
+    def next_guess(self) -> float:
+        """The first end that was guessed; infinity where there is none."""
+        return self._guesses[0][0] if self._guesses else math.inf
 
     def guessed_wrong(self, now: float) -> Iterator[str]:
         """Leases that should have ended by now and were only guessed: guess again."""

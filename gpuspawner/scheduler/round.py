@@ -93,11 +93,13 @@ class Round:
         kinds that it could use. ``no_guess``: nothing whose length is a guess may use its
         devices meanwhile."""
         shape.considered = self.number
-        self._guess_again(self.now)
+        kinds = [kind for kind in shape.kinds if kind not in self._kept]
+        if not kinds:
+            return
+        if self._releases.next_guess <= self.now:
+            self._guess_again(self.now)
         plans = []
-        for kind in shape.kinds:
-            if kind in self._kept:
-                continue
+        for kind in kinds:
             left, starts = self.left.get(kind, 0), self._starts.get(kind, ())
             if not which & SMALL:
                 left -= self._capacity.for_small(kind, shape.devices)
