@@ -174,7 +174,8 @@ class Lease:
     """When the member connected."""
     outcome: str = ""
     """Why it is to end or has ended, in a word: ``""`` for as the member asked, ``no_show``,
-    ``session_end``, ``admin``. One that is open still is stopped by the accounting service."""
+    ``session_end``, ``admin``. One that is open still is stopped by the accounting service.
+    ``lost``: it went down with its hub before its member came, whose ticket waits again."""
 
     @property
     def length(self) -> timedelta | None:

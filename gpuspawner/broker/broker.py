@@ -131,14 +131,13 @@ class Broker(Grants, Admin, Notices, Sessions):
             lease = leases.get(connection, lease_id, lock=True)
             if lease.state is LeaseState.ENDED or still not in (None, lease.state):
                 return lease
-            began = lease.started_at or lease.granted_at
-            last_proof = max(lease.seen_at or began, began)
-            end = min(max(ended_at or last_proof, began), now)
-            end = last_proof if now < last_proof else end  # the clock was set back
-            end = end.astimezone(timezone.utc)
+            end = _end_of(lease, ended_at, now)
             # A server that nobody came to costs nothing, like one that did not start.
             back = lost and _awaited(lease) and tickets.reopen(connection, lease.ticket_id or "")
-            failed = failed or back or lease.outcome == "no_show"
+            if back:
+                lease = replace(lease, outcome="lost")
+                leases.update(connection, lease.id, outcome=lease.outcome)
+            failed = failed or lease.outcome in ("no_show", "lost")
             due = rules.settlement(lease, end, failed)
             if transfer := rules.settle(lease, due, end):
                 book.post(connection, transfer)
@@ -255,6 +254,15 @@ class Broker(Grants, Admin, Notices, Sessions):
             with self.store.write() as connection:
                 for lease_id in lease_ids:
                     leases.update(connection, lease_id, seen_at=now)
+
+
+def _end_of(lease: Lease, ended_at: datetime | None, now: datetime) -> datetime:
+    """When a server ended that is proved gone; ``ended_at`` if somebody knows."""
+    began = lease.started_at or lease.granted_at
+    last_proof = max(lease.seen_at or began, began)
+    if now < last_proof:
+        return last_proof.astimezone(timezone.utc)  # the clock was set back
+    return min(max(ended_at or last_proof, began), now).astimezone(timezone.utc)
 
 
 def _awaited(lease: Lease) -> bool:

@@ -133,14 +133,14 @@ def check_lease_postings(books: Books) -> Iterator[str]:
 
 def check_settled(books: Books) -> Iterator[str]:
     """An ended lease was charged what it owed at its end; a failed start nothing, and so a server
-    that nobody came to."""
+    that nobody came to, or could come to."""
     for lease in books.leases:
         if lease.state is not LeaseState.ENDED:
             continue
         if lease.ended_at is None:
             yield f"Lease {lease.id} has ended, but nobody wrote down when."
             continue
-        failed = lease.id in books.failed or lease.outcome == "no_show"
+        failed = lease.id in books.failed or lease.outcome in ("no_show", "lost")
         due = 0 if failed else owed(lease.rate, lease.started_at, lease.ended_at)
         if lease.charged != due:
             yield (

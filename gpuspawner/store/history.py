@@ -69,9 +69,9 @@ def no_shows_in_a_row(connection: sa.Connection, user: str) -> int:
     """How many of a member's newest leases from the queue ended because nobody connected."""
     count = 0
     for (outcome,) in _OUTCOMES.rows(connection, member=user):
-        if outcome != "no_show":
+        if outcome not in ("no_show", "lost"):
             break
-        count += 1
+        count += outcome == "no_show"
     return count
 
 
