@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 _Release = tuple[float, str, int]
@@ -61,9 +62,18 @@ class Releases:
             if self._ends.get(lease_id, (None,))[0] == at:
                 yield lease_id
 
-    def ahead(self, kind: str) -> Sequence[_Release]:
-        """What comes back of a kind, in order."""
-        return self._by_kind.get(kind, ())
+    def ahead(self, kind: str, now: float) -> Sequence[_Release]:
+        """What comes back of a kind after ``now``, in order.
+
+        A session that should be over is given as long again as it is late already: what does
+        not end must not look as if it would at any moment.
+        """
+        ends = self._by_kind.get(kind, ())
+        if not ends or ends[0][0] > now:
+            return ends
+        late = bisect_right(ends, now, key=itemgetter(0))
+        again = [(2 * now - at, lease_id, count) for at, lease_id, count in ends[:late]]
+        return sorted([*again, *ends[late:]])
 
     def together(
         self, kind: str, devices: int, free: int, now: float, starts: Sequence[_Release]
@@ -72,7 +82,7 @@ class Releases:
 
         ``starts`` are releases of what starts now. None when there will never be so many.
         """
-        ahead = self.ahead(kind)
+        ahead = self.ahead(kind, now)
         reached: float | None = None
         for at, _, count in heapq.merge(ahead, sorted(starts)) if starts else ahead:
             if reached is not None and at > reached:
@@ -80,4 +90,4 @@ class Releases:
             free += count
             if reached is None and free >= devices:
                 reached = at
-        return None if reached is None else Planned(max(now, reached), free - devices)
+        return None if reached is None else Planned(reached, free - devices)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from .capacity import Capacity
-from .line import SMALL, Rooms, Shape
+from .line import GUESS, SMALL, Rooms, Shape
 from .releases import Planned, Releases
 
 _VERSIONS = itertools.count()
@@ -80,8 +80,10 @@ class Round:
             )
         self.on[ticket_id] = kind
         kept = self._kept.get(kind)
-        if kept is not None and self.now + seconds > kept.at:
-            kept.spare -= devices
+        if kept is not None:
+            in_doubt = kept.no_guess and which & GUESS
+            if in_doubt or self.now + seconds > kept.at:
+                kept.spare -= devices
         self.left[kind] -= devices
         if not self.left[kind]:
             del self.left[kind]

@@ -253,7 +253,7 @@ class Scheduler:
         kinds = {*self._capacity.devices, *round_.left}
         plans: dict[str, Plan] = {}
         for kind in kinds:
-            ends = [(at, devices) for at, _, devices in self._releases.ahead(kind)]
+            ends = [(at, devices) for at, _, devices in self._releases.ahead(kind, now)]
             ends += [(at, devices) for at, _, devices in round_.started(kind)]
             plans[kind] = Plan(now, round_.left.get(kind, 0), ends)
         for key in keys:
