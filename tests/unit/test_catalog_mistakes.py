@@ -42,7 +42,7 @@ def refusal(text: str) -> str:
         ("hours: {default: two}", "is 'two', not a number above zero"),
         ("hours: {max: 1000000000}", "is 1000000000 hours; 8760, a year, is the most"),
         ("hours: {default: 12, max: 8}", "is 12, but 'max' is 8. Lower the one or raise"),
-        ("devices: {max: 0}\nhours: {max: 8}", "so 'hours' means nothing"),
+        ("hours: {max: 8}\ndevices: {max: 0}", "so 'hours' means nothing"),
         ("default: 'yes'", "is 'yes'. Write true or false"),
         ("display_name: 5", "is 5, not text. Put it in quotes"),
         ("display_name: ''", "is empty"),
