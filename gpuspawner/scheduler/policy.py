@@ -33,7 +33,7 @@ class Policy:
     """Points that a member loses who had all devices of late; who had a tenth, a tenth of it."""
     group_share_points: float = 2.0
     """The same for a group."""
-    waiting_point_seconds: float = 17 * HOUR
+    waiting_point_seconds: float = 18 * HOUR
     """Waiting so long is worth one point."""
     level_gpu_hours: float = 4.0
     """Requests that are expected to use less have points, larger ones lack some. Waiting makes up
