@@ -67,11 +67,12 @@ class Book:
         self.tickets[ticket.id] = ticket
         self._batches[ticket.id] = batch
         insort(self.by_age.setdefault(ticket.kinds, []), place)
-        if len(batch.tickets) == 1:
+        if len(batch.tickets) == 1 and not self._is_fresh(batch, now):
             self.look(batch, now)
-            heappush(self._looks, (now + LOOK_AGAIN, next(self._numbers), batch))
         else:
             self.line.put(batch, now)
+        if batch.parties:
+            self.limited[batch] = None
 
     def remove(self, ticket_id: str, now: float) -> Batch:
         """A ticket that waits does so no longer. Answers its batch."""
@@ -86,8 +87,6 @@ class Book:
         self.line.put(batch, now)
         if not batch.tickets:
             self.limited.pop(batch, None)
-            if self._open.get(batch.terms) is batch:
-                del self._open[batch.terms]
         return batch
 
     def look(self, batch: Batch, now: float) -> None:
@@ -117,6 +116,8 @@ class Book:
                 break
             _, number, batch = heappop(self._looks)
             if not batch.tickets:
+                if self._open.get(batch.terms) is batch:
+                    del self._open[batch.terms]
                 continue
             since = abs(now - batch.looked_at)
             every = max(LOOK_AGAIN, LOOK_PART * (now - batch.tickets[0][0]))
@@ -148,7 +149,6 @@ class Book:
         batch = self._open.get(terms)
         if (
             batch is not None
-            and batch.tickets
             and batch.count < self._policy.batch_tickets
             and abs(ticket.asked_at - batch.asked_until) <= self._policy.batch_seconds
         ):
@@ -165,7 +165,9 @@ class Book:
             self._limiter.of(ticket.member, ticket.group),
             self._policy.waiting_point_seconds,
         )
-        if batch.parties:
-            self.limited[batch] = None
         self._open[terms] = batch
+        heappush(self._looks, (ticket.asked_at + LOOK_AGAIN, next(self._numbers), batch))
         return batch
+
+    def _is_fresh(self, batch: Batch, now: float) -> bool:
+        return batch.ends_seen == batch.alike.ends and 0 <= now - batch.looked_at < FRESH
