@@ -15,6 +15,7 @@ from ..model import Device, Lease, Place, Request, Ticket
 from ..pool import Fleet, leasable, suitable
 from ..scheduler import Ended, Priority, Running, Scheduler, Waiting
 from ..store import closures, history, leases, tickets
+from .expected import Expected, kind
 from .watch import Look
 
 PAST = timedelta(days=28)
@@ -25,8 +26,8 @@ ALONE = timedelta(minutes=2)
 
 
 def kind_of(device: Device) -> str:
-    """The devices that are the same to every request."""
-    return f"{device.model}/{device.memory_bytes}"
+    """The kind that a device is of."""
+    return kind(device.model, device.memory_bytes)
 
 
 def model_of(kind: str) -> str:
@@ -55,6 +56,7 @@ class Line:
     def __init__(self, scheduler: Scheduler) -> None:
         self.lock = threading.RLock()
         self.scheduler = scheduler
+        self.expected = Expected()
         self.tickets: dict[str, Ticket] = {}
         self.closed: dict[str, closures.Closure] = {}
         self.supply = Supply(Fleet((), {}), {}, {})
@@ -104,6 +106,7 @@ class Line:
         changed |= self._sync_leases(connection, look.fleet, now)
         changed |= self._sync_supply(look.fleet, leases.places_taken(connection))
         changed |= self._sync_tickets(connection)
+        self.expected.only(self.tickets, now)
         self._synced_at = now
         if changed:
             self.revision += 1
@@ -112,7 +115,7 @@ class Line:
         """A ticket that this process has just written."""
         self.tickets[ticket.id] = ticket
         self._versions[ticket.id] = str(ticket.version)
-        self.scheduler.submit(self.waiting(ticket))
+        self._submit(ticket)
         self.revision += 1
 
     def drop(self, ticket_id: str) -> None:
@@ -155,6 +158,8 @@ class Line:
         found = history.marks(connection)
         if found == self._leases and self._synced_at is not None:
             return False
+        if self._synced_at is None:
+            self.expected.learn(history.starts_since(connection, now - PAST))
         since = self._synced_at - timedelta(minutes=5) if self._synced_at else now - PAST
         for lease in history.ended_since(connection, since):
             ended = lease.ended_at
@@ -178,6 +183,8 @@ class Line:
             return
         held = Counter(_kind_held(place.uuid, fleet) for place in lease.devices)
         held.pop("", None)
+        if held and self.synced:
+            self.expected.granted(lease, held)
         if held:
             self.scheduler.started(
                 Running(
@@ -201,9 +208,14 @@ class Line:
         new = [i for i, version in found.items() if self._versions.get(i) != version]
         for ticket in tickets.some(connection, new):
             self.tickets[ticket.id] = ticket
-            self.scheduler.submit(self.waiting(ticket))
+            self._submit(ticket)
         self._versions = found
         return True
+
+    def _submit(self, ticket: Ticket) -> None:
+        waiting = self.waiting(ticket)
+        self.scheduler.submit(waiting)
+        self.expected.asked(waiting)
 
     def waiting(self, ticket: Ticket) -> Waiting:
         """A ticket as the scheduler sees it."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cache
 
 from ..model import Request, Ticket
-from ..scheduler import Decision, Ranked
+from ..scheduler import Ahead, Decision, Estimate, Ranked
 from ..store import closures
 from .core import Core
 from .line import Line
@@ -19,6 +19,10 @@ PLANNED = 8
 
 FRESH = 1.0
 """Seconds for which places and estimates serve everybody who asks, if nothing changes."""
+
+
+AT_ONCE = 200
+"""Tickets that are estimated before others may have the line."""
 
 
 class Places(Core):
@@ -37,8 +41,7 @@ class Places(Core):
                 return self._standings[1]
             revision = self.line.revision
             waiting = self._tickets(self.line.scheduler.in_line(now))
-        # Whoever asks for a GPU meanwhile need not wait for the rest.
-        found = self._stand(waiting, decision)
+        found = self._stand(waiting, decision, now)
         self._standings = ((revision, now), found)
         return found
 
@@ -46,9 +49,10 @@ class Places(Core):
         """The whole line with the arithmetic of every score, first next: for admins."""
         with self.line.lock:
             decision = self._decide(PLANNED)
-            ranked = self.line.scheduler.order(_seconds(self.clock()))
+            now = _seconds(self.clock())
+            ranked = self.line.scheduler.order(now)
             waiting = self._tickets([each.id for each in ranked])
-        found = self._stand(waiting, decision)
+        found = self._stand(waiting, decision, now)
         return [(t, r, found[t.id]) for t, r in zip(waiting, ranked, strict=True)]
 
     def place_of(self, ticket_id: str) -> int:
@@ -85,20 +89,59 @@ class Places(Core):
     def _tickets(self, ids: Sequence[str]) -> list[Ticket]:
         return [self.line.tickets[ticket_id] for ticket_id in ids]
 
-    def _stand(self, waiting: Sequence[Ticket], decision: Decision) -> dict[str, Standing]:
+    def _stand(
+        self, waiting: Sequence[Ticket], decision: Decision, now: float
+    ) -> dict[str, Standing]:
         """The standings of all that wait, first next."""
         found = {}
         why_of = self._reasons()
+        latest = self._latest(waiting, decision)
+        estimates = self._estimates(waiting, decision, latest, now)
         for place, ticket in enumerate(waiting, start=1):
             planned = decision.planned.get(ticket.id)
             found[ticket.id] = Standing(
                 place=place,
                 of=len(waiting),
                 why=why_of(ticket.request, decision.held_back.get(ticket.id, "")),
-                estimate=None,
+                estimate=estimates.get(ticket.id),
                 planned=datetime.fromtimestamp(planned, timezone.utc) if planned else None,
+                certain=ticket.id in latest,
             )
         return found
+
+    def _latest(self, waiting: Sequence[Ticket], decision: Decision) -> dict[str, float]:
+        """The planned starts that no session without an end can put off."""
+        running = self.line.scheduler.running
+        found: dict[str, float] = {}
+        with self.line.lock:
+            if any(lease.ends_at is None for lease in running.values()):
+                return found
+        for ticket in waiting:
+            if ticket.id in decision.planned:
+                found[ticket.id] = decision.planned[ticket.id]
+            if ticket.seconds is None or ticket.id not in decision.planned:
+                break
+        return found
+
+    def _estimates(
+        self,
+        waiting: Sequence[Ticket],
+        decision: Decision,
+        latest: Mapping[str, float],
+        now: float,
+    ) -> dict[str, Estimate]:
+        """When they will probably start; of who is held back by a limit nobody can say."""
+        found: dict[str, Estimate] = {}
+        if closures.GRANTING in self.line.closed:
+            return found
+        ahead = Ahead()
+        for some in _batches(waiting):
+            # Whoever asks for a GPU meanwhile need not wait for all of them.
+            with self.line.lock:
+                there = self.line.scheduler.waiting
+                walk = [there[ticket.id] for ticket in some if ticket.id in there]
+                found |= self.line.expected.estimates(walk, ahead, latest, now)
+        return {name: found[name] for name in found if name not in decision.held_back}
 
     def _reasons(self) -> Callable[[Request, str], str]:
         """What a request waits for, given the limit that holds it back, if one does."""
@@ -116,3 +159,7 @@ class Places(Core):
 
 def _seconds(at: datetime) -> float:
     return at.timestamp()
+
+
+def _batches(waiting: Sequence[Ticket]) -> Iterator[Sequence[Ticket]]:
+    return (waiting[start : start + AT_ONCE] for start in range(0, len(waiting), AT_ONCE))

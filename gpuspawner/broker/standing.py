@@ -24,7 +24,9 @@ class Standing:
     estimate: Estimate | None
     """When it will probably start, as far as anybody can say."""
     planned: datetime | None
-    """When it starts at the latest, as far as the ends of sessions tell."""
+    """When it is planned to start, by the ends of sessions, known or guessed."""
+    certain: bool = False
+    """Whether all those ends are known: then it starts by then, unless somebody goes first."""
 
     def sentence(self, now: datetime) -> str:
         """The line on the pending page."""
@@ -39,13 +41,19 @@ class Standing:
         return f"You are number {self.place} of {self.of} in line. Waiting for {self.why}."
 
     def when(self, now: datetime) -> str:
-        """The estimate; nothing when nobody can say."""
-        if self.estimate is None:
+        """The estimate as a sentence; nothing when nobody can say."""
+        start = self.start(now)
+        return f"Most likely start: {start}." if start else ""
+
+    def start(self, now: datetime) -> str:
+        """``14:20 to 14:50``, or what is known before enough others have waited to learn from."""
+        if self.estimate is not None:
+            low, high = (_at(self.estimate.low, now), _at(self.estimate.high, now))
+            return low if low == high else f"{low} to {high}"
+        if self.planned is None:
             return ""
-        low, high = (_at(self.estimate.low, now), _at(self.estimate.high, now))
-        if low == high:
-            return f"Most likely start: {low}."
-        return f"Most likely start: {low} to {high}."
+        planned = _at(self.planned.timestamp(), now)
+        return f"by {planned}" if self.certain else f"around {planned} (a first guess)"
 
 
 def waits_for(request: Request, free: int) -> str:

@@ -183,15 +183,9 @@ def _row(ticket: Ticket, ranked: Ranked, standing: Standing, now: datetime) -> l
         ticket.group or "-",
         standing.why,
         local(ticket.created_at),
-        _start(standing, now),
+        standing.start(now) or "-",
         _points(ranked.score),
     ]
-
-
-def _start(standing: Standing, now: datetime) -> str:
-    if said := standing.when(now).partition(": ")[2].rstrip("."):
-        return said
-    return f"by {local(standing.planned)}" if standing.planned else "-"
 
 
 def _compared(found: Comparison, tickets: dict[str, Ticket]) -> str:

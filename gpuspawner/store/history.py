@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import datetime
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -63,6 +64,41 @@ def ended_since(connection: sa.Connection, since: datetime) -> list[Lease]:
     )
     found = lease_rows.where(connection, leases.c.id.in_(newest))
     return sorted(found, key=lambda lease: lease.ended_at or since)
+
+
+class Start(NamedTuple):
+    """Devices of one kind that were given out, and since when they had been asked for."""
+
+    asked_at: datetime
+    granted_at: datetime
+    group: str
+    devices: int
+    model: str
+    memory_bytes: int
+
+
+def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
+    """The newest leases with devices that were granted since then, the newest first."""
+    query = (
+        sa.select(
+            sa.func.coalesce(tickets.c.created_at, leases.c.granted_at),
+            leases.c.granted_at,
+            leases.c.group,
+            sa.func.count(),
+            sa.func.min(lease_places.c.model),
+            sa.func.min(lease_places.c.memory_bytes),
+        )
+        .select_from(
+            leases.join(lease_places, lease_places.c.lease_id == leases.c.id).outerjoin(
+                tickets, tickets.c.id == leases.c.ticket_id
+            )
+        )
+        .where(leases.c.granted_at >= since)
+        .group_by(leases.c.id, tickets.c.created_at)
+        .order_by(leases.c.granted_at.desc())
+        .limit(MOST)
+    )
+    return [Start(*row) for row in connection.execute(query)]
 
 
 def no_shows_in_a_row(connection: sa.Connection, user: str) -> int:

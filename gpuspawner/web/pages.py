@@ -13,7 +13,7 @@ from jupyterhub.services.auth import HubOAuthCallbackHandler
 from markupsafe import Markup
 from tornado import web
 
-from ..broker import DeviceView, Standing
+from ..broker import DeviceView
 from ..broker.sessions import end_clock
 from ..broker.view import clock
 from ..errors import GPUSpawnerError, InvalidRequest
@@ -202,13 +202,6 @@ def points(number: float) -> str:
     return f"{round(number, 2) + 0.0:,.2f}".replace("-", "\N{MINUS SIGN}")
 
 
-def start(standing: Standing, now: datetime) -> str:
-    """When a ticket will start, as far as anybody can say; else nothing."""
-    if said := standing.when(now).partition(": ")[2].rstrip("."):
-        return said
-    return f"by {clock(standing.planned, now)}" if standing.planned else ""
-
-
 def subject(text: str, devices: Sequence[DeviceView]) -> str:
     """What a line of the audit trail is about; devices by index, for people."""
     known = {view.device.uuid: f"GPU {view.device.index}" for view in devices}
@@ -255,7 +248,6 @@ def _environment() -> jinja2.Environment:
         "ends": ends,
         "memory": memory,
         "points": points,
-        "start": start,
         "subject": subject,
         "hours": lambda seconds: f"{seconds / 3600:g}",
         "outcome": lambda outcome: OUTCOMES.get(outcome, outcome),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from gpuspawner.broker.view import clock
 from tests.support import images
 from tests.support.browser import open_browser, screenshot
 from tests.support.engine import PrivateEngine
@@ -28,6 +30,7 @@ environments:
     image: {images.BASE}
     default: true
     devices: {{default: 1, max: 1}}
+    hours: {{default: 2, max: 4}}
 """
 
 CONFIG = """
@@ -87,6 +90,10 @@ def test_the_second_lands_by_itself(hub: GPUHub) -> None:
         message = two.locator("#progress-message")
         expect(message).to_contain_text("You are the only one in line", timeout=SLOW)
         expect(message).to_contain_text("Waiting for a GPU; none is free")
+        end = hub.open_leases("member1")[0].ends_at
+        assert end is not None
+        start = clock(end, end - timedelta(hours=1))
+        expect(message).to_contain_text(f"Most likely start: by {start}.")
         keep(two, "1-pending")
 
         hub.kill9(services=True)
@@ -94,6 +101,7 @@ def test_the_second_lands_by_itself(hub: GPUHub) -> None:
         keep(two, "2-hub-away")
         hub.start()
         expect(message).to_contain_text("You are the only one in line", timeout=SLOW)
+        expect(message).to_contain_text(f"Most likely start: by {start}.")
 
         hub.stop_server("member1")
         wait_for_lab(two, "member2")
