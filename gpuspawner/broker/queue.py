@@ -185,10 +185,8 @@ class Queue(Places, QueueSettings):
                 raise ServerHasLease()
             mine = tickets.open_of_member(connection, server.user)
             known = next((each for each in mine if each.server == server), None)
-            if known and (known.request, known.seconds) == (request, ticket.seconds):
-                if known.id not in self.line.tickets:
-                    self.line.add(known)
-                return known
+            if known and known.request == request:
+                return self._asked_again(connection, known, ticket)
             if known:
                 why = "another request was made for the same server"
                 tickets.end(connection, known.id, ticket.created_at, "replaced", why)
@@ -200,6 +198,18 @@ class Queue(Places, QueueSettings):
         self.line.add(ticket)
         self.log.info("Ticket %s: %s waits for %d GPUs", ticket.id, server, request.devices)
         return ticket
+
+    def _asked_again(self, connection: sa.Connection, known: Ticket, ticket: Ticket) -> Ticket:
+        """The same devices, maybe for other hours: the ticket keeps its place."""
+        if known.seconds != ticket.seconds:
+            for limit in self.limits_of(known.group):
+                _must_be_within(limit, ticket)
+            tickets.update(connection, known.id, seconds=ticket.seconds, options=ticket.options)
+            known = tickets.get(connection, known.id)
+            self.line.add(known)
+        elif known.id not in self.line.tickets:
+            self.line.add(known)
+        return known
 
     def _ticket(
         self, server: ServerRef, request: Request, engine: str, account: str, terms: Terms

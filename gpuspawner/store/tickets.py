@@ -107,6 +107,8 @@ def of_user(connection: sa.Connection, user: str, limit: int = 20) -> list[Ticke
 def update(connection: sa.Connection, ticket_id: str, **values: Any) -> None:
     """Change fields of a ticket that waits; others see its new version."""
     values["version"] = tickets.c.version + 1
+    if "options" in values:
+        values["options"] = json.dumps(dict(values["options"]))
     where = (tickets.c.id == ticket_id) & OPEN_TICKET
     connection.execute(sa.update(tickets).where(where).values(values))
 

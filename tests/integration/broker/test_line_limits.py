@@ -64,3 +64,19 @@ def test_another_request_for_the_same_server_takes_the_place_of_the_first(make: 
     assert broker.ticket(first.id).outcome == "replaced"
     assert [ticket.id for ticket in broker.waiting()] == [second.id]
     assert not isinstance(second, Lease)
+
+
+def test_other_hours_for_the_same_devices_keep_the_place(make: Make) -> None:
+    broker = make(
+        member_limits={"tickets": 1, "gpu_hours": 8}, group_limits={"guests": {"tickets": 2}}
+    )
+    acquire(broker, "owner", 4)
+    first = ask(broker, "anna", seconds=3600)
+    ask(broker, "bert")
+    again = ask(broker, "anna", seconds=7200)
+    assert (again.id, again.created_at, again.seconds) == (first.id, first.created_at, 7200)
+    assert broker.ticket(first.id) == again, "it is written down"
+    assert broker.line.scheduler.waiting[first.id].seconds == 7200, "and counts from now on"
+    with pytest.raises(TooMuchAsked, match="You asked for 9 GPU-hours, and 8 is your limit"):
+        ask(broker, "anna", seconds=9 * 3600)
+    assert broker.ticket(first.id) == again
