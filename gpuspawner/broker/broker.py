@@ -79,7 +79,9 @@ class Broker(Grants, Admin, Notices, Sessions):
     def overview(self) -> view.Overview:
         """All devices with their state, for pages and tables."""
         look = self.look()
-        taken, closed = self.store.run(lambda c: (leases.taken(c), closures.load(c)))
+        taken, closed, waiting = self.store.run(
+            lambda c: (leases.taken(c), closures.load(c), len(tickets.versions(c)))
+        )
         views = view.device_views(look.devices, taken, closed)
         return view.Overview(
             devices=views,
@@ -88,6 +90,8 @@ class Broker(Grants, Admin, Notices, Sessions):
             error=look.inventory.error,
             driver_version=look.inventory.driver_version,
             cuda_version=look.inventory.cuda_version,
+            waiting=waiting,
+            paused=closed.get(closures.GRANTING),
         )
 
     # From confirmation to release.

@@ -52,6 +52,10 @@ class Overview:
     """Why the devices cannot be seen; empty when they can."""
     driver_version: str
     cuda_version: str
+    waiting: int = 0
+    """Tickets in line."""
+    paused: Closure | None = None
+    """Why no device is given out, and by whom; None while they are."""
 
     @property
     def total(self) -> int:

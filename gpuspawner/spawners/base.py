@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from jinja2 import Environment as Templates
 from jinja2 import PackageLoader
 from jupyterhub.spawner import Spawner, SpawnException
 from jupyterhub.traitlets import Callable
+from jupyterhub.utils import maybe_future
 from traitlets import Any as AnyTrait
 from traitlets import Integer, Unicode, Union, default
 
@@ -27,6 +29,10 @@ from .hours import Hours, hour_choices, length, usual_label
 _templates = Templates(
     loader=PackageLoader("gpuspawner.spawners"), autoescape=True, trim_blocks=True
 )
+
+
+_LIMITS = ("gpu_limit", "default_hours", "most_hours")
+"""Traits that decide what the form offers."""
 
 
 class GPUSpawnerBase(Hours, Spawner):
@@ -193,9 +199,33 @@ class GPUSpawnerBase(Hours, Spawner):
             default_choice = catalog.default_for(self.group_names)
             overview = await self.broker.run(self.broker.overview)
             account = await self._account()
-            return own + self.render_form(catalog, default_choice, overview, account)
+            with self._set_for_now(await self._limits_of_groups()):
+                return own + self.render_form(catalog, default_choice, overview, account)
         except GPUSpawnerError as error:
             return own + _templates.get_template("unavailable.html").render(message=error.message)
+
+    async def _limits_of_groups(self) -> dict[str, Any]:
+        """What ``group_overrides`` will set at the start, of what the form shows."""
+        overrides = self.group_overrides
+        if callable(overrides):
+            overrides = await maybe_future(overrides(self))
+        found = {}
+        for name in sorted(overrides):
+            if self.group_names & set(overrides[name]["groups"]):
+                settings = overrides[name]["spawner_override"]
+                found.update({trait: settings[trait] for trait in _LIMITS if trait in settings})
+        return {trait: value(self) if callable(value) else value for trait, value in found.items()}
+
+    @contextmanager
+    def _set_for_now(self, values: Mapping[str, Any]) -> Iterator[None]:
+        before = {trait: getattr(self, trait) for trait in values}
+        try:
+            for trait, value in values.items():
+                self.set_trait(trait, value)
+            yield
+        finally:
+            for trait, value in before.items():
+                self.set_trait(trait, value)
 
     async def _account(self) -> Account:
         """The member's account; who comes for the first time gets the opening grant now."""

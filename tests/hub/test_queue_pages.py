@@ -299,6 +299,9 @@ def test_a_pause_is_said_on_every_page(hub: PayingHub) -> None:
         paused = hub.json("eve", "queue").json()["paused"]
         assert paused == {"reason": reason}
         assert "the GPUs to be given out again" in words(hub.page("eve"))
+        form = words(hub.login("gus").get(f"{hub.url}/hub/spawn", timeout=30))
+        assert "No GPU is given out just now (new fans &lt;until&gt; 15:00). You can wait" in form
+        assert "3 servers wait in line." in form
         again = send(hub, ADMIN, "queue/granting", paused="yes", reason="other")
         assert "It was so already: nothing was changed." in words(again)
         assert hub.json(ADMIN, "queue").json()["paused"]["reason"] == reason

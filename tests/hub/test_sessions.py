@@ -266,6 +266,21 @@ def test_who_comes_in_time_keeps_the_server(one_gpu: PayingHub) -> None:
     assert hub.broker.lease(lease.id).state is LeaseState.RUNNING
 
 
+def test_the_form_offers_what_the_group_allows(hub: PayingHub) -> None:
+    gina = hub.login("gina")
+    hub.api("POST", "groups/guests").raise_for_status()
+
+    def offered() -> list[str]:
+        form = gina.get(f"{hub.url}/hub/spawn", timeout=30).text
+        return re.findall(r"<option value=\"\d+\" *>(\d+ h)", form)
+
+    assert offered() == ["1 h", "2 h", "4 h", "8 h", "12 h"]
+    hub.api("POST", "groups/guests/users", json={"users": ["gina"]}).raise_for_status()
+    assert offered() == ["1 h", "2 h"]
+    hub.api("DELETE", "groups/guests/users", json={"users": ["gina"]}).raise_for_status()
+    assert offered() == ["1 h", "2 h", "4 h", "8 h", "12 h"]
+
+
 def test_hours_on_the_form_and_over_rest(hub: PayingHub, browser: Browser) -> None:
     answer = hub.spawn("ada", {"environment": "long", "hours": 13})
     message = hub.failure("ada") if answer.status_code in (201, 202) else answer.json()["message"]

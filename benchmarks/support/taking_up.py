@@ -1,0 +1,78 @@
+"""When a hub took up each spawn, when its member was told a place, and what held the event loop.
+
+Imported by the hub's configuration. ``/hub/benchmark/taken`` tells all that since the hub began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from jupyterhub.utils import maybe_future
+from tornado.web import RequestHandler
+
+from gpuspawner.spawners.progress import Progress
+from support.noop import GPUNoopSpawner, NoopSpawner
+
+TAKEN: dict[str, float] = {}
+"""When the pre-spawn stage of each member's spawn began."""
+TOLD: dict[int, float] = {}
+"""When each spawn said its first word, by the identity of what it speaks through."""
+SPOKEN: dict[str, Progress] = {}
+STEPS: list[float] = []
+"""Seconds for which single steps held the event loop, those of over a millisecond."""
+
+
+class WatchedNoop(NoopSpawner):
+    """The stock side."""
+
+    def run_pre_spawn_hook(self) -> Any:
+        TAKEN[self.user.name] = time.perf_counter()
+        return super().run_pre_spawn_hook()
+
+
+class WatchedGPUNoop(GPUNoopSpawner):
+    """Ours."""
+
+    def run_pre_spawn_hook(self) -> Any:
+        TAKEN[self.user.name] = time.perf_counter()
+        answer = super().run_pre_spawn_hook()
+        SPOKEN[self.user.name] = self.said
+        return maybe_future(answer)
+
+
+class Taken(RequestHandler):
+    """Everything, in seconds of one clock."""
+
+    def get(self) -> None:
+        told = {name: TOLD.get(id(said)) for name, said in SPOKEN.items()}
+        broker = self.settings["app"].users.settings.get("gpuspawner_broker")
+        waiting = len(broker.line.tickets) if broker else 0
+        found = {"taken": TAKEN, "told": told, "steps": sorted(STEPS)[-20:], "waiting": waiting}
+        self.write(json.dumps(found))
+
+
+def watch() -> None:
+    """Have every step of the event loop timed, and every first word."""
+    run = asyncio.Handle._run
+    say = Progress.say
+
+    def timed_run(handle: asyncio.Handle) -> None:
+        began = time.perf_counter()
+        run(handle)
+        took = time.perf_counter() - began
+        if took > 0.001:
+            STEPS.append(took)
+
+    def timed_say(self: Progress, *args: Any, **kwargs: Any) -> None:
+        say(self, *args, **kwargs)
+        TOLD.setdefault(id(self), time.perf_counter())
+
+    asyncio.Handle._run = timed_run  # type: ignore[method-assign]
+    Progress.say = timed_say  # type: ignore[method-assign]
+
+
+HANDLERS = [(r"/benchmark/taken", Taken)]
+"""For ``c.JupyterHub.extra_handlers``."""
