@@ -18,6 +18,7 @@ ticket. ``told again`` are the same tickets at the ages of 1, 2, 4, ... minutes.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from support.report import Report, argument_parser
@@ -36,9 +37,12 @@ FEW = 200
 
 def main() -> None:
     parser = argument_parser(__doc__, 1)
-    parser.add_argument("--trace", required=True, help="a CSV file, as of `gpuspawner simulate`")
+    parser.add_argument("--trace", help="a CSV file, as of `gpuspawner simulate`")
     parser.add_argument("--gpus", type=int, action="append", help="devices (600), repeatable")
     options = parser.parse_args()
+    if not options.trace:
+        print("queue_estimates needs --trace FILE, as queue_replay does. Left out.")
+        sys.exit(0)
     jobs = read_trace(options.trace)
     half = jobs[len(jobs) // 2].asked_at
     columns = ("devices", "tickets", "number", "inside", "median width", "too late", "score")

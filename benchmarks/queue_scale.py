@@ -153,6 +153,7 @@ def main() -> None:
     options = argument_parser(__doc__, 2000).parse_args()
     columns = ("site", "what", "times", "ms, median (p10-p90)", "p99", "most", "p99 by the clock")
     report = Report("queue_scale", columns)
+    report.figure("runs", options.runs)
     for name, unwanted in (("wanted", False), ("unwanted", True)):
         measure(report, name, Site(unwanted), options.runs)
     memory(report)

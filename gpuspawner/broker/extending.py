@@ -33,10 +33,10 @@ def delayed(
     others = [ticket for ticket in scheduler.waiting.values() if ticket.member != member]
     if not others or lease is None:
         return others  # nobody can say what devices this process does not know
-    before = scheduler.decide(now, free, planned=PLANNED)
+    before = scheduler.decide(now, free, planned=PLANNED, reasons=True)
     scheduler.extended(lease_id, ends_at)
     try:
-        after = scheduler.decide(now, free, planned=PLANNED)
+        after = scheduler.decide(now, free, planned=PLANNED, reasons=True)
     finally:
         scheduler.extended(lease_id, lease.ends_at)
     left = Counter(free)

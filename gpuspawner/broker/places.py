@@ -79,12 +79,13 @@ class Places(Core):
 
     def _decide(self, planned: int = 0) -> Decision:
         """What the scheduler says now; nobody starts while granting is paused. ``planned``: of
-        how many in line the planned start is of interest."""
+        how many in line the planned start is of interest, and then why others are held back."""
         self._sync()
         if closures.GRANTING in self.line.closed or self.line.empty:
             return Decision()
         now = _seconds(self.clock())
-        return self.line.scheduler.decide(now, self.line.supply.free, planned=planned)
+        free = self.line.supply.free
+        return self.line.scheduler.decide(now, free, planned=planned, reasons=planned > 0)
 
     def _tickets(self, ids: Sequence[str]) -> list[Ticket]:
         return [self.line.tickets[ticket_id] for ticket_id in ids]

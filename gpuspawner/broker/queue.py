@@ -165,7 +165,9 @@ class Queue(Places, QueueSettings):
         waiting = self.line.waiting(probe)
         self.line.scheduler.submit(waiting)
         try:
-            decision = self.line.scheduler.decide(waiting.asked_at, self.line.supply.free)
+            decision = self.line.scheduler.decide(
+                waiting.asked_at, self.line.supply.free, reasons=True
+            )
         finally:
             self.line.scheduler.withdraw(probe.id)
         if probe.id in decision.starts:

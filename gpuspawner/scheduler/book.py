@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from types import MappingProxyType
 
@@ -51,6 +51,11 @@ class Book:
         self._looks: list[tuple[float, int, Batch]] = []
         """When each batch is to be looked at again; a heap."""
         self._stale: list[Batch] = []
+
+    @property
+    def shapes(self) -> Iterable[Shape]:
+        """Every shape that was ever asked for."""
+        return self._shapes.values()
 
     def batch(self, ticket_id: str) -> Batch:
         """The batch of a ticket that waits."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 
 from .book import FRESH, Book
 from .limits import Limiter
-from .line import POSITION, SMALL, Batch, Entry
+from .line import LAST, POSITION, SMALL, Batch, Entry, Shape
 from .policy import Policy
 from .round import Round
 
@@ -58,61 +59,117 @@ class Aged:
 
 
 class Walk:
-    """One decision: the positioned, those who go first because of their age, the line."""
+    """One decision: the positioned, those who go first because of their age, the line.
+
+    The line is walked shape by shape, with a finger on the first ticket of each that may get
+    something, so that nobody is looked at whose devices are all in use. What is left only
+    becomes less while a decision is made: who was passed over once need not be asked again,
+    but for the first of a shape that finds no devices left at all, which gets a planned start.
+    """
 
     def __init__(self, book: Book, limiter: Limiter, round_: Round) -> None:
         self._book = book
         self._limiter = limiter
         self._round = round_
         self._now = round_.now
+        self._shapes: list[Shape] = []
+        self._heads: list[tuple[Entry, Shape | None]] = []
+        """The next ticket of each shape; and, without a shape, those that are out of its row."""
+        self._section = LAST
+        """The last section to walk through."""
         self.starts: list[str] = []
 
     def run(self, aged: Iterable[str]) -> None:
         """Fill :attr:`starts`, as far as devices go."""
-        entries = self._book.line.entries
-        at = self._line(0, POSITION) if entries[0][0] == POSITION else 0
+        first = POSITION
+        if self._book.line.entries[0][0] == POSITION:
+            self._line(POSITION, POSITION)
+            first = POSITION + 1
         for ticket_id in aged:
             batch = self._book.batch(ticket_id)
             if self._round.left and not self._limiter.refusal(batch, self._now):
                 self._offer(ticket_id, batch, batch.which | SMALL, because_of_age=True)
-        self._line(at, None)
+        self._line(first, LAST)
 
-    def _line(self, at: int, only: int | None) -> int:
-        """Walk on from the entry at ``at``, through the section ``only`` or to the end."""
-        entries = self._book.line.entries
+    def _line(self, first: int, last: int) -> None:
+        """Offer what is left to all from the section ``first`` to the section ``last``."""
+        round_ = self._round
+        self._section = last
+        self._shapes = [shape for shape in self._book.shapes if shape.entries]
+        self._heads = []
+        for each in self._shapes:
+            self._point(each, (first,))
+        while round_.left and self._heads:
+            entry, shape = heappop(self._heads)
+            if shape is not None and shape.head is not entry:
+                continue  # the finger has moved on
+            version = round_.version
+            self._turn(entry)
+            if shape is not None:
+                self._point(shape, entry)
+            if round_.version != version:
+                self._less_is_left(entry, but=shape)
+
+    def _turn(self, entry: Entry) -> None:
+        """Offer what is left to one ticket."""
+        batch = entry[4]
+        if not self._may_get(batch):
+            return
+        if batch.entry is entry and self._round.room(batch) >= 0.0 and self._is_old(batch):
+            self._book.look(batch, self._now)
+            if batch.entry is not entry:
+                if batch.entry < entry:
+                    heappush(self._heads, (batch.entry, None))
+                return
+        if entry[3] in self._round.on or self._limiter.refusal(batch, self._now):
+            return
+        if self._offer(entry[3], batch, batch.which, because_of_age=False):
+            behind = batch.behind(entry[3], self._now)
+            if behind is not None:
+                heappush(self._heads, (behind, None))
+
+    def _point(self, shape: Shape, after: Entry | tuple[int]) -> None:
+        """Put the finger on the first ticket of a shape behind ``after`` that may get something."""
         round_, now = self._round, self._now
-        following: list[Entry] = []
-        count = len(entries)  # looks move entries and leave as many
-        while round_.left and (at < count or following):
-            if following and (at == count or following[0] < entries[at]):
-                entry = heappop(following)
-            else:
-                entry = entries[at]
-                if only is not None and entry[0] != only:
-                    break
-                at += 1
+        if shape.seen != round_.version:
+            round_.measure(shape)
+        rooms = shape.rooms
+        considered = shape.considered == round_.number
+        shape.head = None
+        if considered and max(rooms) < 0.0:
+            return
+        entries, refusal = shape.entries, self._limiter.refusal
+        for place in range(bisect_right(entries, after), len(entries)):
+            entry = entries[place]
+            if entry[0] > self._section:
+                return
             batch = entry[4]
-            shape = batch.shape
-            if shape.seen != round_.version:
-                round_.measure(shape)
-            room = shape.rooms[batch.which]
-            if room < batch.seconds and (room >= 0.0 or shape.considered == round_.number):
+            room = rooms[batch.which]
+            if room < batch.seconds and (room >= 0.0 or considered):
                 continue
-            if room >= 0.0 and batch.entry is entry and self._is_old(batch):
-                self._book.look(batch, now)
-                if entries[at - 1] is not batch.entry:
-                    if batch.entry > entry:
-                        at -= 1  # it went back: another one is in its place
-                    else:
-                        heappush(following, batch.entry)
-                    continue
-            if entry[3] in round_.on or self._limiter.refusal(batch, now):
+            if batch.parties and refusal(batch, now):
                 continue
-            if self._offer(entry[3], batch, batch.which, because_of_age=False):
-                behind = batch.behind(entry[3], now)
-                if behind is not None:
-                    heappush(following, behind)
-        return at
+            shape.head = entry
+            heappush(self._heads, (entry, shape))
+            return
+
+    def _less_is_left(self, here: Entry, but: Shape | None) -> None:
+        """Those of a shape that were passed over because they last too long may be the first
+        to find no devices at all."""
+        for shape in self._shapes:
+            if shape is but or shape.considered == self._round.number:
+                continue
+            before = shape.rooms
+            self._round.measure(shape)
+            if shape.rooms != before:
+                self._point(shape, here)
+
+    def _may_get(self, batch: Batch) -> bool:
+        """Whether a ticket may start now, or is the first of its shape that cannot."""
+        room = self._round.room(batch)
+        if room < 0.0:
+            return batch.shape.considered != self._round.number
+        return room >= batch.seconds
 
     def _is_old(self, batch: Batch) -> bool:
         """Whether more is known by now of how long its like lasts."""

@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 class Party:
     """A member or a group that has a limit, and what it holds."""
 
-    __slots__ = ("devices", "leases", "limits", "name", "taken_devices", "taken_hours", "version")
+    __slots__ = (
+        "devices",
+        "held",
+        "leases",
+        "limits",
+        "name",
+        "taken_devices",
+        "taken_hours",
+        "version",
+    )
 
     def __init__(self, name: str, limits: Limits) -> None:
         self.name = name
@@ -29,6 +38,8 @@ class Party:
         self.taken_devices = 0
         """What the decision that is being made gives it."""
         self.taken_hours = 0.0
+        self.held = (-1, 0.0, 0.0)
+        """Version and time of the last sum of its GPU-hours, and the sum."""
 
     def take(self, devices: int, seconds: float) -> None:
         self.taken_devices += devices
@@ -129,16 +140,21 @@ class Limiter:
         most = party.limits.gpu_hours
         if most is None:
             return ""
-        held = party.taken_hours + sum(
-            devices * max(0.0, self._until[lease_id] - now) / HOUR
-            for lease_id, devices in party.leases.items()
-        )
+        if party.held[:2] != (party.version, now):
+            party.held = (party.version, now, self._hours_held(party, now))
+        held = party.held[2]
         asked = batch.shape.devices * batch.seconds / HOUR
         if held + asked <= most:
             return ""
         return (
             f"{party.name} may hold {most:g} GPU-hours and holds {held:.1f}; "
             f"this request is for {asked:.1f}."
+        )
+
+    def _hours_held(self, party: Party, now: float) -> float:
+        return party.taken_hours + sum(
+            devices * max(0.0, self._until[lease_id] - now) / HOUR
+            for lease_id, devices in party.leases.items()
         )
 
     def _party(self, name: str, who: str, limits: Limits) -> Party:

@@ -45,11 +45,15 @@ SMALL, GUESS = 1, 2
 class Shape:
     """Requests for so many devices of the same kinds. A decision notes on it what fits."""
 
-    __slots__ = ("considered", "devices", "kinds", "rooms", "seen")
+    __slots__ = ("considered", "devices", "entries", "head", "kinds", "rooms", "seen")
 
     def __init__(self, devices: int, kinds: frozenset[str]) -> None:
         self.devices = devices
         self.kinds = tuple(sorted(kinds))
+        self.entries: list[Entry] = []
+        """Its part of the line."""
+        self.head: Entry | None = None
+        """Its next ticket, in a walk down the line."""
         self.seen = -1
         self.considered = -1
         self.rooms: Rooms = (-1.0, -1.0, -1.0, -1.0)
@@ -197,12 +201,14 @@ class Line:
             self.remove(batch)
         batch.entry = entry
         insort(self.entries, entry)
+        insort(batch.shape.entries, entry)
         return entry
 
     def remove(self, batch: Batch) -> None:
         """Take a batch out of the line."""
         if batch.entry is not None:
-            del self.entries[bisect_left(self.entries, batch.entry)]
+            for entries in (self.entries, batch.shape.entries):
+                del entries[bisect_left(entries, batch.entry)]
             batch.entry = None
 
     def settle(self, now: float) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from .capacity import Capacity
-from .line import GUESS, SMALL, Rooms, Shape
+from .line import GUESS, SMALL, Batch, Rooms, Shape
 from .releases import Planned, Releases
 
 _VERSIONS = itertools.count()
@@ -65,6 +65,13 @@ class Round:
                 rooms = of_kind if rooms is _NO_ROOM else tuple(map(max, rooms, of_kind))
         shape.rooms = rooms
         shape.seen = self.version
+
+    def room(self, batch: Batch) -> float:
+        """How many seconds the tickets of a batch may last; negative where none can start."""
+        shape = batch.shape
+        if shape.seen != self.version:
+            self.measure(shape)
+        return shape.rooms[batch.which]
 
     def start(self, ticket_id: str, shape: Shape, seconds: float, which: int) -> None:
         """Give a ticket its devices; ``which`` of the rooms was seen to be enough."""

@@ -155,11 +155,13 @@ class Scheduler:
 
     # What follows.
 
-    def decide(self, now: float, free: Mapping[str, int], *, planned: int = 0) -> Decision:
+    def decide(
+        self, now: float, free: Mapping[str, int], *, planned: int = 0, reasons: bool = False
+    ) -> Decision:
         """Who starts now on the ``free`` devices (by kind). Changes nothing.
 
-        Planned are the starts that those of now depend on; and the starts of the next
-        ``planned`` tickets in line, for people to know.
+        Planned are the starts that those of now depend on; and, for people to know, the starts
+        of the next ``planned`` tickets in line, and with ``reasons`` whom a limit keeps waiting.
         """
         if not self.waiting:
             return Decision()
@@ -173,13 +175,7 @@ class Scheduler:
         walk.run(aged)
         if planned > 0:
             self._plan(round_, now, self._in_order(now, aged), planned)
-        held_back = {
-            ticket_id: batch.refusal
-            for batch in self._book.limited
-            if self._limiter.refusal(batch, now)
-            for _, ticket_id in batch.tickets
-            if ticket_id not in round_.on
-        }
+        held_back = self._held_back(round_.on, now) if reasons else {}
         self._limiter.give_back()
         return Decision(tuple(walk.starts), round_.planned, held_back, round_.on)
 
@@ -221,6 +217,15 @@ class Scheduler:
         for lease_id in list(self._releases.guessed_wrong(now)):
             known = self._leases[lease_id]
             self._ends(known.lease, max(now + 60.0, self._guess(known, now)))
+
+    def _held_back(self, starting: Mapping[str, str], now: float) -> dict[str, str]:
+        return {
+            ticket_id: batch.refusal
+            for batch in self._book.limited
+            if self._limiter.refusal(batch, now)
+            for _, ticket_id in batch.tickets
+            if ticket_id not in starting
+        }
 
     def _ends(self, lease: Running, at: float) -> None:
         self._releases.put(lease.id, lease.held, at, guess=lease.ends_at is None)

@@ -7,6 +7,7 @@ that base and into build arguments here, so that the Dockerfiles stay as users n
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -79,11 +80,16 @@ def recipes() -> dict[str, Recipe]:
 def ensure_images(
     engine: PrivateEngine, tags: Sequence[str] = (INSTANT, EXITS, SILENT, BASE)
 ) -> None:
-    """Build what the engine does not have yet; quick when nothing changed."""
-    _ensure_debian(engine)
+    """Build what the engine does not have yet; quick when nothing changed.
+
+    One process at a time: the next one then finds what the first one kept.
+    """
     known = recipes()
-    for tag in tags:
-        build(engine, known[tag])
+    with open(cache_dir() / "images.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _ensure_debian(engine)
+        for tag in tags:
+            build(engine, known[tag])
 
 
 def build(engine: PrivateEngine, recipe: Recipe) -> str:

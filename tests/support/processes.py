@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -78,11 +79,25 @@ def system_path(*first: Path) -> str:
     return os.pathsep.join(p for p in parts if p)
 
 
+PORTS = 2000
+"""Ports of each of the processes that run tests beside one another, from :data:`FIRST_PORT` on:
+below those that the kernel gives to connections, which could be taken before we listen."""
+FIRST_PORT = 12000
+
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on right now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port on 127.0.0.1 that nobody listens on right now; none is given twice."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
+    ours = range(FIRST_PORT + worker * PORTS, FIRST_PORT + (worker + 1) * PORTS)
+    while True:
+        port = random.choice(ours)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def wait_for(

@@ -192,7 +192,7 @@ class TestLimits:
         for n in range(3):
             scheduler.submit(ticket(f"m{n}", member="m", at=T0 + n))
         scheduler.submit(ticket("other", member="o", at=T0 + 9))
-        decision = scheduler.decide(T0 + 10, {"a": 3})
+        decision = scheduler.decide(T0 + 10, {"a": 3}, reasons=True)
 
         assert set(decision.starts) == {"m0", "other"}
         assert decision.held_back == dict.fromkeys(
@@ -203,9 +203,9 @@ class TestLimits:
         scheduler = scheduler_of({"a": 4}, member_limits=Limits(devices=1))
         scheduler.started(lease("one", {"a": 1}, member="m"))
         scheduler.submit(ticket("t", member="m"))
-        held_back = scheduler.decide(T0, {"a": 3}).held_back
+        held_back = scheduler.decide(T0, {"a": 3}, reasons=True).held_back
         scheduler.ended("one", T0 + 60)
-        decision = scheduler.decide(T0 + 60, {"a": 4})
+        decision = scheduler.decide(T0 + 60, {"a": 4}, reasons=True)
 
         assert held_back == {"t": "The member may have 1 GPU at once and has 1."}
         assert decision.starts == ("t",) and not decision.held_back
@@ -214,14 +214,14 @@ class TestLimits:
         scheduler = scheduler_of({"a": 1}, member_limits=Limits(devices=0))
         scheduler.submit(ticket("t"))
 
-        assert "may have 0 GPUs" in scheduler.decide(T0, {"a": 0}).held_back["t"]
+        assert "may have 0 GPUs" in scheduler.decide(T0, {"a": 0}, reasons=True).held_back["t"]
 
     def test_a_group_shares_its_limit(self) -> None:
         scheduler = scheduler_of({"a": 8}, group_limits={"guests": Limits(devices=3)})
         for n in range(4):
             scheduler.submit(ticket(f"g{n}", member=f"m{n}", group="guests", at=T0 + n))
         scheduler.submit(ticket("free", group="staff", at=T0 + 9))
-        decision = scheduler.decide(T0 + 10, {"a": 8})
+        decision = scheduler.decide(T0 + 10, {"a": 8}, reasons=True)
 
         assert set(decision.starts) == {"g0", "g1", "g2", "free"}
         assert decision.held_back == {"g3": "The group may have 3 GPUs at once and has 3."}
@@ -230,7 +230,7 @@ class TestLimits:
         scheduler = scheduler_of({"a": 4}, member_limits=Limits(gpu_hours=10.0))
         scheduler.started(lease("one", {"a": 2}, member="m", ends_at=T0 + 4 * HOUR))
         scheduler.submit(ticket("t", member="m", seconds=4 * HOUR))
-        decision = scheduler.decide(T0, {"a": 2})
+        decision = scheduler.decide(T0, {"a": 2}, reasons=True)
 
         assert decision.held_back == {
             "t": "The member may hold 10 GPU-hours and holds 8.0; this request is for 4.0."

@@ -157,7 +157,7 @@ def test_limits_hold_and_who_is_kept_by_one_is_told(
     moment: tuple[Scheduler, dict[str, int], float],
 ) -> None:
     scheduler, free, now = moment
-    decision = scheduler.decide(now, free)
+    decision = scheduler.decide(now, free, reasons=True)
     check_fits(scheduler, free, decision)
     devices = dict.fromkeys(MEMBERS, 0)
     hours = dict.fromkeys(MEMBERS, 0.0)
