@@ -1,6 +1,7 @@
 """When a hub took up each spawn, when its member was told a place, and what held the event loop.
 
-Imported by the hub's configuration. ``/hub/benchmark/taken`` tells all that since the hub began.
+Imported by the hub's configuration. ``/hub/benchmark/forget`` begins anew, and
+``/hub/benchmark/taken`` tells all that since then.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ TAKEN: dict[str, float] = {}
 TOLD: dict[int, float] = {}
 """When each spawn said its first word, by the identity of what it speaks through."""
 SPOKEN: dict[str, Progress] = {}
+"""What each member's spawn speaks through."""
 STEPS: list[float] = []
 """Seconds for which single steps held the event loop, those of over a millisecond."""
 
@@ -54,6 +56,15 @@ class Taken(RequestHandler):
         self.write(json.dumps(found))
 
 
+class Forget(RequestHandler):
+    """What was before does not count."""
+
+    def get(self) -> None:
+        for known in (TAKEN, TOLD, SPOKEN, STEPS):
+            known.clear()
+        self.write("{}")
+
+
 def watch() -> None:
     """Have every step of the event loop timed, and every first word."""
     run = asyncio.Handle._run
@@ -74,5 +85,5 @@ def watch() -> None:
     Progress.say = timed_say  # type: ignore[method-assign]
 
 
-HANDLERS = [(r"/benchmark/taken", Taken)]
+HANDLERS = [(r"/benchmark/taken", Taken), (r"/benchmark/forget", Forget)]
 """For ``c.JupyterHub.extra_handlers``."""
