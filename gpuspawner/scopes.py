@@ -1,10 +1,63 @@
-"""What our services may do at the Hub: the least that they can work with."""
+"""What our services may do at the Hub, the least that they can work with, and what may be done
+with our own service: scopes that an admin gives to roles, and that a token can be narrowed to."""
 
 from __future__ import annotations
 
-ACCOUNTING_SCOPES = ("list:users", "servers")
-"""All that the accounting service may do: see which servers there are, stop one, and start again
-one that waited in line when the hub went down."""
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ACCOUNTING_SCOPES = ("list:users", "read:groups", "servers")
+"""All that the accounting service may do: see which servers there are and who is in a group, stop
+a server, and start again one that waited in line when the hub went down."""
 
 CULLER_SCOPES = ("list:users", "read:users:activity", "read:servers", "delete:servers")
 """All that the idle culler may do."""
+
+GRANT = "custom:gpuspawner:grant"
+READ_ACCOUNTS = "custom:gpuspawner:read:accounts"
+READ_USAGE = "custom:gpuspawner:read:usage"
+READ_METRICS = "custom:gpuspawner:read:metrics"
+
+CUSTOM_SCOPES: dict[str, dict[str, object]] = {
+    GRANT: {
+        "description": "Give GPU credits to members and groups",
+        "subscopes": [READ_ACCOUNTS],
+    },
+    READ_ACCOUNTS: {"description": "Read balances, statements and sessions of GPU accounts"},
+    READ_USAGE: {"description": "Read reports of who used which GPUs"},
+    READ_METRICS: {"description": "Read the metrics of GPUs and credits"},
+}
+"""Admins of the Hub may do all of this. The first two can be narrowed, as the Hub's own scopes
+are: to a group and its members with ``!group=NAME``, to a member with ``!user=NAME``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Whom a scope reaches, as somebody holds it."""
+
+    everybody: bool = False
+    users: frozenset[str] = frozenset()
+    groups: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return self.everybody or bool(self.users or self.groups)
+
+    def accounts(self) -> tuple[str, ...]:
+        """The accounts that it names itself; the members of its groups come beside these."""
+        members = (f"member:{user}" for user in sorted(self.users))
+        return (*members, *(f"group:{group}" for group in sorted(self.groups)))
+
+
+def reach(held: Iterable[str], scope: str) -> Reach:
+    """Whom ``scope`` reaches among the scopes that somebody holds, as the Hub expanded them."""
+    named: dict[str, set[str]] = {"user": set(), "group": set()}
+    for text in held:
+        name, narrowed, narrowing = text.partition("!")
+        if name != scope:
+            continue
+        if not narrowed:
+            return Reach(everybody=True)
+        kind, _, whom = narrowing.partition("=")
+        if kind in named and whom:
+            named[kind].add(whom)
+    return Reach(users=frozenset(named["user"]), groups=frozenset(named["group"]))

@@ -30,7 +30,7 @@ from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
 
 from .errors import ConfigError
-from .scopes import ACCOUNTING_SCOPES, CULLER_SCOPES
+from .scopes import ACCOUNTING_SCOPES, CULLER_SCOPES, CUSTOM_SCOPES
 from .store import default_url
 
 CULLER = "idle-culler"
@@ -62,6 +62,7 @@ def add_services(
     if cull_idle_after is not None and cull_idle_after <= 0:
         raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
     _add_templates(c)
+    _define_scopes(c)
     if "concurrent_spawn_limit" not in c.JupyterHub:
         # Who waits in line counts as a pending spawn: no limit, or the line is full at 100.
         c.JupyterHub.concurrent_spawn_limit = 0
@@ -111,6 +112,15 @@ def _extend_user_scopes(c: Config, scope: str) -> None:
         extra.update({scope})
     else:
         c.JupyterHub.extra_user_scopes = {*extra, scope}
+
+
+def _define_scopes(c: Config) -> None:
+    """Our scopes beside the admin's own, for roles and tokens."""
+    value = c.JupyterHub.custom_scopes
+    if isinstance(value, LazyConfigValue):
+        value.update(copy.deepcopy(CUSTOM_SCOPES))
+    else:
+        c.JupyterHub.custom_scopes = {**value, **copy.deepcopy(CUSTOM_SCOPES)}
 
 
 def _add_templates(c: Config) -> None:

@@ -58,7 +58,7 @@ def test_every_command_is_named() -> None:
 
 
 def test_every_scope_is_named() -> None:
-    for scope in (*scopes.ACCOUNTING_SCOPES, *scopes.CULLER_SCOPES):
+    for scope in (*scopes.ACCOUNTING_SCOPES, *scopes.CULLER_SCOPES, *scopes.CUSTOM_SCOPES):
         assert f"`{scope}`" in README
 
 

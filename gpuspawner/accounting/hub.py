@@ -1,6 +1,7 @@
 """The Hub's REST API, as far as the accounting service may use it.
 
-Scopes: ``list:users`` to see whose servers there are, ``servers`` to see, start and stop them.
+Scopes: ``list:users`` to see whose servers there are, ``servers`` to see, start and stop them,
+``read:groups`` to see who is in a group.
 Nothing else: it starts only what a member asked for and waited for when the hub went down.
 """
 
@@ -80,6 +81,16 @@ class Hub:
             return None
         try:
             return _servers_of(_json(response)).get(server)
+        except (KeyError, TypeError) as error:
+            raise _strange_answer() from error
+
+    async def members_of(self, group: str) -> frozenset[str] | None:
+        """The names of a group's members; None when the Hub has no such group."""
+        response = await self._ask("GET", f"/groups/{_quote(group)}", missing_is_answer=True)
+        if response.code == 404:
+            return None
+        try:
+            return frozenset(str(name) for name in _json(response)["users"])
         except (KeyError, TypeError) as error:
             raise _strange_answer() from error
 
@@ -176,7 +187,7 @@ def _json(response: HTTPResponse) -> Any:
 def _not_allowed(method: str, path: str) -> Unavailable:
     return Unavailable(
         f"The Hub does not let this service {method} {path.partition('?')[0]}. Give it the scopes "
-        "list:users and servers (gpuspawner.add_services does), and restart the Hub."
+        "list:users, read:groups and servers (gpuspawner.add_services does), and restart the Hub."
     )
 
 

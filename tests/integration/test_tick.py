@@ -240,7 +240,7 @@ async def test_names_are_quoted(hub: ScriptedHub) -> None:
 @pytest.mark.parametrize(
     ("status", "body", "sentence"),
     [
-        (403, None, "Give it the scopes list:users and servers"),
+        (403, None, "Give it the scopes list:users, read:groups and servers"),
         (500, None, "answered GET /users with 500"),
         (200, "<html>", "not in the form that this version knows"),
         (200, "[]", "not in the form that this version knows"),

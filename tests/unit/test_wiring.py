@@ -16,6 +16,7 @@ from traitlets.config.loader import LazyConfigValue
 
 import gpuspawner
 from gpuspawner.errors import ConfigError
+from gpuspawner.scopes import CUSTOM_SCOPES, GRANT, READ_ACCOUNTS, Reach, reach
 from gpuspawner.wiring import ACCOUNTING_SCOPES, CULLER_SCOPES, TEMPLATES, add_services
 
 USER_SCOPE = "access:services!service=gpu"
@@ -53,7 +54,7 @@ def test_an_empty_configuration_gets_service_role_and_access() -> None:
     role = role_of(c, "service-gpu")
     assert role["services"] == ["gpu"]
     assert role["scopes"] == list(ACCOUNTING_SCOPES)
-    assert set(ACCOUNTING_SCOPES) == {"list:users", "servers"}
+    assert set(ACCOUNTING_SCOPES) == {"list:users", "read:groups", "servers"}
     assert role_of(c, "user")["scopes"] == ["self", USER_SCOPE]
     assert len(value_of(c, "services")) == 1
 
@@ -84,6 +85,20 @@ def test_services_and_roles_of_the_admin_stay(how: str) -> None:
     assert {s["name"] for s in value_of(c, "services")} == {"theirs", "gpu", "later"}
     assert {r["name"] for r in value_of(c, "load_roles")} == {"theirs", "service-gpu", "user"}
     assert role_of(c, "theirs")["scopes"] == ["list:users"]
+
+
+@pytest.mark.parametrize("how", ["none", "set", "update"])
+def test_our_scopes_stand_beside_the_admins(how: str) -> None:
+    c = Config()
+    theirs = {"custom:lab:door": {"description": "Open the door"}}
+    if how == "set":
+        c.JupyterHub.custom_scopes = theirs
+    elif how == "update":
+        c.JupyterHub.custom_scopes.update(theirs)
+    add_services(c)
+    value = c.JupyterHub.custom_scopes
+    found = value.get_value({}) if isinstance(value, LazyConfigValue) else value
+    assert found == (CUSTOM_SCOPES if how == "none" else {**theirs, **CUSTOM_SCOPES})
 
 
 @pytest.mark.parametrize("lazy", [True, False])
@@ -293,3 +308,20 @@ def test_our_pages_come_after_the_admins_and_before_the_hubs(how: str) -> None:
     assert theirs < ours
     base = [path for path in app.template_paths if path.endswith("jupyterhub/templates")]
     assert all(ours < app.template_paths.index(path) for path in base)
+
+
+@pytest.mark.parametrize(
+    ("held", "found"),
+    [
+        ([], Reach()),
+        ([READ_ACCOUNTS, "self"], Reach()),
+        ([GRANT], Reach(everybody=True)),
+        ([f"{GRANT}!group=ml", GRANT], Reach(everybody=True)),
+        ([f"{GRANT}!group=ml", f"{GRANT}!group=a=b"], Reach(groups=frozenset({"ml", "a=b"}))),
+        ([f"{GRANT}!user=ada", f"{READ_ACCOUNTS}!user=bob"], Reach(users=frozenset({"ada"}))),
+        ([f"{GRANT}!user", f"{GRANT}!group=", f"{GRANT}!server=ada/x", f"{GRANT}ed"], Reach()),
+    ],
+)
+def test_whom_a_scope_reaches(held: list[str], found: Reach) -> None:
+    assert reach(held, GRANT) == found
+    assert bool(found) is bool(found.everybody or found.accounts())
