@@ -3,7 +3,8 @@
 * one open lease for each (device, slot) and one for each server: partial unique indexes;
 * one waiting ticket for each server: the same;
 * transfers, postings and the audit trail never change: triggers, in the migrations;
-* a transfer's idempotency key is unique.
+* a transfer's idempotency key is unique;
+* an occurrence of a refill is given once: a primary key.
 """
 
 from __future__ import annotations
@@ -265,4 +266,65 @@ notice_choices = Table(
     Column("channel", Text, primary_key=True),
     Column("address", Text, nullable=False, default=""),
     Column("kinds", Text, nullable=False),
+)
+
+payers = Table(
+    "payers",
+    metadata,
+    # Who pays for a member who does not say it each time.
+    Column("user", Text, primary_key=True),
+    Column("account", Text, ForeignKey("accounts.name"), nullable=False),
+    Column("at", UTCDateTime, nullable=False),
+)
+
+lots = Table(
+    "lots",
+    metadata,
+    # Credits that end: the grant that gave them, and what was taken back at their end.
+    Column("transfer_id", Text, ForeignKey("transfers.id"), primary_key=True),
+    Column("account", Text, ForeignKey("accounts.name"), nullable=False),
+    Column("amount", BigInteger, nullable=False),
+    Column("starts_at", UTCDateTime, nullable=False),
+    Column("ends_at", UTCDateTime, nullable=False),
+    Column("cancelled_at", UTCDateTime),
+    Column("closed_at", UTCDateTime),
+    Column("taken", BigInteger, nullable=False, default=0),
+    Column("takes", Integer, nullable=False, default=0),
+    CheckConstraint("ends_at > starts_at", name="lots_end"),
+    CheckConstraint("amount > 0 AND taken >= 0 AND taken <= amount", name="lots_amounts"),
+)
+OPEN_LOT = lots.c.closed_at.is_(None)
+Index("lots_by_account", lots.c.account, lots.c.ends_at)
+Index("open_lots", lots.c.ends_at, sqlite_where=OPEN_LOT, postgresql_where=OPEN_LOT)
+
+refills = Table(
+    "refills",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("rule", Text, nullable=False),
+    Column("zone", Text, nullable=False),
+    Column("starts_at", UTCDateTime, nullable=False),
+    Column("mode", Text, nullable=False),
+    Column("amount", BigInteger, nullable=False),
+    Column("cap", BigInteger),
+    Column("audience", Text, nullable=False),
+    Column("keep_seconds", BigInteger),
+    Column("reason", Text, nullable=False),
+    Column("made_at", UTCDateTime, nullable=False),
+    Column("made_by", Text, nullable=False),
+    # The occurrence that is given next; none when there is no other.
+    Column("next_at", UTCDateTime),
+    Column("ended_at", UTCDateTime),
+    CheckConstraint("mode IN ('add', 'top_up')", name="refills_mode"),
+    CheckConstraint("amount > 0 AND cap > 0 AND keep_seconds > 0", name="refills_amounts"),
+)
+
+refill_runs = Table(
+    "refill_runs",
+    metadata,
+    Column("refill_id", Text, ForeignKey("refills.id"), primary_key=True),
+    Column("occurrence", UTCDateTime, primary_key=True),
+    Column("at", UTCDateTime, nullable=False),
+    Column("accounts", Integer, nullable=False),
+    Column("total", BigInteger, nullable=False),
 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import stat
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
@@ -18,8 +17,9 @@ from alembic.script import ScriptDirectory
 from gpuspawner.errors import ConfigError
 from gpuspawner.ledger.rules import owed
 from gpuspawner.model import MICRO, LeaseState, ServerRef
-from gpuspawner.store import Store, book, leases, migrate, schema
+from gpuspawner.store import Store, book, leases, migrate, schema, tickets
 from tests.support.brokers import T0, Clock, open_broker, problems
+from tests.support.versions import HOUR_AGO, RATE, RELEASED, contents, make_version
 
 APPEND_ONLY = {
     "sqlite": {
@@ -167,133 +167,14 @@ def test_an_sqlite_database_is_the_hubs_alone(tmp_path: Path) -> None:
     assert modes == {path.name + end: 0o600 for end in ("", "-wal", "-shm")}
 
 
-# From the version before the queue.
-
-FIRST = "0001"
-RATE = 4 * MICRO
-HOUR_AGO, TWO_HOURS_AGO = T0 - timedelta(hours=1), T0 - timedelta(hours=2)
+# From earlier versions.
 
 
-def rows_of_the_first_version() -> dict[str, list[dict[str, Any]]]:
-    """Anna paid for an hour, and has a server that was charged for half of another one."""
-    lease = {
-        "user": "anna",
-        "account": "member:anna",
-        "environment": "pytorch",
-        "rate": RATE,
-        "hold": MICRO,
-        "engine": "docker",
-        "engine_ref": "container",
-    }
-    place = {"slot": 0, "index": 0, "model": "A100-80GB", "memory_bytes": 80 * 2**30}
-    moved = {"actor": "gpuspawner", "reason": "before", "kind": "charge", "at": HOUR_AGO}
-    opening = {"kind": "grant", "at": TWO_HOURS_AGO, "lease_id": None}
-    return {
-        "accounts": [
-            {"name": name, "balance": balance, "opened_at": TWO_HOURS_AGO}
-            for name, balance in (
-                ("member:anna", 14 * MICRO),
-                ("system:grants", -20 * MICRO),
-                ("system:usage", 6 * MICRO),
-            )
-        ],
-        "leases": [
-            {
-                **lease,
-                "id": "past",
-                "server_name": "old",
-                "charged": 4 * MICRO,
-                "state": "ended",
-                "granted_at": TWO_HOURS_AGO,
-                "started_at": TWO_HOURS_AGO,
-                "seen_at": HOUR_AGO,
-                "ended_at": HOUR_AGO,
-                "end_reason": "the server was stopped",
-                "warned_at": None,
-            },
-            {
-                **lease,
-                "id": "open",
-                "server_name": "",
-                "charged": 2 * MICRO,
-                "state": "running",
-                "granted_at": HOUR_AGO,
-                "started_at": HOUR_AGO,
-                "seen_at": HOUR_AGO + timedelta(minutes=30),
-                "ended_at": None,
-                "end_reason": "",
-                "warned_at": HOUR_AGO + timedelta(minutes=20),
-            },
-        ],
-        "lease_places": [
-            {**place, "lease_id": "past", "uuid": "GPU-a", "open": False},
-            {**place, "lease_id": "open", "uuid": "GPU-a", "open": True},
-            {**place, "lease_id": "open", "uuid": "GPU-b", "open": True},
-        ],
-        "transfers": [
-            {**moved, **opening, "id": "1", "key": "opening:member:anna"},
-            {**moved, "id": "2", "key": "settle:past", "lease_id": "past"},
-            {**moved, "id": "3", "key": "charge:open:0", "lease_id": "open"},
-        ],
-        "postings": [
-            {"transfer_id": transfer, "account": account, "amount": amount}
-            for transfer, source, target, moved_amount in (
-                ("1", "system:grants", "member:anna", 20 * MICRO),
-                ("2", "member:anna", "system:usage", 4 * MICRO),
-                ("3", "member:anna", "system:usage", 2 * MICRO),
-            )
-            for account, amount in ((target, moved_amount), (source, -moved_amount))
-        ],
-        "tickets": [
-            {
-                "id": "t",
-                "user": "bob",
-                "server_name": "",
-                "request": "{}",
-                "state": "waiting",
-                "created_at": T0,
-                "ended_at": None,
-                "end_reason": "",
-            }
-        ],
-    }
-
-
-def make_first_version(url: str) -> dict[str, tuple[list[str], list[Any]]]:
-    """A database of the first version with rows; its tables as columns and rows."""
-    engine = sa.create_engine(url)
-    with engine.begin() as connection:
-        settings = migrate.config()
-        settings.attributes["connection"] = connection
-        command.upgrade(settings, FIRST)
-        assert migrate.revision(connection) == FIRST
-        tables = sa.MetaData()
-        tables.reflect(connection)
-        for name, rows in rows_of_the_first_version().items():
-            connection.execute(sa.insert(tables.tables[name]), [stored(row, url) for row in rows])
-        columns = {name: list(tables.tables[name].c.keys()) for name in tables.tables}
-        kept = {
-            name: (columns[name], contents(connection, name, columns[name])) for name in columns
-        }
-    engine.dispose()
-    return kept
-
-
-def stored(row: dict[str, Any], url: str) -> dict[str, Any]:
-    """A row as the store writes it: SQLite's times have no zone and are UTC."""
-    if not url.startswith("sqlite"):
-        return row
-    return {k: v.replace(tzinfo=None) if isinstance(v, datetime) else v for k, v in row.items()}
-
-
-def contents(connection: sa.Connection, table: str, columns: list[str]) -> list[Any]:
-    """These columns of all rows of a table."""
-    query = sa.select(*(sa.column(name) for name in columns)).select_from(sa.table(table))
-    return sorted(map(repr, connection.execute(query)))
-
-
-def test_a_database_of_the_first_version_keeps_its_leases_and_ledger(database_url: str) -> None:
-    before = make_first_version(database_url)
+@pytest.mark.parametrize("version", RELEASED)
+def test_a_database_of_an_earlier_version_keeps_its_leases_and_ledger(
+    database_url: str, version: str
+) -> None:
+    before = make_version(database_url, version)
     assert set(before) >= {"leases", "lease_places", "transfers", "postings", "accounts"}
 
     broker = open_broker(database_url, Clock())
@@ -301,16 +182,18 @@ def test_a_database_of_the_first_version_keeps_its_leases_and_ledger(database_ur
         assert migrate.revision(connection) == head()
         assert differences(connection) == []
         assert triggers(connection) == APPEND_ONLY[broker.store.dialect]
-        for table in set(before) - {"tickets", "gpuspawner_version"}:
+        # Of tickets there was only the table at first: nothing ever wrote one.
+        unwritten = {"tickets"} if version == "0001" else set()
+        for table in set(before) - unwritten - {"gpuspawner_version"}:
             columns, rows = before[table]
             assert contents(connection, table, columns) == rows, table
-        # Of tickets there was only the table: nothing ever wrote one.
-        assert contents(connection, "tickets", ["id"]) == []
+        assert len(tickets.waiting(connection)) == (version != "0001")
         past, running = leases.get(connection, "past"), leases.get(connection, "open")
     assert (past.state, past.ended_at, past.charged) == (LeaseState.ENDED, HOUR_AGO, 4 * MICRO)
     assert (running.server, running.uuids) == (ServerRef("anna"), ("GPU-a", "GPU-b"))
-    assert (running.started_at, running.seconds, running.ticket_id) == (HOUR_AGO, None, None)
-    assert (running.group, running.outcome, running.claim_seconds) == ("", "", None)
+    assert (running.started_at, running.ticket_id, running.outcome) == (HOUR_AGO, None, "")
+    seen = (running.seconds, running.group, running.claim_seconds)
+    assert seen == ((None, "", None) if version == "0001" else (7200, "lab", None))
     assert running.warned_at == HOUR_AGO + timedelta(minutes=20)
     assert problems(broker.store) == []
 
@@ -324,9 +207,12 @@ def test_a_database_of_the_first_version_keeps_its_leases_and_ledger(database_ur
     broker.store.close()
 
 
-def test_several_processes_find_a_database_of_the_first_version(database_url: str) -> None:
+@pytest.mark.parametrize("version", RELEASED)
+def test_several_processes_find_a_database_of_an_earlier_version(
+    database_url: str, version: str
+) -> None:
     """The hub and its service start at the same moment after an upgrade."""
-    make_first_version(database_url)
+    make_version(database_url, version)
     names = [f"member:user{number}" for number in range(4)]
     spawn = multiprocessing.get_context("spawn")
     gate, said = spawn.Barrier(len(names)), spawn.Queue()
@@ -345,15 +231,16 @@ def test_several_processes_find_a_database_of_the_first_version(database_url: st
     store.close()
 
 
+@pytest.mark.parametrize("version", RELEASED)
 def test_an_upgrade_that_fails_changes_nothing(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
+    database_url: str, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The power goes in the middle: the next start finds the first version, and upgrades it."""
-    before = make_first_version(database_url)
+    """The power goes in the middle: the next start finds the earlier version, and upgrades it."""
+    before = make_version(database_url, version)
     make = sa.schema.CreateTable.__init__
 
     def fail(self: Any, element: sa.Table, *args: Any, **kwargs: Any) -> None:
-        if element.name == "notice_choices":
+        if element.name == "refill_runs":
             raise KeyboardInterrupt
         make(self, element, *args, **kwargs)
 
@@ -366,7 +253,7 @@ def test_an_upgrade_that_fails_changes_nothing(
 
     engine = sa.create_engine(database_url)
     with engine.connect() as connection:
-        assert migrate.revision(connection) == FIRST
+        assert migrate.revision(connection) == version
         assert set(sa.inspect(connection).get_table_names()) == set(before)
         for table, (columns, rows) in before.items():
             assert contents(connection, table, columns) == rows, table
