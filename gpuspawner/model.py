@@ -175,7 +175,17 @@ class Lease:
     outcome: str = ""
     """Why it is to end or has ended, in a word: ``""`` for as the member asked, ``no_show``,
     ``session_end``, ``admin``. One that is open still is stopped by the accounting service.
-    ``lost``: it went down with its hub before its member came, whose ticket waits again."""
+    ``lost``: it went down with its hub before its member came, whose ticket waits again.
+    ``failed``: its start failed, and it cost nothing. ``credits``: its account ran dry."""
+    when_dry: str = "stop"
+    """What becomes of it when its account runs dry, fixed at the grant: ``stop`` after a grace,
+    let its ``session`` end, or go on into an ``overdraft``."""
+    overdraft: int = 0
+    """Microcredits by which it may take its account below zero."""
+    waived: int = 0
+    """Microcredits that it owed at its end and that were not charged: beyond the overdraft."""
+    told_dry: float | None = None
+    """The last warning that the credits run low which was given, in minutes left."""
 
     @property
     def length(self) -> timedelta | None:
@@ -235,6 +245,9 @@ class Ticket:
     ``replaced`` or ``member_gone``."""
     end_reason: str = ""
     lease_id: str | None = None
+    when_dry: str = "stop"
+    """As in :class:`Lease`, and so the next."""
+    overdraft: int = 0
 
 
 class NoticeKind(str, Enum):
