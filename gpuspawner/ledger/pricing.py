@@ -1,31 +1,104 @@
-"""The rate card: credits per GPU-hour by device model."""
+"""What a GPU-hour costs: single rates, all of them together, and the card of one moment. Pure.
+
+A rate names the device model, and if it must the environment, the share of a device, hours of
+the week and the moment from which it holds. Of all rates that fit, an admin's own from the store
+goes before the configuration's; then the more particular one, in this order: environment, model
+(the longest name), share, hours; then the one that holds since later; then, of those in the
+configuration, the first.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from decimal import Decimal
+from typing import Protocol
 
 from ..errors import ConfigError
 from ..model import MICRO, model_matches, model_words, parse_credits
+from .week import WeekHours, open_zone
 
-DEFAULT_PATTERN = "*"
+ANY = "*"
+"""The pattern of every model, or of every environment."""
+
+DEFAULT_PATTERN = ANY
 """The key of the rate for every model that no other pattern names."""
 
 MAX_RATE = 1_000_000 * MICRO
 """Greatest rate in microcredits per GPU-hour; anything above is a slip of the pen."""
 
-_DECIMAL = re.compile(r"\d+(\.\d+)?")
+MOST_SLOTS = 64
+"""The most parts of a device that a rate can name."""
+
+_DECIMAL = re.compile(r"\d+(\.\d+)?", re.ASCII)
+
+
+class Priced(Protocol):
+    """What has a price: a device, as far as it counts."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def slots(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """Credits per GPU-hour, and of what."""
+
+    amount: int
+    """Microcredits per hour of one device or, with ``slots``, of one of its slots."""
+    model: str = ANY
+    """Words of a model's name, or ``*``."""
+    environment: str = ANY
+    """The entry of the catalog, or ``*``."""
+    slots: int | None = None
+    """One of so many slots of a device; None is the device. A slot without a rate of its own
+    costs its part of the device, rounded up to the microcredit."""
+    hours: WeekHours | None = None
+    """Hours of the week at which a server starts; None is always."""
+    since: datetime | None = None
+    """For servers that start from then on; None is from ever."""
+    id: int | None = None
+    """In the store; None for one of the configuration."""
+    set_at: datetime | None = None
+    actor: str = ""
+    reason: str = ""
+
+    def holds(self, at: datetime) -> bool:
+        """Whether it is for servers that start at that moment."""
+        return (self.since is None or self.since <= at) and (
+            self.hours is None or self.hours.holds(at)
+        )
+
+    @property
+    def subject(self) -> tuple[object, ...]:
+        """Equal for two rates of which only one can count: they differ in amount alone."""
+        hours = self.hours and (self.hours.hours, self.hours.zone)
+        return normal_model(self.model), self.environment, self.slots, hours, self.since
+
+    @property
+    def particular(self) -> tuple[object, ...]:
+        """The greater, the sooner it counts before others that fit as well."""
+        return (
+            self.id is not None,
+            self.environment != ANY,
+            len(normal_model(self.model)) if self.model != ANY else -1,
+            self.slots is not None,
+            self.hours is not None,
+            self.since.timestamp() if self.since else 0.0,
+            self.id or 0,
+            [-ord(letter) for letter in normal_model(self.model)],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class RateCard:
-    """Rates in microcredits per GPU-hour; the most specific pattern that matches wins."""
+    """What holds at one moment in one environment; the first rate that fits is the price."""
 
-    default: int = MICRO
-    rates: tuple[tuple[str, int], ...] = ()
-    """Pattern and rate, most specific (longest) pattern first."""
+    rates: tuple[Rate, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, int | float | str | Decimal]) -> RateCard:
@@ -35,65 +108,200 @@ class RateCard:
         MIG instances of a model apart, name both: ``A100 MIG 1g.5gb``. Raises ConfigError
         naming the key.
         """
-        if not isinstance(config, Mapping):
-            raise ConfigError(
-                f"The rates are not valid: {config!r} is no mapping of model to credits per "
-                'GPU-hour. Write them like {"*": 1, "A100": 4}.'
-            )
-        default = MICRO
-        rates: dict[str, tuple[str, int]] = {}
-        for key, value in config.items():
-            rate = _parse_rate(key, value)
-            if key == DEFAULT_PATTERN:
-                default = rate
-                continue
-            normal = _normalised(key)
-            if normal in rates:
-                raise ConfigError(
-                    f"The rates are not valid: {rates[normal][0]!r} and {key!r} name the same "
-                    "model. Keep one of them."
-                )
-            rates[normal] = (key, rate)
-        ordered = sorted(rates.items(), key=lambda item: (-len(item[0]), item[0]))
-        return cls(default=default, rates=tuple(pair for _, pair in ordered))
+        return cls(in_order(rates_by_model(config)))
 
-    def rate_of(self, model: str) -> int:
-        """Microcredits per hour for one device of this model."""
-        for pattern, rate in self.rates:
-            if model_matches(pattern, model):
-                return rate
-        return self.default
+    def rate_of(self, model: str, slots: int = 1) -> int:
+        """Microcredits per hour for one device of this model, or one of its ``slots``."""
+        for rate in self.rates:
+            fits = rate.model == ANY or model_matches(rate.model, model)
+            if fits and rate.slots is None:
+                return -(-rate.amount // slots)
+            if fits and rate.slots == slots:
+                return rate.amount
+        return -(-MICRO // slots)
 
     def lease_rate(self, models: Iterable[str]) -> int:
-        """Microcredits per hour for all these devices together; 0 for none."""
+        """Microcredits per hour for whole devices of these models together; 0 for none."""
         return sum(self.rate_of(model) for model in models)
 
+    def price(self, devices: Iterable[Priced]) -> int:
+        """Microcredits per hour for a place on each of these devices together; 0 for none."""
+        return sum(self.rate_of(device.model, device.slots) for device in devices)
 
-def _normalised(key: object) -> str:
-    """The pattern's words as one text, in any order; ConfigError when it has none."""
-    normal = " ".join(sorted(set(model_words(key)))) if isinstance(key, str) else ""
-    if not normal:
-        raise ConfigError(
-            f"The rates are not valid: {key!r} names no device model. Write part of a model's "
-            "name such as 'A100', or '*' for every other model."
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Every rate that there is, of the store and of the configuration, the first to count first."""
+
+    rates: tuple[Rate, ...] = ()
+
+    @classmethod
+    def of(cls, *some: Iterable[Rate]) -> Rates:
+        """All of these together."""
+        return cls(in_order(rate for rates in some for rate in rates))
+
+    def card(self, at: datetime, environment: str = "") -> RateCard:
+        """What holds for servers that start at that moment in that environment."""
+        return RateCard(
+            tuple(
+                rate
+                for rate in self.rates
+                if rate.environment in (ANY, environment) and rate.holds(at)
+            )
         )
-    return normal
+
+    def next_change(self, at: datetime) -> datetime | None:
+        """The first moment after ``at`` at which a rate begins or ends to hold; None if none
+        does within a week."""
+        moments = [rate.since for rate in self.rates if rate.since and rate.since > at]
+        for hours in {rate.hours for rate in self.rates if rate.hours}:
+            if moment := hours.next_change(at):
+                moments.append(moment)
+        return min(moments, default=None)
 
 
-def _parse_rate(key: object, value: object) -> int:
-    """``value`` credits as microcredits; ConfigError naming ``key`` otherwise."""
+def in_order(rates: Iterable[Rate]) -> tuple[Rate, ...]:
+    """The rates, the first to count first."""
+    return tuple(sorted(rates, key=lambda rate: rate.particular, reverse=True))
+
+
+# What admins write.
+
+
+def rates_by_model(config: Mapping[str, int | float | str | Decimal]) -> list[Rate]:
+    """The rates of ``{"*": 1, "A100": 4}``. Raises ConfigError naming the key."""
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"The rates are not valid: {config!r} is no mapping of model to credits per "
+            'GPU-hour. Write them like {"*": 1, "A100": 4}.'
+        )
+    rates: dict[str, Rate] = {}
+    for key, value in config.items():
+        try:
+            amount = parse_rate(value)
+        except ValueError as error:
+            raise ConfigError(f"The rate of {key!r} is not valid: {error}") from None
+        try:
+            normal = normal_model(check_model(key))
+        except ValueError as error:
+            raise ConfigError(f"The rates are not valid: {error}") from None
+        if normal in rates:
+            raise ConfigError(
+                f"The rates are not valid: {rates[normal].model!r} and {key!r} name the same "
+                "model. Keep one of them."
+            )
+        rates[normal] = Rate(model=key, amount=amount)
+    return list(rates.values())
+
+
+_FIELDS = ("rate", "model", "environment", "slots", "hours", "from")
+
+
+def special_rates(config: Sequence[Mapping[str, object]], zone: str) -> list[Rate]:
+    """The rates of ``[{"model": "A100", "hours": "20-8", "rate": 2}]``, with hours and dates by
+    the clock of ``zone``. Raises ConfigError naming the entry."""
+    rates: dict[object, int] = {}
+    found = []
+    for number, entry in enumerate(config, start=1):
+        what = f"Entry {number} of c.Broker.special_rates is not valid"
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f'{what}: {entry!r} is none. Write {{"model": "A100", "rate": 2}}.')
+        unknown = [str(name) for name in entry if name not in _FIELDS]
+        if unknown or "rate" not in entry:
+            wrong = f"it has {unknown[0]!r}" if unknown else "its 'rate' is missing"
+            raise ConfigError(f"{what}: {wrong}. The fields are {', '.join(_FIELDS)}.")
+        try:
+            rate = Rate(
+                amount=parse_rate(entry["rate"]),
+                model=check_model(entry.get("model", ANY)),
+                environment=check_environment(entry.get("environment", ANY)),
+                slots=check_slots(entry.get("slots")),
+                hours=WeekHours.parse(entry["hours"], zone) if entry.get("hours") else None,
+                since=parse_moment(entry["from"], zone) if entry.get("from") else None,
+            )
+        except ValueError as error:
+            raise ConfigError(f"{what}: {error}") from None
+        if rate.subject in rates:
+            raise ConfigError(f"{what}: entry {rates[rate.subject]} is for the same. Keep one.")
+        rates[rate.subject] = number
+        found.append(rate)
+    return found
+
+
+def parse_rate(value: object) -> int:
+    """Credits per hour as microcredits. Raises ValueError with a sentence."""
     remedy = "Write credits per GPU-hour as a decimal number of at least 0, such as 4 or '0.5'."
     fits = isinstance(value, (int, float, str, Decimal)) and not isinstance(value, bool)
-    text = str(value).strip()
+    said = _short(value)
+    text = said if isinstance(value, int) and abs(value) > 10**40 else str(value).strip()
     if not fits or not _DECIMAL.fullmatch(text):
-        raise ConfigError(f"The rate of {key!r} is not valid: {value!r}. {remedy}")
+        raise ValueError(f"{said}. {remedy}")
     try:
         rate = parse_credits(text)
-    except ValueError as error:
-        raise ConfigError(f"The rate of {key!r} is not valid: {error}. {remedy}") from None
+    except ValueError:
+        raise ValueError(f"{said} has more than six decimals. {remedy}") from None
     if rate > MAX_RATE:
-        raise ConfigError(
-            f"The rate of {key!r} is not valid: {value} credits an hour is more than 1000000. "
-            f"{remedy}"
-        )
+        raise ValueError(f"{said} credits an hour is more than 1000000. {remedy}")
     return rate
+
+
+def check_model(value: object) -> str:
+    """A model's pattern. Raises ValueError with a sentence."""
+    short = isinstance(value, str) and len(value) <= 100 and value.isprintable()
+    if isinstance(value, str) and short and (value.strip() == ANY or model_words(value)):
+        return value.strip()
+    raise ValueError(
+        f"{_short(value)} names no device model. Write part of a model's name such as 'A100', "
+        "or '*' for every other model."
+    )
+
+
+def check_environment(value: object) -> str:
+    """An environment's name in the catalog. Raises ValueError with a sentence."""
+    if isinstance(value, str) and 0 < len(value.strip()) <= 100 and value.isprintable():
+        return value.strip()
+    raise ValueError(
+        f"{_short(value)} names no environment. Write its name in the catalog such as 'pytorch', "
+        "or '*' for all."
+    )
+
+
+def check_slots(value: object) -> int | None:
+    """Of how many slots of a device a rate is for one. Raises ValueError with a sentence."""
+    if value is None:
+        return None
+    if type(value) is int and 1 <= value <= MOST_SLOTS:
+        return value
+    raise ValueError(
+        f"{_short(value)} is no number of slots. Write from 1 to {MOST_SLOTS}: 4 is for a quarter "
+        "of a device."
+    )
+
+
+def parse_moment(value: object, zone: str) -> datetime:
+    """``2026-10-01`` or ``2026-10-01 08:00`` on the clock of ``zone``, or with an offset of its
+    own. Raises ValueError with a sentence."""
+    try:
+        text = value.isoformat() if hasattr(value, "isoformat") else str(value).strip()
+        moment = datetime.fromisoformat(text)
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=open_zone(zone))
+        return moment.astimezone(timezone.utc)
+    except (ValueError, OverflowError):
+        open_zone(zone)  # which says what is wrong with that
+        raise ValueError(
+            f"{_short(value)} is no date. Write it like 2026-10-01 or '2026-10-01 08:00'."
+        ) from None
+
+
+def normal_model(pattern: str) -> str:
+    """The pattern's words as one text, in any order."""
+    return ANY if pattern == ANY else " ".join(sorted(set(model_words(pattern))))
+
+
+def _short(value: object) -> str:
+    """What somebody wrote, as a sentence can name it."""
+    if isinstance(value, int) and abs(value) > 10**40:  # Python itself refuses to write some
+        return "that number"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."
