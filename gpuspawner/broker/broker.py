@@ -141,6 +141,9 @@ class Broker(Grants, Admin, Notices, Sessions):
             if back:
                 lease = replace(lease, outcome="lost")
                 leases.update(connection, lease.id, outcome=lease.outcome)
+            if failed and not lease.outcome:
+                lease = replace(lease, outcome="failed")  # for the books: it owes nothing
+                leases.update(connection, lease.id, outcome=lease.outcome)
             failed = failed or lease.outcome in ("no_show", "lost")
             due = rules.settlement(lease, end, failed)
             if transfer := rules.settle(lease, due, end):

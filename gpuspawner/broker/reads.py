@@ -6,7 +6,7 @@ from datetime import datetime
 
 from ..errors import UnknownAccount
 from ..model import Account, Lease, ServerRef, Ticket, member_account
-from ..store import Store, book, closures, history, leases, tickets
+from ..store import Store, book, closures, history, invariants, leases, tickets
 from ..store.book import Line
 from ..store.closures import Change, Closure
 
@@ -55,6 +55,10 @@ class Reads:
     def trail(self, limit: int = 100) -> list[Change]:
         """The newest lines of the audit trail, newest first."""
         return self.store.run(lambda connection: closures.trail(connection, limit))
+
+    def audit(self) -> tuple[list[invariants.Finding], dict[str, int]]:
+        """Every invariant held against every row, and how many rows there are, by table."""
+        return self.store.run(lambda c: (list(invariants.audit(c)), invariants.sizes(c)))
 
     def account(self, name: str) -> Account:
         """Balance and holds of an account. Raises UnknownAccount."""

@@ -14,11 +14,12 @@ from traitlets import TraitError
 
 from .. import __version__
 from ..errors import ConfigError, GPUSpawnerError, StoreUnavailable
+from .audit import audit
 from .check import check
 from .config import DEFAULT_FILE, Settings, load, passwords, redact
 from .credits import accounts, amount_of, grant, statement
 from .devices import devices
-from .granting import audit, drain, pause, resume, undrain
+from .granting import drain, pause, resume, trail, undrain
 from .leases import leases
 from .queue import boost, cancel, move, place_of, points_of, queue
 from .release import release
@@ -163,8 +164,9 @@ def parser() -> argparse.ArgumentParser:
     playing.add_argument(
         "--policy", action="append", metavar="NAME", help="only this policy; may be given again"
     )
-    trail = add("audit", audit, "Show who changed what about the line and the devices.")
-    trail.add_argument("--limit", type=_positive, default=50, metavar="N", help=_NEWEST)
+    changes = add("trail", trail, "Show who changed what, from the audit trail.")
+    changes.add_argument("--limit", type=_positive, default=50, metavar="N", help=_NEWEST)
+    add("audit", audit, "Prove the books: hold every invariant against every row.")
     return top
 
 

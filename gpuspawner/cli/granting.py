@@ -1,4 +1,4 @@
-"""``gpuspawner pause``, ``resume``, ``drain``, ``undrain`` and ``audit``: who gets nothing new."""
+"""``gpuspawner pause``, ``resume``, ``drain``, ``undrain`` and ``trail``: who gets nothing new."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def undrain(arguments: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def audit(arguments: argparse.Namespace, settings: Settings) -> int:
+def trail(arguments: argparse.Namespace, settings: Settings) -> int:
     """Show who changed what, newest first."""
     changes = settings.open_broker().trail(arguments.limit)
     headers = ("TIME", "WHO", "WHAT", "ON", "DETAIL")

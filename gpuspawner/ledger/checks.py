@@ -140,7 +140,7 @@ def check_settled(books: Books) -> Iterator[str]:
         if lease.ended_at is None:
             yield f"Lease {lease.id} has ended, but nobody wrote down when."
             continue
-        failed = lease.id in books.failed or lease.outcome in ("no_show", "lost")
+        failed = lease.id in books.failed or lease.outcome in ("failed", "no_show", "lost")
         due = 0 if failed else owed(lease.rate, lease.started_at, lease.ended_at)
         if lease.charged != due:
             yield (

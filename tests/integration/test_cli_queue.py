@@ -64,7 +64,7 @@ def test_the_line(cli: Command, broker: Broker, line: list[Ticket]) -> None:
 def test_an_empty_line(cli: Command, broker: Broker) -> None:
     assert cli("queue").stdout == "Nobody waits in line.\n"
     assert cli.json("queue")["tickets"] == []
-    assert cli("audit").stdout == "Nobody has changed anything yet.\n"
+    assert cli("trail").stdout == "Nobody has changed anything yet.\n"
 
 
 def test_why_one_is_before_the_other(cli: Command, line: list[Ticket]) -> None:
@@ -101,7 +101,7 @@ def test_changes_are_done_and_in_the_trail(
         "cancelled",
         "an admin cancelled it: the course is over",
     )
-    kept = [(x["actor"], x["action"], x["subject"], x["detail"]) for x in cli.json("audit")]
+    kept = [(x["actor"], x["action"], x["subject"], x["detail"]) for x in cli.json("trail")]
     assert kept == [
         ("cli:root", "cancelled", f"ticket {bob.id} of bob", ended.end_reason),
         ("cli:root", "boost", f"ticket {cleo.id} of cleo", "+0 points"),
@@ -109,7 +109,7 @@ def test_changes_are_done_and_in_the_trail(
         ("cli:root", "boost", f"ticket {cleo.id} of cleo", "-50 points"),
         ("cli:root", "move", f"ticket {dan.id} of dan/night", "to place 1: a demo"),
     ]
-    printed = cli("audit", "--limit", "1")
+    printed = cli("trail", "--limit", "1")
     assert "cli:root  cancelled" in printed.stdout
     assert "newest 1 line" in printed.stderr
 
@@ -189,7 +189,7 @@ def test_the_line_goes_by_what_the_hub_saw_and_changes_nothing_of_it(
         (["drain", "9"], 1, "No device has the UUID or index '9'"),
         (["drain"], 2, "DEVICE"),
         (["undrain", "granting"], 1, "No device has the UUID or index 'granting'"),
-        (["audit", "--limit", "0"], 2, "write 1 or more"),
+        (["trail", "--limit", "0"], 2, "write 1 or more"),
     ],
 )
 def test_mistakes_are_sentences_and_change_nothing(

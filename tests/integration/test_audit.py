@@ -1,0 +1,228 @@
+"""``gpuspawner audit`` against books that are right, and against every kind of row that is wrong.
+
+Real: SQLite, PostgreSQL, the command. What is wrong is written behind the store's back, with
+its triggers and constraints taken away first.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.broker import Broker
+from gpuspawner.store import Store, invariants
+from tests.support.brokers import Clock, open_broker, running
+from tests.support.command import Command
+from tests.support.years import Year, write_year
+
+GUARDS = {
+    "sqlite": (
+        "PRAGMA foreign_keys=OFF",
+        "DROP TRIGGER postings_never_update",
+        "DROP TRIGGER postings_never_delete",
+        "DROP TRIGGER transfers_never_update",
+    ),
+    "postgresql": (
+        "SET session_replication_role = replica",
+        "ALTER TABLE transfers DROP CONSTRAINT transfers_key_key",
+    ),
+}
+"""What keeps wrong rows out; it goes for the length of a test."""
+
+
+@pytest.fixture
+def used(database_url: str) -> Iterator[Broker]:
+    """A store in which everything happened once: grant, hold, charge, refund, failure, end."""
+    clock = Clock()
+    broker = open_broker(database_url, clock, gpu_rates={"*": 4})
+    anna = running(broker, "anna", 2)
+    clock.forward(minutes=30)
+    broker.charge_all()
+    broker.release(anna.id, ended_at=clock.forward(minutes=7), reason="stopped")
+    bert = running(broker, "bert")
+    clock.forward(hours=1)
+    broker.charge_all()
+    broker.release(bert.id, ended_at=clock.now - timedelta(minutes=30), reason="refunded")
+    carl = running(broker, "carl")
+    clock.forward(minutes=5)
+    broker.charge_all()
+    broker.release(carl.id, ended_at=clock.now, reason="its start failed", failed=True)
+    broker.grant("member:anna", 1, actor="admin", reason="a microcredit")
+    running(broker, "dora")
+    clock.forward(minutes=1)
+    broker.charge_all()
+    yield broker
+    broker.store.close()
+
+
+@contextmanager
+def unguarded(broker: Broker) -> Iterator[sa.Connection]:
+    """A connection on which nothing is forbidden."""
+    dialect = broker.store.dialect
+    with broker.store.engine.connect() as connection:
+        for statement in GUARDS[dialect]:
+            connection.exec_driver_sql(statement)
+        yield connection
+        connection.commit()
+        if dialect == "sqlite":
+            connection.exec_driver_sql("PRAGMA foreign_keys=ON")
+        connection.invalidate()
+
+
+def problems(broker: Broker) -> dict[str, str]:
+    """What is broken, by the invariant's name."""
+    findings, _ = broker.audit()
+    return {finding.name: finding.problem for finding in findings if finding.problem}
+
+
+def test_books_that_are_right(used: Broker) -> None:
+    findings, rows = used.audit()
+    assert problems(used) == {}
+    assert [finding.name for finding in findings] == list(invariants.CHECKS)
+    assert all(finding.law.endswith(".") for finding in findings)
+    assert rows["leases"] == 4
+    assert rows["postings"] == 2 * rows["transfers"] > 20
+
+
+WRONG = {
+    "references": (
+        "UPDATE transfers SET lease_id = 'nobody' WHERE kind = 'refund'",
+        "transfers.lease_id names 'nobody', but no row of leases is that",
+    ),
+    "places": (
+        "UPDATE lease_places SET open = false WHERE open",
+        "is open, and its device",
+    ),
+    "order of times": (
+        "UPDATE leases SET started_at = NULL WHERE state = 'running'",
+        "its times say that this cannot be",
+    ),
+    "whole transfers": (
+        "DELETE FROM postings "
+        "WHERE transfer_id IN (SELECT id FROM transfers WHERE kind = 'refund')",
+        "has no postings: it moved nothing",
+    ),
+    "zero sum": (
+        "UPDATE postings SET amount = amount + 1 WHERE id = 1",
+        "sum to 1 microcredits, not zero",
+    ),
+    "balances": (
+        "UPDATE accounts SET balance = balance - 1 WHERE name = 'member:bert'",
+        "The balance of member:bert is 97999999 microcredits, but its postings sum to 98000000",
+    ),
+    "charges of leases": (
+        "UPDATE leases SET charged = charged + 5 WHERE state = 'running'",
+        "microcredits were charged, but its postings took",
+    ),
+    "settlement of leases": (
+        "UPDATE leases SET ended_at = '2025-03-09 12:00:00' WHERE \"user\" = 'anna'",
+        "has ended and owed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_first_row_that_is_wrong_is_named(used: Broker, name: str) -> None:
+    statement, sentence = WRONG[name]
+    with unguarded(used) as connection:
+        assert connection.exec_driver_sql(statement).rowcount >= 1
+    assert sentence in problems(used)[name]
+
+
+def test_a_failed_start_that_was_charged(used: Broker) -> None:
+    with unguarded(used) as connection:
+        connection.exec_driver_sql("UPDATE leases SET outcome = '' WHERE outcome = 'failed'")
+    assert "has ended and owed 333333 microcredits, but 0" in problems(used)["settlement of leases"]
+
+
+def test_a_key_that_was_posted_twice(used: Broker) -> None:
+    if used.store.dialect == "sqlite":  # whose unique constraint cannot be taken away
+        with used.store.engine.connect() as connection:
+            columns = "id, key, kind, at, actor, reason, lease_id"
+            for statement in (
+                "PRAGMA foreign_keys=OFF",
+                "DROP TABLE IF EXISTS loose",
+                "DROP TRIGGER transfers_never_update",
+                "DROP TRIGGER transfers_never_delete",
+                f"CREATE TABLE loose AS SELECT {columns} FROM transfers",
+                "DROP TABLE transfers",
+                "ALTER TABLE loose RENAME TO transfers",
+            ):
+                connection.exec_driver_sql(statement)
+            connection.commit()
+    with unguarded_if_needed(used) as connection:
+        connection.exec_driver_sql(
+            "UPDATE transfers SET key = 'opening:member:anna' WHERE key = 'opening:member:bert'"
+        )
+        connection.commit()
+    assert "The key opening:member:anna was posted 2 times" in problems(used)["keys"]
+
+
+@contextmanager
+def unguarded_if_needed(broker: Broker) -> Iterator[sa.Connection]:
+    """The same where there still are guards."""
+    if broker.store.dialect == "postgresql":
+        with unguarded(broker) as connection:
+            yield connection
+    else:
+        with broker.store.engine.connect() as connection:
+            yield connection
+
+
+def test_a_damaged_file_is_said_and_nothing_else_asked(used: Broker) -> None:
+    if used.store.dialect == "postgresql":
+        # It looks after its own pages; what it says of them is an error like any other.
+        with used.store.read() as connection:
+            assert list(invariants.CHECKS["file"](connection)) == []
+        return
+    with used.store.engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+        page = connection.exec_driver_sql(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'postings_by_account'"
+        ).scalar_one()
+    with open(used.store.engine.url.database or "", "r+b") as file:
+        file.seek((page - 1) * 4096 + 3)
+        file.write(b"\xff\xff")
+    used.store.engine.dispose()
+    findings, _ = used.audit()
+    assert findings[-1].name == "file"
+    assert findings[-1].problem
+
+
+def test_the_command(cli: Command, broker: Broker) -> None:
+    said = cli("audit").stdout
+    assert said.splitlines()[0].startswith("ok      ")
+    assert "Every invariant holds. Rows: 3 accounts, 0 leases, 2 transfers" in said
+    assert cli.json("audit")["ok"] is True
+    with broker.store.engine.connect() as connection:
+        connection.exec_driver_sql("UPDATE accounts SET balance = 7 WHERE name = 'member:ada'")
+        connection.commit()
+    done = cli("audit", code=1)
+    assert "BROKEN  The balance of each account is the sum of its postings." in done.stdout
+    assert "The balance of member:ada is 7 microcredits, but its postings sum to" in done.stdout
+    assert "1 invariant broken; the first row of each is named above." in done.stdout
+    told = cli.json("audit", code=1)
+    assert [x["name"] for x in told["invariants"] if not x["ok"]] == ["balances"]
+
+
+def test_it_needs_no_more_memory_for_more_leases(database_url: str) -> None:
+    """Leases are looked at a few hundred at a time."""
+    store = Store(database_url)
+    write_year(store, Year(members=20, devices=8, leases=1500))
+    tracemalloc.start()
+    try:
+        with store.read() as connection:
+            list(invariants.audit(connection))  # what is loaded once is loaded now
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            assert not any(finding.problem for finding in invariants.audit(connection))
+            peak = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+        store.close()
+    assert peak < 20_000_000
