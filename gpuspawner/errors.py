@@ -190,6 +190,13 @@ class UnknownTicket(Refused):
     status_code = 404
 
 
+class UnknownTransfer(Refused):
+    """There is no transfer {transfer!r}."""
+
+    reason = "unknown_transfer"
+    status_code = 404
+
+
 class LedgerError(GPUSpawnerError):
     """The ledger refused an entry: {what}."""
 

@@ -35,6 +35,7 @@ from .admin import Admin
 from .grants import Grants
 from .line import Line
 from .notices import Notices
+from .reports import Reports
 from .sessions import Sessions
 from .watch import Look, Watch
 
@@ -46,7 +47,7 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Grants, Admin, Notices, Sessions):
+class Broker(Grants, Admin, Notices, Sessions, Reports):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:

@@ -1,0 +1,229 @@
+"""What came and went on an account, page by page, however long it is.
+
+A page begins at a posting and goes back in time; the next one begins where it ended. So a page
+costs the same at the beginning and at the end, and what is posted meanwhile moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..ledger.entries import TransferKind
+from . import book
+from .prepared import Prepared
+from .schema import postings, transfers
+
+USE = (TransferKind.CHARGE.value, TransferKind.REFUND.value)
+"""The kinds of lines that a lease makes, one a minute."""
+
+MOST_READ = 8000
+"""Postings that are put together to one page for people, at the most."""
+
+_JOINED = postings.join(transfers, transfers.c.id == postings.c.transfer_id)
+_account = postings.c.account == sa.bindparam("account")
+# Hidden from the index of accounts: a lease has few transfers, an account many.
+_of_account = sa.func.coalesce(postings.c.account, "") == sa.bindparam("account")
+_SELECTED = (
+    postings.c.id,
+    transfers.c.id.label("transfer"),
+    transfers.c.at,
+    transfers.c.kind,
+    transfers.c.reason,
+    transfers.c.actor,
+    postings.c.amount,
+    transfers.c.lease_id,
+)
+_PAGE = Prepared(
+    sa.select(*_SELECTED)
+    .select_from(_JOINED)
+    .where(_account, postings.c.id < sa.bindparam("before"))
+    .order_by(postings.c.id.desc())
+    .limit(sa.bindparam("most", type_=sa.Integer))
+)
+_MARKS = Prepared(
+    sa.select(postings.c.id, postings.c.amount, transfers.c.kind, transfers.c.lease_id)
+    .select_from(_JOINED)
+    .where(_account, postings.c.id < sa.bindparam("before"))
+    .order_by(postings.c.id.desc())
+    .limit(sa.bindparam("most", type_=sa.Integer))
+)
+_SINCE = Prepared(
+    sa.select(sa.func.coalesce(sa.func.sum(postings.c.amount), 0)).where(
+        _account, postings.c.id >= sa.bindparam("before")
+    )
+)
+_LEASE = sa.and_(transfers.c.lease_id == sa.bindparam("lease"), _of_account)
+_OF_LEASE = Prepared(
+    sa.select(*_SELECTED)
+    .select_from(_JOINED)
+    .where(_LEASE, postings.c.id > sa.bindparam("after"))
+    .order_by(postings.c.id)
+    .limit(sa.bindparam("most", type_=sa.Integer))
+)
+_upto = sa.case((postings.c.id <= sa.bindparam("after"), postings.c.amount), else_=0)
+_SUMS_OF_LEASE = Prepared(
+    sa.select(
+        sa.func.count(),
+        sa.func.coalesce(sa.func.sum(postings.c.amount), 0),
+        sa.func.coalesce(sa.func.sum(_upto), 0),
+    )
+    .select_from(_JOINED)
+    .where(_LEASE)
+)
+
+NEWEST = 2**62
+"""A posting that is after all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of a statement; for people, all charges of a lease between two other events."""
+
+    id: int
+    """Of its posting, the oldest one of those put together."""
+    transfer: str
+    """The newest one of those put together."""
+    at: datetime
+    kind: str
+    reason: str
+    actor: str
+    amount: int
+    """Microcredits into (minus: out of) the account."""
+    balance: int
+    """The balance after it."""
+    lease_id: str | None
+    count: int = 1
+    """How many lines it stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some lines, newest first."""
+
+    entries: tuple[Entry, ...]
+    older: int | None
+    """What the next page comes before; None on the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Some of what a lease paid, oldest first, and the sum of all."""
+
+    entries: tuple[Entry, ...]
+    """``balance`` is what the lease cost up to and with this one."""
+    newer: int | None
+    """What the next page comes after; None on the last one."""
+    count: int
+    total: int
+    """Microcredits that the lease cost: its charges less its refunds."""
+
+
+def page(
+    connection: sa.Connection, account: str, before: int | None = None, limit: int = 50
+) -> Page:
+    """Each line of an account by itself. Raises UnknownAccount."""
+    balance = _balance_before(connection, account, before)
+    rows = _PAGE.rows(connection, account=account, before=before or NEWEST, most=limit + 1)
+    entries = []
+    for row in rows[:limit]:
+        entries.append(_entry(row, balance))
+        balance -= row[6]
+    return Page(tuple(entries), entries[-1].id if len(rows) > limit else None)
+
+
+def folded(
+    connection: sa.Connection, account: str, before: int | None = None, limit: int = 50
+) -> Page:
+    """The lines as people read them: the charges of each minute, one line a lease.
+
+    Only charges with no other event between them are put together, and every balance is the
+    one below it plus the amount, as in the statement itself. Raises UnknownAccount.
+    """
+    balance = _balance_before(connection, account, before)
+    marks = _MARKS.rows(connection, account=account, before=before or NEWEST, most=MOST_READ + 1)
+    more = len(marks) > MOST_READ
+    groups, cut = _together(marks[:MOST_READ], limit)
+    newest = _details(connection, [group[0][0] for group in groups])
+    entries = []
+    for group in groups:
+        amount = sum(mark[1] for mark in group)
+        line = _entry(newest[group[0][0]], balance)
+        entries.append(replace(line, id=group[-1][0], amount=amount, count=len(group)))
+        balance -= amount
+    oldest = min((entry.id for entry in entries), default=None)
+    return Page(tuple(entries), oldest if cut or more else None)
+
+
+def items(
+    connection: sa.Connection, lease_id: str, account: str, after: int = 0, limit: int = 100
+) -> Items:
+    """What a lease paid from its account, and got back."""
+    named = {"lease": lease_id, "account": account, "after": after}
+    ((count, total, upto),) = _SUMS_OF_LEASE.rows(connection, **named)
+    rows = _OF_LEASE.rows(connection, **named, most=limit + 1)
+    cost = -int(upto)
+    entries = []
+    for row in rows[:limit]:
+        cost -= row[6]
+        entries.append(_entry(row, cost))
+    newer = entries[-1].id if len(rows) > limit else None
+    return Items(tuple(entries), newer, int(count), -int(total))
+
+
+def every_line(connection: sa.Connection, account: str, size: int = 2000) -> Iterator[Page]:
+    """The whole statement, newest first, in pages that memory can hold."""
+    before: int | None = None
+    while True:
+        found = page(connection, account, before, size)
+        yield found
+        before = found.older
+        if before is None:
+            return
+
+
+def _balance_before(connection: sa.Connection, account: str, before: int | None) -> int:
+    """The balance after the newest line of the page."""
+    balance = book.account(connection, account).balance
+    if before is None:
+        return balance
+    ((since,),) = _SINCE.rows(connection, account=account, before=before)
+    return balance - int(since)
+
+
+def _entry(row: Sequence[Any], balance: int) -> Entry:
+    posting, transfer, at, kind, reason, actor, amount, lease_id = row
+    return Entry(posting, transfer, at, kind, reason, actor, amount, balance, lease_id)
+
+
+def _together(marks: Sequence[Sequence[Any]], limit: int) -> tuple[list[list[Sequence[Any]]], bool]:
+    """The postings of each line, newest line first, and whether there are more lines.
+
+    A stretch of nothing but use is one line for each of its leases, in the order of their
+    newest charges. It is cut off in the middle when there would be more lines than ``limit``.
+    """
+    groups: list[list[Sequence[Any]]] = []
+    stretch: dict[str | None, list[Sequence[Any]]] = {}
+    for mark in marks:
+        _, _, kind, lease_id = mark
+        use = kind in USE
+        if not use:
+            stretch = {}
+        if use and lease_id in stretch:
+            stretch[lease_id].append(mark)
+            continue
+        if len(groups) == limit:
+            return groups, True
+        groups.append([mark])
+        if use:
+            stretch[lease_id] = groups[-1]
+    return groups, False
+
+
+def _details(connection: sa.Connection, ids: Sequence[int]) -> dict[int, Sequence[Any]]:
+    query = sa.select(*_SELECTED).select_from(_JOINED).where(postings.c.id.in_(ids))
+    return {row[0]: tuple(row) for row in connection.execute(query)}

@@ -1,0 +1,261 @@
+"""Statements, receipts and reports of use against what the store holds, row by row. Real: both
+databases, a broker whose clock the test sets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from gpuspawner.broker import Broker
+from gpuspawner.errors import NoDeviceFree, UnknownAccount, UnknownLease, UnknownTransfer
+from gpuspawner.ledger.rules import owed
+from gpuspawner.ledger.usage import Kind, Use, together
+from gpuspawner.model import MICRO, Lease, LeaseState, member_account
+from gpuspawner.store import statements
+from tests.support.brokers import Clock, open_broker, problems, running
+
+DAY = timedelta(days=1)
+WEEK = timedelta(weeks=1)
+MONDAY = datetime(2025, 3, 3, tzinfo=timezone.utc)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(MONDAY)
+
+
+@pytest.fixture
+def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
+    """Three T4 and three A100 with rates that leave rests of a microcredit."""
+    broker = open_broker(
+        database_url,
+        clock,
+        device_source="simulated:3xT4,3xA100-80GB",
+        gpu_rates={"*": "0.333333", "A100": "3.7"},
+        opening_grant=50_000,
+        refresh_seconds=0,
+    )
+    yield broker
+    assert problems(broker.store) == []
+    broker.store.close()
+
+
+@pytest.fixture
+def past(broker: Broker, clock: Clock) -> Broker:
+    """Three weeks of sessions of three members, some across a Monday, one still open."""
+    chance = random.Random(7)
+    opened: dict[tuple[str, str], Lease] = {}
+    for step in range(120):
+        clock.forward(minutes=chance.randint(1, 500), seconds=chance.random() * 60)
+        who = (chance.choice(["ada", "bob", "cleo"]), chance.choice(["", "two"]))
+        if who in opened:
+            broker.release(opened.pop(who).id, ended_at=clock(), reason="stopped")
+        elif len(opened) < 5:
+            gpus, model = chance.choice([(0, None), (1, None), (1, "A100"), (2, "T4")])
+            with suppress(NoDeviceFree):  # it is asked for again later
+                opened[who] = running(broker, who[0], gpus, who[1], model=model)
+        if chance.random() < 0.7:
+            broker.charge_all()
+        if step % 15 == 0:
+            broker.grant(member_account(who[0]), MICRO, actor="kim", reason=f"step {step}")
+    for some in list(opened)[1:]:
+        broker.release(opened.pop(some).id, ended_at=clock(), reason="stopped")
+    clock.forward(hours=3)
+    broker.charge_all()
+    clock.forward(minutes=20)
+    return broker
+
+
+def pages(ask: Callable[[int | None], Any]) -> list[Any]:
+    """Every entry, page after page."""
+    found, before = [], None
+    while True:
+        page = ask(before)
+        found += page.entries
+        before = page.older
+        if before is None:
+            return found
+
+
+@pytest.mark.parametrize("limit", [7, 1000])
+def test_pages_are_the_whole_statement(past: Broker, limit: int) -> None:
+    for user in ("ada", "bob", "cleo"):
+        account = member_account(user)
+        whole = past.statement(account, 10_000)
+        assert len(whole) > 10
+        found = pages(lambda before, a=account: past.statement_page(a, before, limit))
+        fields = ("at", "kind", "reason", "actor", "amount", "balance", "lease_id")
+        assert [[getattr(line, f) for f in fields] for line in found] == [
+            [getattr(line, f) for f in fields] for line in whole
+        ]
+        streamed = [e for page in past.statement_pages(account) for e in page.entries]
+        assert streamed == found
+
+
+@pytest.mark.parametrize("limit", [3, 50])
+@pytest.mark.parametrize("most_read", [5, 8000])
+def test_folded_pages_add_up(
+    past: Broker, limit: int, most_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statements, "MOST_READ", most_read)
+    account = member_account("ada")
+    single = pages(lambda before: past.statement_page(account, before, 100))
+    found = pages(lambda before: past.statement_page(account, before, limit, folded=True))
+    assert sum(entry.count for entry in found) == len(single)
+    balance = past.account(account).balance
+    for entry in found:
+        assert entry.balance == balance
+        balance -= entry.amount
+    assert balance == 0
+    of_lease: dict[str | None, int] = {}
+    for entry in found:
+        of_lease[entry.lease_id] = of_lease.get(entry.lease_id, 0) + entry.amount
+    for entry in single:
+        of_lease[entry.lease_id] -= entry.amount
+    assert set(of_lease.values()) == {0}
+    if (limit, most_read) == (50, 8000):
+        assert len(found) < len(single) / 2
+
+
+def test_what_is_posted_meanwhile_moves_no_page(past: Broker) -> None:
+    account = member_account("ada")
+    first = past.statement_page(account, None, 5)
+    second = past.statement_page(account, first.older, 5)
+    past.grant(account, MICRO, actor="kim", reason="meanwhile")
+    assert past.statement_page(account, first.older, 5) == second
+
+
+def test_a_receipt_has_every_item(past: Broker) -> None:
+    for lease in past.leases_of(member_account("ada"), 100):
+        whole = past.receipt(lease.id, limit=10_000)
+        assert whole.lease == lease
+        assert whole.items.total == lease.charged == -sum(e.amount for e in whole.items.entries)
+        assert whole.items.count == len(whole.items.entries)
+        found, after = [], 0
+        while True:
+            items = past.receipt(lease.id, after, 2).items
+            found += items.entries
+            if items.newer is None:
+                break
+            after = items.newer
+        assert tuple(found) == whole.items.entries
+        assert not found or found[-1].balance == lease.charged
+        moments = [entry.at for entry in found]
+        assert moments == sorted(moments)
+
+
+def test_who_is_not_there_is_said(past: Broker) -> None:
+    with pytest.raises(UnknownAccount, match="member:nobody"):
+        past.statement_page("member:nobody")
+    with pytest.raises(UnknownLease):
+        past.receipt("nothing")
+    with pytest.raises(UnknownTransfer, match="'nothing'"):
+        past.transfer("nothing")
+    entry = past.statement_page(member_account("ada")).entries[0]
+    transfer = past.transfer(entry.transfer)
+    assert transfer.amount_for(member_account("ada")) == entry.amount
+    assert transfer.at == entry.at
+
+
+def test_accounts_are_found_by_a_part_of_their_name(broker: Broker) -> None:
+    names = ["Ada", "a_da", "a%da", "bob", "adam", "mar%y"]
+    for name in names:
+        broker.open_account(name)
+
+    def found(text: str, **more: Any) -> list[str]:
+        return [a.name.removeprefix("member:") for a in broker.find_accounts(text, **more).found]
+
+    assert sorted(found("")) == sorted(names)
+    assert sorted(found("ADA")) == ["Ada", "adam"]
+    assert found("%") == sorted(["a%da", "mar%y"])
+    assert found("a_d") == ["a_da"]
+    assert found("nobody") == found("system") == []
+    assert found("", among=["member:bob", "group:x", "system:grants"]) == ["bob"]
+    seen, after = [], ""
+    while True:
+        some = broker.find_accounts("", after, 2)
+        seen += [account.name for account in some.found]
+        if some.following is None:
+            break
+        after = some.following
+    assert seen == [account.name for account in broker.accounts()]
+
+
+def test_the_trail_is_searched_and_paged(broker: Broker) -> None:
+    for number in range(5):
+        broker.pause(actor="kim", reason=f"Fan {number}")
+        broker.resume(actor="lee")
+    whole = broker.find_changes(limit=100)
+    assert len(whole.changes) == 10
+    assert whole.older is None
+    first = broker.find_changes(limit=4)
+    rest = broker.find_changes(before=first.older, limit=100)
+    assert first.changes + rest.changes == whole.changes
+    assert [change.detail for change in broker.find_changes("fan 3").changes] == ["Fan 3"]
+    assert {change.actor for change in broker.find_changes("LEE").changes} == {"lee"}
+
+
+# Use, against a sum over every lease, done here by hand.
+
+
+def by_hand(leases: list[Lease], start: datetime, end: datetime, now: datetime) -> dict[Kind, Use]:
+    found: list[tuple[Kind, Use]] = []
+    for lease in leases:
+        began, ended = lease.started_at, lease.ended_at or now
+        if not began or began >= end or ended <= start:
+            continue
+        since, until = max(start, began), min(end, ended)
+        cost = owed(lease.rate, began, until) - owed(lease.rate, began, since)
+        micros = len(lease.devices) * ((until - since) // timedelta(microseconds=1))
+        models = sorted({device.model for device in lease.devices})
+        model = models[0] if len(models) == 1 else ("several models" if models else "")
+        kind = Kind(lease.server.user, lease.group, lease.account, lease.environment, model)
+        use = Use(micros, cost, int(start <= began))
+        found += [(kind, use)] if any(use) else []
+    return together(found)
+
+
+def alike(found: dict[Kind, Use], expected: dict[Kind, Use]) -> None:
+    """SQLite counts the time of each session to the millisecond."""
+    assert found.keys() == expected.keys()
+    for kind, use in expected.items():
+        assert (found[kind].cost, found[kind].sessions) == (use.cost, use.sessions)
+        assert abs(found[kind].micros - use.micros) <= 2000 * max(1, use.sessions)
+
+
+def test_use_is_the_sum_of_the_leases(past: Broker, clock: Clock) -> None:
+    leases = past.leases_of(None, 10_000)
+    assert any(lease.state is not LeaseState.ENDED for lease in leases)
+    bounds = [MONDAY + n * WEEK for n in range(6)]
+    for _ in range(2):  # the second time from what is remembered
+        for found, (start, end) in zip(past.use(bounds), pairwise(bounds), strict=True):
+            alike(found, by_hand(leases, start, end, clock()))
+    (whole,) = past.use([bounds[0], bounds[-1]])
+    parts = together(item for week in past.use(bounds) for item in week.items())
+    assert sum(use.cost for use in whole.values()) == sum(use.cost for use in parts.values())
+    assert len(whole) > 5
+    assert {kind.model for kind in whole} >= {"", "T4", "A100-80GB"}
+    account = member_account("bob")
+    mine = [lease for lease in leases if lease.account == account]
+    for found, (start, end) in zip(
+        past.use_of_account(account, bounds), pairwise(bounds), strict=True
+    ):
+        uses = by_hand(mine, start, end, clock()).values()
+        assert found.cost == sum(use.cost for use in uses)
+        assert found.sessions == sum(use.sessions for use in uses)
+
+
+def test_an_open_session_is_never_remembered(broker: Broker, clock: Clock) -> None:
+    clock.forward(hours=1)
+    lease = running(broker, "ada", model="A100")
+    clock.now = MONDAY + 8 * DAY
+    (before,) = broker.use([MONDAY, MONDAY + WEEK])
+    broker.release(lease.id, ended_at=MONDAY + 2 * DAY, reason="it had ended long before")
+    (after,) = broker.use([MONDAY, MONDAY + WEEK])
+    assert sum(use.cost for use in after.values()) < sum(use.cost for use in before.values())
