@@ -19,7 +19,6 @@ from ..devices.base import DeviceSource, open_source
 from ..errors import UnknownLease
 from ..ledger import rules
 from ..ledger.entries import Transfer
-from ..ledger.pricing import RateCard
 from ..model import (
     Account,
     Lease,
@@ -53,7 +52,7 @@ class Broker(Grants, Admin, Notices, Sessions, Reports):
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.clock = clock
-        self.rates = RateCard.from_config(self.gpu_rates)
+        self.configured = self.read_rates()
         self.store = Store.open(self.database_url)
         self.watch = Watch(self.source(), self.store, timedelta(seconds=self.refresh_seconds))
         self.line = Line(self.make_scheduler())
@@ -80,19 +79,20 @@ class Broker(Grants, Admin, Notices, Sessions, Reports):
     def overview(self) -> view.Overview:
         """All devices with their state, for pages and tables."""
         look = self.look()
-        taken, closed, waiting = self.store.run(
-            lambda c: (leases.taken(c), closures.load(c), len(tickets.versions(c)))
-        )
+        with self.store.read() as connection:
+            taken, closed = leases.taken(connection), closures.load(connection)
+            waiting, rates = len(tickets.versions(connection)), self.rates_in(connection)
         views = view.device_views(look.devices, taken, closed)
         return view.Overview(
             devices=views,
-            models=view.count_models(views, self.rates),
+            models=view.count_models(views, rates.card(self.clock())),
             source=look.inventory.source,
             error=look.inventory.error,
             driver_version=look.inventory.driver_version,
             cuda_version=look.inventory.cuda_version,
             waiting=waiting,
             paused=closed.get(closures.GRANTING),
+            rates=rates,
         )
 
     # From confirmation to release.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ..ledger.pricing import RateCard
 from ..model import Account, Lease, Place, Request, ServerRef, Ticket
 from ..store import Store
 from .line import Line
+from .prices import Prices
 from .settings import BrokerSettings
 from .watch import Look, Watch
 
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from .queue import Terms
 
 
-class Core(BrokerSettings):
+class Core(BrokerSettings, Prices):
     """The broker, as its parts see it; :class:`gpuspawner.broker.Broker` has all of it."""
 
     store: Store
     clock: Callable[[], datetime]
-    rates: RateCard
     watch: Watch
     line: Line
 

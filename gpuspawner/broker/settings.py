@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from traitlets import Dict, Float, Integer, Unicode, Union, default
-from traitlets.config import LoggingConfigurable
+from traitlets import Float, Integer, Unicode, Union, default
 
 from ..store import default_url
+from .prices import PriceSettings
 
 
-class BrokerSettings(LoggingConfigurable):
+class BrokerSettings(PriceSettings):
     """The traits of :class:`~gpuspawner.broker.Broker`."""
 
     database_url = Unicode(
@@ -37,19 +37,6 @@ class BrokerSettings(LoggingConfigurable):
         Example::
 
             c.Broker.device_source = "simulated:4xA100-80GB,2xT4"
-        """,
-    )
-
-    gpu_rates = Dict(
-        {"*": 1},
-        config=True,
-        help="""
-        Credits per GPU-hour by device model; the longest pattern that fits wins.
-
-        A rate is copied into the lease at the grant: a change holds for new servers only.
-        Example::
-
-            c.Broker.gpu_rates = {"*": 1, "A100": 4, "T4": "0.5"}
         """,
     )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from ..ledger import rules
-from ..ledger.pricing import RateCard
+from ..ledger.pricing import RateCard, Rates
 from ..model import Account, Device, DeviceStatus, Lease, LeaseState, Place
 from ..pool import leasable
 from ..store.closures import Closure
@@ -38,7 +38,7 @@ class ModelCount:
     total: int
     free: int
     rate: int
-    """Microcredits per GPU-hour."""
+    """Microcredits per GPU-hour now, where no environment has a rate of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class Overview:
     """Tickets in line."""
     paused: Closure | None = None
     """Why no device is given out, and by whom; None while they are."""
+    rates: Rates = field(default_factory=Rates)
+    """All that hold or will."""
 
     @property
     def total(self) -> int:
@@ -122,7 +124,7 @@ def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCou
             memory_bytes=memory,
             total=len(some),
             free=sum(view.state == "free" for view in some),
-            rate=rates.rate_of(model),
+            rate=rates.rate_of(model, some[0].device.slots),
         )
         for (model, memory), some in found.items()
     ]

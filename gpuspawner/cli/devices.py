@@ -12,7 +12,7 @@ from ..broker import Broker, DeviceView, Overview
 from ..broker.broker import utcnow
 from ..broker.view import count_models, device_views
 from ..devices import open_source
-from ..ledger.pricing import RateCard
+from ..ledger.pricing import Rates
 from ..model import Inventory, Lease
 from ..pool import format_memory
 from ..store import closures
@@ -26,10 +26,11 @@ def devices(arguments: argparse.Namespace, settings: Settings) -> int:
     """List the devices."""
     if (missing := settings.missing_database()) is None:
         broker = settings.open_broker()
-        overview, leases = _overview(settings, look(settings, broker)), broker.open_leases()
+        rates, leases = broker.all_rates(), broker.open_leases()
+        overview = _overview(look(settings, broker), rates)
     else:
         note(f"There is no database at {missing} yet: what is leased is not known.")
-        overview, leases = _overview(settings, look(settings, None)), []
+        overview, leases = _overview(look(settings, None), settings.broker.read_rates()), []
     holders = {lease.id: lease for lease in leases}
     show(arguments.json, _plain(overview, holders), _text(overview, holders))
     return 1 if overview.error else 0
@@ -62,11 +63,11 @@ def look(settings: Settings, broker: Broker | None) -> Look:
     return broker.store.run(read)
 
 
-def _overview(settings: Settings, seen: Look) -> Overview:
+def _overview(seen: Look, rates: Rates) -> Overview:
     inventory = seen.inventory
     return Overview(
         devices=seen.views,
-        models=count_models(seen.views, RateCard.from_config(settings.broker.gpu_rates)),
+        models=count_models(seen.views, rates.card(utcnow())),
         source=inventory.source,
         error=inventory.error,
         driver_version=inventory.driver_version,
