@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from .book import FRESH, Book
 from .limits import Limiter
@@ -98,7 +98,14 @@ class Walk:
         self._shapes = [shape for shape in self._book.shapes if shape.entries]
         self._heads = []
         for each in self._shapes:
-            self._point(each, (first,))
+            each.passed = False
+            entry = each.entries[0]
+            if entry[0] < first:
+                self._point(each, (first,))
+            elif entry[0] <= last:
+                each.head = entry  # whether it may get something is seen when it is its turn
+                self._heads.append((entry, each))
+        heapify(self._heads)
         while round_.left and self._heads:
             entry, shape = heappop(self._heads)
             if shape is not None and shape.head is not entry:
@@ -146,6 +153,7 @@ class Walk:
             batch = entry[4]
             room = rooms[batch.which]
             if room < batch.seconds and (room >= 0.0 or considered):
+                shape.passed = shape.passed or not considered
                 continue
             if batch.parties and refusal(batch, now):
                 continue
@@ -157,7 +165,7 @@ class Walk:
         """Those of a shape that were passed over because they last too long may be the first
         to find no devices at all."""
         for shape in self._shapes:
-            if shape is but or shape.considered == self._round.number:
+            if not shape.passed or shape is but or shape.considered == self._round.number:
                 continue
             before = shape.rooms
             self._round.measure(shape)

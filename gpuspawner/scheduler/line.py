@@ -45,7 +45,7 @@ SMALL, GUESS = 1, 2
 class Shape:
     """Requests for so many devices of the same kinds. A decision notes on it what fits."""
 
-    __slots__ = ("considered", "devices", "entries", "head", "kinds", "rooms", "seen")
+    __slots__ = ("considered", "devices", "entries", "head", "kinds", "passed", "rooms", "seen")
 
     def __init__(self, devices: int, kinds: frozenset[str]) -> None:
         self.devices = devices
@@ -54,6 +54,8 @@ class Shape:
         """Its part of the line."""
         self.head: Entry | None = None
         """Its next ticket, in a walk down the line."""
+        self.passed = False
+        """Whether some of its tickets were passed over because they last too long."""
         self.seen = -1
         self.considered = -1
         self.rooms: Rooms = (-1.0, -1.0, -1.0, -1.0)
