@@ -169,6 +169,12 @@ class ConfigError(GPUSpawnerError):
     reason = "config"
 
 
+class BackupRefused(GPUSpawnerError):
+    """The copy of the database was not made, or not put back: {what}."""
+
+    reason = "backup"
+
+
 class UnknownAccount(Refused):
     """There is no account named {account!r}."""
 

@@ -15,6 +15,7 @@ from traitlets import TraitError
 from .. import __version__
 from ..errors import ConfigError, GPUSpawnerError, StoreUnavailable
 from .audit import audit
+from .backup import backup, restore
 from .check import check
 from .config import DEFAULT_FILE, Settings, load, passwords, redact
 from .credits import accounts, amount_of, grant, statement
@@ -167,6 +168,15 @@ def parser() -> argparse.ArgumentParser:
     changes = add("trail", trail, "Show who changed what, from the audit trail.")
     changes.add_argument("--limit", type=_positive, default=50, metavar="N", help=_NEWEST)
     add("audit", audit, "Prove the books: hold every invariant against every row.")
+    copying = add("backup", backup, "Copy the database into a file, while the hub goes on.")
+    copying.add_argument("file", metavar="FILE", help="the copy: one SQLite file")
+    copying.add_argument("--overwrite", action="store_true", help="replace the file")
+    returning = add("restore", restore, "Prove a copy, and put it in the place of the database.")
+    returning.add_argument("file", metavar="FILE", help="what `gpuspawner backup` made")
+    returning.add_argument("--check", action="store_true", help="prove it, and change nothing")
+    returning.add_argument(
+        "--overwrite", action="store_true", help="replace the database; the old one is kept aside"
+    )
     return top
 
 

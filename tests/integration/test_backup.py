@@ -1,0 +1,316 @@
+"""Copies made while others write, and put back. Real: SQLite, PostgreSQL, processes, SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.broker import Broker
+from gpuspawner.errors import BackupRefused, ConfigError
+from gpuspawner.store import Store, backup
+from gpuspawner.store.granter import Granter
+from gpuspawner.store.schema import metadata
+from tests.support import racers, spending
+from tests.support.brokers import Clock, acquire, open_broker, problems, running
+from tests.support.command import Command
+from tests.support.processes import REPO
+from tests.support.soak import rounds
+from tests.support.years import Year, write_year
+
+
+@pytest.fixture
+def used(database_url: str) -> Iterator[Broker]:
+    """A store with something in most of its tables."""
+    clock = Clock()
+    broker = open_broker(database_url, clock, gpu_rates={"*": 4})
+    running(broker, "anna", 2)
+    gone = running(broker, "bert")
+    clock.forward(hours=1)
+    broker.charge_all()
+    broker.release(gone.id, ended_at=clock.now, reason="stopped")
+    broker.pause(actor="admin", reason="new cables")
+    broker.resume(actor="admin")
+    broker.overview()
+    yield broker
+    broker.store.close()
+
+
+def contents(store: Store) -> dict[str, list[tuple[object, ...]]]:
+    """Every row of every table."""
+    with store.read() as connection:
+        return {
+            table.name: sorted(map(tuple, connection.execute(sa.select(table)).all()), key=str)
+            for table in metadata.sorted_tables
+        }
+
+
+def copied(file: Path) -> dict[str, list[tuple[object, ...]]]:
+    """The same of a copy, which this changes."""
+    store = Store(f"sqlite:///{file}")
+    try:
+        return contents(store)
+    finally:
+        store.close()
+
+
+def another(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """The URL of another database of the same kind, with nothing in it."""
+    if url.startswith("sqlite"):
+        return f"sqlite:///{tmp_path}/another.sqlite"
+    return str(request.getfixturevalue("postgres").fresh_database())
+
+
+def test_a_copy_is_one_private_file_with_every_row(used: Broker, tmp_path: Path) -> None:
+    file = tmp_path / "copies" / "monday.copy"
+    file.parent.mkdir()
+    size = backup.back_up(used.store, file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert size == file.stat().st_size > 0
+    assert [path.name for path in file.parent.iterdir()] == ["monday.copy"]
+    assert backup.check(file)["leases"] == 2
+    assert copied(file) == contents(used.store)
+
+
+def test_a_copy_is_put_back_and_life_goes_on(
+    used: Broker, database_url: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    file = tmp_path / "copy"
+    backup.back_up(used.store, file)
+    before = contents(used.store)
+    url = another(database_url, tmp_path, request)
+    assert backup.restore(url, file).rows["leases"] == 2
+    broker = open_broker(url, used.clock, gpu_rates={"*": 4})
+    try:
+        assert contents(broker.store) == before
+        (anna,) = broker.open_leases()
+        broker.release(anna.id, reason="stopped")
+        running(broker, "carl")  # new numbers do not collide with those that were carried over
+        broker.grant("member:anna", 5, actor="admin", reason="gift")
+        broker.pause(actor="admin")
+        assert problems(broker.store) == []
+        findings, _ = broker.audit()
+        assert [finding.problem for finding in findings if finding.problem] == []
+    finally:
+        broker.store.close()
+
+
+def test_it_overwrites_only_when_told_and_keeps_what_was_there(
+    used: Broker, database_url: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "copy"
+    backup.back_up(used.store, file)
+    with pytest.raises(BackupRefused, match="is there already; name another file"):
+        backup.back_up(used.store, file)
+    backup.back_up(used.store, file, overwrite=True)
+    before = contents(used.store)
+    used.grant("member:anna", 77, actor="admin", reason="after the copy")
+    after = contents(used.store)
+    used.store.close()
+    with pytest.raises(BackupRefused, match="There is a database already"):
+        backup.restore(database_url, file)
+    unchanged = Store(database_url)
+    assert contents(unchanged) == after
+    unchanged.close()
+
+    kept = backup.restore(database_url, file, overwrite=True).kept
+    restored = Store(database_url)
+    try:
+        assert contents(restored) == before
+        if restored.dialect == "sqlite":
+            assert copied(Path(kept)) == after
+        else:
+            with restored.read() as connection:
+                query = f"SELECT reason FROM {kept}.transfers WHERE reason LIKE 'after%%'"
+                assert connection.exec_driver_sql(query).scalar_one() == "after the copy"
+    finally:
+        restored.close()
+
+
+def test_nothing_is_restored_under_a_hub_or_its_service(
+    used: Broker, database_url: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "copy"
+    backup.back_up(used.store, file)
+    before = contents(used.store)
+    with pytest.raises(BackupRefused, match="in use"):  # a service: it has connections open
+        backup.restore(database_url, file, overwrite=True)
+    hub = Granter(used.store)
+    assert hub.take()
+    with pytest.raises(BackupRefused, match="in use"):
+        backup.restore(database_url, file, overwrite=True)
+    hub.give_up()
+    assert contents(used.store) == before
+
+
+@pytest.mark.parametrize("part", [0.0, 0.02, 0.5, 0.9, 0.999])
+def test_a_copy_that_was_cut_short_is_not_put_in_place(
+    used: Broker, database_url: str, tmp_path: Path, part: float
+) -> None:
+    file = tmp_path / "copy"
+    backup.back_up(used.store, file)
+    os.truncate(file, int(file.stat().st_size * part))
+    used.store.close()
+    with pytest.raises(BackupRefused, match="was not put in place: it is"):
+        backup.restore(database_url, file, overwrite=True)
+    store = Store(database_url)
+    assert len(contents(store)["leases"]) == 2
+    store.close()
+
+
+def test_a_copy_whose_books_are_wrong_is_not_put_in_place(
+    used: Broker, database_url: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "copy"
+    backup.back_up(used.store, file)
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("UPDATE accounts SET balance = balance + 1 WHERE name = 'member:anna'")
+        connection.commit()
+    used.store.close()
+    with pytest.raises(BackupRefused, match="The balance of member:anna is"):
+        backup.restore(database_url, file, overwrite=True)
+
+
+def test_what_is_no_copy(database_url: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    with closing(sqlite3.connect(other)) as connection:
+        connection.execute("CREATE TABLE recipes (name TEXT)")
+    (tmp_path / "text").write_text("Dear diary, " * 1000)
+    for name in ("other", "text", "not-there"):
+        with pytest.raises(BackupRefused, match="was not put in place"):
+            backup.restore(database_url, tmp_path / name)
+    with closing(sqlite3.connect(other)) as connection:
+        names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master")]
+    assert names == ["recipes"], "what is somebody else's stays as it is"
+
+
+def test_a_copy_of_a_newer_gpuspawner(used: Broker, database_url: str, tmp_path: Path) -> None:
+    file = tmp_path / "copy"
+    backup.back_up(used.store, file)
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("UPDATE gpuspawner_version SET version_num = '9999'")
+        connection.commit()
+    used.store.close()
+    with pytest.raises(ConfigError, match="install the newer gpuspawner again"):
+        backup.restore(database_url, file, overwrite=True)
+
+
+def test_the_database_itself_is_no_copy_of_it(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/hub.sqlite"
+    broker = open_broker(url)
+    broker.open_account("anna")
+    broker.store.close()
+    with pytest.raises(BackupRefused, match="is the database itself"):
+        backup.restore(url, tmp_path / "hub.sqlite", overwrite=True)
+
+
+def test_a_damaged_database_is_replaced(tmp_path: Path) -> None:
+    url, file = f"sqlite:///{tmp_path}/hub.sqlite", tmp_path / "copy"
+    broker = open_broker(url)
+    broker.open_account("anna")
+    backup.back_up(broker.store, file)
+    broker.store.close()
+    (tmp_path / "hub.sqlite").write_bytes(b"\0" * 50_000)
+    kept = backup.restore(url, file, overwrite=True).kept
+    assert Path(kept).read_bytes() == b"\0" * 50_000
+    broker = open_broker(url)
+    assert broker.member("anna").balance == 100_000_000
+    broker.store.close()
+
+
+def test_copies_made_among_writers_are_whole(
+    used: Broker, database_url: str, tmp_path: Path
+) -> None:
+    used.store.close()
+    began = time.time()
+    broker = spending.spender(database_url, began)
+    workers = []
+    try:
+        for number in range(2):
+            ready, theirs = racers.SPAWN.Pipe()
+            worker = racers.SPAWN.Process(
+                target=spending.spend_until_killed,
+                args=(theirs, database_url, began, f"user{number}", 0, str(tmp_path / "journal")),
+                daemon=True,
+            )
+            worker.start()
+            workers.append(worker)
+            assert ready.poll(60) and ready.recv() == "working"
+        seen = set()
+        for number in range(5):
+            file = tmp_path / f"copy{number}"
+            backup.back_up(broker.store, file)
+            seen.add(backup.check(file)["transfers"])
+        assert len(seen) > 1, "there were writers"
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join(timeout=30)
+        broker.store.close()
+
+
+COPY = """
+import sys
+from pathlib import Path
+from gpuspawner.store import Store, backup
+store = Store(sys.argv[1])
+while True:
+    print("begins", flush=True)
+    backup.back_up(store, Path(sys.argv[2]), overwrite=True)
+"""
+
+
+def test_killed_in_mid_copy(database_url: str, tmp_path: Path) -> None:
+    """Under the wanted name there is the last whole copy, or none; never half of one."""
+    store = Store(database_url)
+    write_year(store, Year(members=20, devices=8, leases=300))
+    expected = store.run(lambda c: c.exec_driver_sql("SELECT count(*) FROM postings").scalar())
+    file = tmp_path / "copy"
+    chance = random.Random(7)
+    whole = 0
+    for life in range(rounds(50)):
+        with subprocess.Popen(
+            [sys.executable, "-c", COPY, database_url, str(file)],
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+        ) as process:
+            for _ in range(1 + life % 3):  # so many begin, and all but the last are whole
+                assert process.stdout and process.stdout.readline() == b"begins\n"
+            time.sleep(chance.uniform(0, 0.2))
+            process.send_signal(signal.SIGKILL)
+        if file.exists():
+            whole += 1
+            assert backup.check(file)["postings"] == expected
+    assert whole
+    backup.back_up(store, file, overwrite=True)  # what they left is in nobody's way
+    assert sorted(path.name for path in tmp_path.glob("*copy*")) == ["copy"]
+    store.close()
+
+
+def test_the_commands(cli: Command, broker: Broker, tmp_path: Path) -> None:
+    acquire(broker, "ada")
+    said = cli("backup", "monday.copy").stdout
+    assert said.startswith("Copied the database to monday.copy (")
+    assert "for its owner only" in said
+    assert "say --overwrite" in cli("backup", "monday.copy", code=1).stderr
+    assert cli.json("backup", "monday.copy", "--overwrite")["bytes"] > 0
+    assert "every invariant holds" in cli("restore", "--check", "monday.copy").stdout
+    assert "The database is in use" in cli("restore", "--overwrite", "monday.copy", code=1).stderr
+    broker.store.close()
+    assert "There is a database already" in cli("restore", "monday.copy", code=1).stderr
+    done = json.loads(cli("restore", "monday.copy", "--overwrite", "--json").stdout)
+    assert done["restored"] and done["kept"] and done["rows"]["leases"] == 1
+    os.truncate(tmp_path / "monday.copy", 5000)
+    assert "cut short" in cli("restore", "--check", "monday.copy", code=1).stderr
