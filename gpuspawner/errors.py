@@ -112,6 +112,13 @@ class CannotExtend(Refused):
     status_code = 409
 
 
+class CannotStop(Refused):
+    """The server cannot be stopped: {why}."""
+
+    reason = "cannot_stop"
+    status_code = 409
+
+
 class GrantingPaused(Refused):
     """No GPUs are given out just now: {why}. You can start without a GPU."""
 

@@ -271,6 +271,7 @@ class Accounting(Application):
             session_warn_minutes=self.session_warn_minutes,
             channels=notifier.known,
             poke=notifier.poke,
+            hub=tick.hub,
         )
         server = HTTPServer(app, ssl_options=self._ssl(ssl.Purpose.CLIENT_AUTH))
         while True:

@@ -15,7 +15,7 @@ from ..ledger.entries import Transfer
 from ..ledger.usage import Kind, Use, kind_of, together, use_of
 from ..model import Lease
 from ..store import Store, leases, search, statements, usage
-from ..store.search import Accounts, Trail
+from ..store.search import Accounts, Leases, Trail
 from ..store.statements import Items, Page
 
 KEPT_FOR = timedelta(hours=1)
@@ -80,6 +80,21 @@ class Reports:
         """Members' and groups' accounts with this text in their names, by name."""
         return self.store.run(
             lambda connection: search.find_accounts(connection, text, after, limit, among)
+        )
+
+    def find_leases(
+        self,
+        *,
+        user: str | None = None,
+        account: str | None = None,
+        before: str | None = None,
+        limit: int = 50,
+    ) -> Leases:
+        """The newest leases, of a member's servers or paid by an account. Raises UnknownLease."""
+        return self.store.run(
+            lambda connection: search.find_leases(
+                connection, user=user, account=account, before=before, limit=limit
+            )
         )
 
     def find_changes(self, text: str = "", before: int | None = None, limit: int = 50) -> Trail:

@@ -139,6 +139,7 @@ Index(
     postgresql_where=OPEN_LEASE,
 )
 Index("leases_by_account", leases.c.account, leases.c.granted_at)
+Index("leases_by_user", leases.c.user, leases.c.granted_at)
 Index("leases_by_end", leases.c.ended_at)
 Index("open_leases", leases.c.account, sqlite_where=OPEN_LEASE, postgresql_where=OPEN_LEASE)
 

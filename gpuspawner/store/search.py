@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from ..errors import UnknownTransfer
 from ..ledger.entries import Posting, Transfer, TransferKind
-from ..model import Account
+from ..model import Account, Lease
 from . import leases as lease_rows
 from .closures import Change
 from .schema import accounts, audit, leases, postings, transfers
@@ -26,6 +26,14 @@ class Accounts(NamedTuple):
     found: list[Account]
     following: str | None
     """The name that the next page comes after; None on the last one."""
+
+
+class Leases(NamedTuple):
+    """Some leases, the one that was granted last first."""
+
+    found: list[Lease]
+    older: str | None
+    """The lease that the next page comes after; None on the last one."""
 
 
 class Trail(NamedTuple):
@@ -61,6 +69,36 @@ def find_accounts(
     found = [Account(name=n, balance=b, held=int(h)) for n, b, h in connection.execute(query)]
     following = found[limit - 1].name if len(found) > limit else None
     return Accounts(found[:limit], following)
+
+
+def find_leases(
+    connection: sa.Connection,
+    *,
+    user: str | None = None,
+    account: str | None = None,
+    before: str | None = None,
+    limit: int = 50,
+) -> Leases:
+    """The newest leases, of a member's servers or paid by an account when these are named.
+
+    ``before``: those granted before this lease. Raises UnknownLease.
+    """
+    order = (leases.c.granted_at.desc(), leases.c.id.desc())
+    query = sa.select(leases.c.id).order_by(*order).limit(limit + 1)
+    if user is not None:
+        query = query.where(leases.c.user == user)
+    if account is not None:
+        query = query.where(leases.c.account == account)
+    if before is not None:
+        last = lease_rows.get(connection, before)
+        same = sa.and_(leases.c.granted_at == last.granted_at, leases.c.id < last.id)
+        # The first condition follows from the second, and lets the database use its index.
+        earlier = sa.or_(leases.c.granted_at < last.granted_at, same)
+        query = query.where(leases.c.granted_at <= last.granted_at, earlier)
+    ids = list(connection.execute(query).scalars())
+    found = lease_rows.where(connection, leases.c.id.in_(ids[:limit]))
+    found.sort(key=lambda lease: (lease.granted_at, lease.id), reverse=True)
+    return Leases(found, found[-1].id if len(ids) > limit else None)
 
 
 def transfer(connection: sa.Connection, transfer_id: str) -> Transfer:

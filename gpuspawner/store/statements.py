@@ -21,7 +21,7 @@ from .schema import postings, transfers
 USE = (TransferKind.CHARGE.value, TransferKind.REFUND.value)
 """The kinds of lines that a lease makes, one a minute."""
 
-MOST_READ = 8000
+MOST_READ = 5000
 """Postings that are put together to one page for people, at the most."""
 
 _JOINED = postings.join(transfers, transfers.c.id == postings.c.transfer_id)

@@ -13,8 +13,8 @@ from tornado import web
 
 from ..broker import Broker
 from ..broker.channels import Channel
-from . import api, api_queue, notices, pages, queue, sessions
-from .base import Context
+from . import account, api, api_queue, notices, pages, queue, sessions
+from .base import Context, HubCalls
 
 STATIC = Path(__file__).parent / "static"
 
@@ -27,11 +27,12 @@ def make_app(
     session_warn_minutes: Sequence[float] = (),
     channels: Mapping[str, Channel] | None = None,
     poke: Callable[[], None] = lambda: None,
+    hub: HubCalls | None = None,
 ) -> web.Application:
     """The service's web application, below the prefix that the Hub gave it.
 
     ``channels`` are the ways in which members can be told; ``poke`` says that there is a
-    notice to send now.
+    notice to send now; ``hub`` is asked who is in a group, and to stop a member's server.
     """
     prefix = hub_auth.base_url
     context = Context(
@@ -41,6 +42,7 @@ def make_app(
         session_warn_minutes=tuple(session_warn_minutes),
         channels=channels or {},
         poke=poke,
+        hub=hub,
     )
     handlers: list[tuple[Any, ...]] = [
         (prefix + path, handler, {"context": context})
@@ -51,6 +53,7 @@ def make_app(
             *queue.HANDLERS,
             *api_queue.HANDLERS,
             *sessions.HANDLERS,
+            *account.HANDLERS,
         )
     ]
     handlers.append((prefix + "static/(.*)", web.StaticFileHandler, {"path": str(STATIC)}))

@@ -9,14 +9,13 @@ from typing import Any
 from tornado import web
 
 from ..broker import DeviceView
-from ..errors import InvalidRequest, NotAllowed
+from ..errors import NotAllowed, UnknownAccount
 from ..model import Lease, LeasedDevice, format_credits, member_account
-from ..store.book import Line
+from ..store.search import Leases
+from ..store.statements import Entry, Page
 from . import figures
 from .base import Handler
-
-MOST = 500
-"""Leases told at once."""
+from .fields import MOST_LINES, one_of, whole
 
 NO_XSRF = (
     "This request comes from a browser without proof that its member sent it. Send the cookie "
@@ -70,6 +69,7 @@ class MeHandler(APIHandler):
     @web.authenticated
     async def get(self) -> None:
         mine = await self.read(figures.member, self.broker, self.user, self.context.warn_minutes)
+        page = await self.read(self._newest)
         self.answer(
             {
                 "name": self.user,
@@ -77,9 +77,15 @@ class MeHandler(APIHandler):
                 "as_of": instant(mine.now),
                 "account": funds(mine.funds),
                 "running": [lease(some) for some in mine.running],
-                "statement": [line(some) for some in mine.statement[:100]],
+                "statement": [entry(some) for some in page.entries],
             }
         )
+
+    def _newest(self) -> Page:
+        try:
+            return self.broker.statement_page(member_account(self.user), limit=100)
+        except UnknownAccount:  # it opens with the first sign-in
+            return Page((), None)
 
 
 class DevicesHandler(APIHandler):
@@ -103,43 +109,29 @@ class DevicesHandler(APIHandler):
 
 
 class LeasesHandler(APIHandler):
-    """My leases, newest first; with ``?all=1`` everybody's, for admins."""
+    """My servers' leases, newest first; with ``?all=1`` everybody's, for admins."""
 
     @web.authenticated
     async def get(self) -> None:
-        everybody = self.get_query_argument("all", "0") in ("1", "true")
-        if everybody:
+        everybody = one_of(self.get_query_argument("all", "0"), "all", ("0", "1"))
+        if everybody == "1":
             self.need_admin()
-        account = None if everybody else member_account(self.user)
-        found = await self.read(self.broker.leases_of, account, self._limit())
+        limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
+        before = self.get_query_argument("before", None)
+        user = None if everybody == "1" else self.user
+        found = await self.read(self._find, user, before, limit)
         now = self.broker.clock()
-        told = figures.lease_figures(self.broker, found, now)
-        self.answer({"as_of": instant(now), "leases": [lease(some) for some in told]})
-
-    def _limit(self) -> int:
-        text = self.get_query_argument("limit", "50")
-        if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MOST:
-            raise web.HTTPError(400) from InvalidRequest(
-                f"The field 'limit' is not valid: write a whole number from 1 to {MOST}.",
-                field="limit",
-            )
-        return int(text)
-
-
-class AccountsHandler(APIHandler):
-    """Everybody's balance, for admins."""
-
-    @web.authenticated
-    async def get(self) -> None:
-        self.need_admin()
-        warn_minutes = self.context.warn_minutes
-        all_of_them = await self.read(figures.everyone, self.broker, warn_minutes)
+        told = figures.lease_figures(self.broker, found.found, now)
         self.answer(
             {
-                "as_of": instant(all_of_them.now),
-                "accounts": [funds(some) for some in all_of_them.accounts],
+                "as_of": instant(now),
+                "leases": [lease(some) for some in told],
+                "next": found.older,
             }
         )
+
+    def _find(self, user: str | None, before: str | None, limit: int) -> Leases:
+        return self.broker.find_leases(user=user, before=before, limit=limit)
 
 
 # Values to JSON.
@@ -225,11 +217,14 @@ def device(some: figures.DeviceFigures, user: str, admin: bool) -> dict[str, Any
     return told
 
 
-def line(some: Line) -> dict[str, Any]:
+def entry(some: Entry) -> dict[str, Any]:
     """A line of a statement as JSON."""
     return {
+        "id": some.id,
+        "transfer": some.transfer,
         "at": instant(some.at),
         "kind": some.kind,
+        "actor": some.actor,
         "reason": some.reason,
         "amount": amount(some.amount),
         "balance": amount(some.balance),
@@ -241,5 +236,4 @@ HANDLERS = [
     ("api/me", MeHandler),
     ("api/devices", DevicesHandler),
     ("api/leases", LeasesHandler),
-    ("api/accounts", AccountsHandler),
 ]

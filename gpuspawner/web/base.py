@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from jupyterhub.services.auth import HubOAuth, HubOAuthenticated
 from tornado import web
@@ -12,6 +12,8 @@ from tornado import web
 from ..broker import Broker
 from ..broker.channels import Channel
 from ..errors import GPUSpawnerError, Unavailable
+from ..model import ServerRef
+from ..scopes import CUSTOM_SCOPES, Reach, reach
 
 T = TypeVar("T")
 
@@ -30,6 +32,16 @@ SENTENCES = {
 OTHERWISE = "Something went wrong. Try again in a moment, and tell your admin if it stays."
 
 
+class HubCalls(Protocol):
+    """What the pages ask the Hub beside who it is that asks. Raises Unavailable."""
+
+    async def members_of(self, group: str) -> frozenset[str] | None:
+        """The names of a group's members; None when the Hub has no such group."""
+
+    async def stop_server(self, server: ServerRef) -> bool:
+        """Ask for a server's stop. False when the Hub has no such server."""
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What every handler is given."""
@@ -44,6 +56,8 @@ class Context:
     """How members can be told."""
     poke: Callable[[], None] = lambda: None
     """There is a notice to send now."""
+    hub: HubCalls | None = None
+    """None where nobody answers for the Hub: then nothing that needs it can be done."""
 
     @property
     def prefix(self) -> str:
@@ -58,6 +72,9 @@ class Context:
 
 class Handler(HubOAuthenticated, web.RequestHandler):
     """A handler that knows who asks. Subclasses decorate ``get`` with ``web.authenticated``."""
+
+    for_services = False
+    """Whether a service of the Hub may ask too, with a scope of ours."""
 
     def initialize(self, context: Context) -> None:
         self.context = context
@@ -81,8 +98,13 @@ class Handler(HubOAuthenticated, web.RequestHandler):
             raise web.HTTPError(503, "%s", error.log_message) from Unavailable(sentence)
 
     def check_hub_user(self, model: dict[str, Any]) -> dict[str, Any] | None:
-        """Only people have accounts: a service that bears a member's name is not the member."""
-        if model.get("kind") != "user":
+        """Only people have accounts: a service that bears a member's name is not the member.
+
+        Where services may ask, they need a scope of ours, and have nothing of their own.
+        """
+        if model.get("kind") != "user" and not (
+            self.for_services and any(reach(model["scopes"], scope) for scope in CUSTOM_SCOPES)
+        ):
             raise web.HTTPError(403)
         allowed: dict[str, Any] | None = super().check_hub_user(model)
         return allowed
@@ -93,9 +115,30 @@ class Handler(HubOAuthenticated, web.RequestHandler):
         return str(self.current_user["name"])
 
     @property
+    def is_service(self) -> bool:
+        """Whether it is no member who asks, but a service of the Hub."""
+        return self.current_user.get("kind") != "user"
+
+    @property
+    def actor(self) -> str:
+        """Who asks, for the books."""
+        return f"service:{self.user}" if self.is_service else self.user
+
+    @property
     def admin(self) -> bool:
         """Whether the member is an admin of the Hub."""
-        return bool(self.current_user.get("admin"))
+        return bool(self.current_user.get("admin")) and not self.is_service
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """The member's groups at the Hub."""
+        return frozenset(self.current_user.get("groups") or ())
+
+    def reach(self, scope: str) -> Reach:
+        """Whom the one who asks reaches with a scope of ours; admins reach everybody."""
+        if self.admin:
+            return Reach(everybody=True)
+        return reach(self.current_user.get("scopes") or (), scope)
 
     def need_admin(self) -> None:
         """Refuse everybody but admins."""

@@ -8,24 +8,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from itertools import groupby
 
 from ..broker import Broker, DeviceView, Overview, Standing
-from ..errors import UnknownAccount
 from ..ledger import rules
-from ..ledger.entries import TransferKind
 from ..model import Account, Lease, LeaseState, Ticket
 from ..scheduler import Ranked
-from ..store.book import Line
 from ..store.closures import GRANTING, Change, Closure
 
-SESSIONS = 20
-LINES = 1000
+SESSIONS = 10
 TICKETS = 20
 CHANGES = 50
-
-USE = (TransferKind.CHARGE.value, TransferKind.REFUND.value)
-"""The kinds of a statement's lines that a lease makes, one a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +58,6 @@ class Member:
     funds: Funds
     running: tuple[LeaseFigures, ...]
     sessions: tuple[LeaseFigures, ...]
-    statement: tuple[Line, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +129,12 @@ def member(broker: Broker, user: str, warn_minutes: Sequence[float]) -> Member:
     now = broker.clock()
     opened = broker.open_leases()
     account = broker.member(user)
-    past = broker.leases_of(account.name, SESSIONS)
+    past = broker.find_leases(user=user, limit=SESSIONS).found
     return Member(
         now=now,
         funds=funds(account, opened, now, warn_minutes),
         running=lease_figures(broker, [s for s in opened if s.server.user == user], now),
         sessions=lease_figures(broker, [s for s in past if s.state is LeaseState.ENDED], now),
-        statement=_statement(broker, account.name),
     )
 
 
@@ -200,12 +190,12 @@ def lease_figures(
     broker: Broker, leases: Collection[Lease], now: datetime
 ) -> tuple[LeaseFigures, ...]:
     """Leases with their cost up to ``now``."""
-    grace = timedelta(seconds=broker.grace_seconds)
+    stops = broker.dry_stops(leases)
     return tuple(
         LeaseFigures(
             lease=lease,
             cost=lease.charged + rules.charge_due(lease, now),
-            stops_at=lease.warned_at + grace if lease.warned_at and _is_open(lease) else None,
+            stops_at=stops.get(lease.id),
         )
         for lease in leases
     )
@@ -243,44 +233,8 @@ def ending(mine: Member, warn_minutes: Sequence[float]) -> tuple[LeaseFigures, .
     return tuple(found)
 
 
-def folded(lines: Sequence[Line]) -> list[Line]:
-    """A statement for people: the charges of each minute, one line a lease.
-
-    Only charges with no other event between them are put together, and every balance is
-    the one below it plus the amount, as in the statement itself.
-    """
-    result: list[Line] = []
-    for use, together in groupby(lines, key=lambda line: line.kind in USE):
-        found = list(together)
-        if not use:
-            result += found
-            continue
-        leases: dict[str | None, Line] = {}
-        for line in found:
-            newer = leases.get(line.lease_id)
-            leases[line.lease_id] = (
-                replace(line, at=newer.at, amount=line.amount + newer.amount) if newer else line
-            )
-        balance = found[0].balance
-        for line in leases.values():
-            result.append(replace(line, balance=balance))
-            balance -= line.amount
-    return result
-
-
 def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | None:
     """The smallest of ``minutes`` that covers the time left; None when none does."""
     if left is None:
         return None
     return min((m for m in minutes if left <= timedelta(minutes=m)), default=None)
-
-
-def _statement(broker: Broker, account: str) -> tuple[Line, ...]:
-    try:
-        return tuple(broker.statement(account, LINES))
-    except UnknownAccount:  # it opens with the member's first sign-in
-        return ()
-
-
-def _is_open(lease: Lease) -> bool:
-    return lease.state is not LeaseState.ENDED

@@ -17,11 +17,12 @@ from ..broker import DeviceView
 from ..broker.sessions import end_clock
 from ..broker.view import clock
 from ..errors import GPUSpawnerError, InvalidRequest
-from ..model import LeasedDevice, format_credits
+from ..model import LeasedDevice, format_credits, member_account
 from ..store.closures import GRANTING, Closure
-from . import figures
+from . import credits, figures
 from .api import instant
 from .base import Handler
+from .chart import Chart, chart
 
 STATES = {
     "free": "free",
@@ -92,12 +93,15 @@ class MemberPage(Page):
         mine = await self.read(figures.member, self.broker, self.user, self.context.warn_minutes)
         overview, found = await self.read(figures.devices, self.broker, self.user, False)
         tickets = await self.read(figures.own_tickets, self.broker, self.user)
+        past = await self.read(credits.of_account, self.broker, member_account(self.user))
         self.show(
             "member.html",
             user=self.user,
             admin=self.admin,
             mine=mine,
-            statement=figures.folded(mine.statement),
+            past=past,
+            lasting=credits.lasting(mine.funds.account.available, overview),
+            stopped=self.get_query_argument("stopped", ""),
             overview=overview,
             devices=found,
             tickets=tickets,
@@ -173,6 +177,45 @@ def clock_time(at: datetime) -> Markup:
     return _time(at, at.astimezone().strftime("%H:%M"))
 
 
+def exactly(at: datetime, now: datetime | None = None) -> Markup:
+    """Date and time to the second in the hub's own zone, without the year when it is this one."""
+    local = at.astimezone()
+    this_year = now is not None and local.year == now.astimezone().year
+    day = local.strftime("%-d %b" if this_year else "%-d %b %Y")
+    words = Markup("<span>{}</span> <span>{}</span>").format(day, local.strftime("%H:%M:%S"))
+    return _time(at, words)
+
+
+def on_day(at: datetime, now: datetime) -> Markup:
+    """The day in the hub's own zone, with the year when it is not this one."""
+    local = at.astimezone()
+    return _time(
+        at, local.strftime("%-d %b" if local.year == now.astimezone().year else "%-d %b %Y")
+    )
+
+
+def duration(span: timedelta) -> str:
+    """Hours, minutes and seconds: ``3:20:05``."""
+    seconds = max(0, int(span.total_seconds()))
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def gpu_hours(seconds: int) -> str:
+    """Seconds as hours with two decimals, rounded down."""
+    return f"{seconds // 36 / 100:,.2f}"
+
+
+def exact(micro: int) -> str:
+    """Microcredits as credits with all six decimals."""
+    return format_credits(micro, 6).replace("-", "\N{MINUS SIGN}")
+
+
+def weeks_chart(found: Sequence[credits.Week], now: datetime) -> Chart:
+    """The drawing of some weeks."""
+    labels = [week.start.astimezone().strftime("%-d %b") for week in found]
+    return chart([week.use for week in found], labels)
+
+
 def period(some: figures.LeaseFigures, now: datetime) -> Markup:
     """From when to when a session went on; the second day only when it is another one."""
     start, end = some.since, some.lease.ended_at or now
@@ -244,6 +287,12 @@ def _environment() -> jinja2.Environment:
         "span": span,
         "moment": moment,
         "period": period,
+        "exactly": exactly,
+        "on_day": on_day,
+        "duration": duration,
+        "gpu_hours": gpu_hours,
+        "exact": exact,
+        "chart": weeks_chart,
         "until": until,
         "ends": ends,
         "memory": memory,

@@ -1,4 +1,4 @@
-"""Reports of use: leases by their ends.
+"""Reports of use: leases by their members and by their ends.
 
 Revision ID: 0005
 Revises: 0004
@@ -13,4 +13,5 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
+    op.create_index("leases_by_user", "leases", ["user", "granted_at"], unique=False)
     op.create_index("leases_by_end", "leases", ["ended_at"], unique=False)

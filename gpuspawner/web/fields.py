@@ -1,0 +1,94 @@
+"""What people and scripts send, checked: each mistake is a sentence that names its field."""
+
+from __future__ import annotations
+
+import re
+
+from tornado import web
+
+from ..errors import InvalidRequest, LedgerError, UnknownAccount
+from ..ledger.entries import check_account
+from ..model import MICRO, format_credits, parse_credits
+
+MOST_CREDITS = 1_000_000_000
+"""Credits of one grant at the most: more is a slip of the finger."""
+
+MOST_LINES = 500
+"""Lines told at once."""
+
+LAST = 2**62
+"""Ids of lines are less than that."""
+
+_AMOUNT = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]+)?")
+_KEY = re.compile(r"[0-9A-Za-z_.:-]{1,100}")
+
+
+def amount_of(text: object, field: str = "amount") -> int:
+    """Credits such as ``12.5``, as microcredits; below zero takes back. Raises InvalidRequest."""
+    if not isinstance(text, str):
+        raise InvalidRequest(
+            f'The field {field!r} is not valid: write credits as text, such as "12.5".', field=field
+        )
+    text = text.strip()
+    if not _AMOUNT.fullmatch(text):
+        raise InvalidRequest(
+            f"The field {field!r} is {text[:60]!r}: write credits as a decimal number with a "
+            "point, such as 12.5.",
+            field=field,
+        )
+    try:
+        amount = parse_credits(text)
+    except ValueError:
+        raise InvalidRequest(
+            f"The field {field!r} is {text[:60]!r}: credits have six decimals at the most.",
+            field=field,
+        ) from None
+    if amount == 0:
+        raise InvalidRequest(f"The field {field!r} is 0: nothing would change.", field=field)
+    if abs(amount) > MOST_CREDITS * MICRO:
+        raise InvalidRequest(
+            f"The field {field!r} is {format_credits(amount)}: {MOST_CREDITS} credits is the most "
+            "of one grant.",
+            field=field,
+        )
+    return amount
+
+
+def key_of(text: object, field: str = "key") -> str:
+    """What tells two grants of the same amount apart; empty for none. Raises InvalidRequest."""
+    if text == "":
+        return ""
+    if not isinstance(text, str) or not _KEY.fullmatch(text):
+        raise InvalidRequest(
+            f"The field {field!r} is not valid: write up to 100 letters, digits and _ . : -",
+            field=field,
+        )
+    return text
+
+
+def account_of(name: str) -> str:
+    """An account's name, from an address. Raises HTTPError 404 for what cannot be one."""
+    try:
+        return check_account(name)
+    except LedgerError:
+        raise web.HTTPError(404) from UnknownAccount(account=name[:100])
+
+
+def whole(text: str, field: str, least: int, most: int) -> int:
+    """A whole number of an address. Raises HTTPError 400."""
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else -1
+    if not least <= number <= most:
+        raise web.HTTPError(400) from InvalidRequest(
+            f"The field {field!r} is not valid: write a whole number from {least} to {most}.",
+            field=field,
+        )
+    return number
+
+
+def one_of(text: str, field: str, choices: tuple[str, ...]) -> str:
+    """One of some words of an address. Raises HTTPError 400."""
+    if text not in choices:
+        raise web.HTTPError(400) from InvalidRequest(
+            f"The field {field!r} is not valid: write one of {', '.join(choices)}.", field=field
+        )
+    return text
