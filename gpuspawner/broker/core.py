@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import datetime
+from collections.abc import Callable, Collection
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -55,7 +55,10 @@ class Core(BrokerSettings, Prices):
     def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:
         raise NotImplementedError
 
-    def _check_credits(self, account: Account, hold: int, rate: int) -> None:
+    def _check_credits(self, account: Account, hold: int, rate: int, lead: timedelta) -> None:
+        raise NotImplementedError
+
+    def _payer(self, user: str, groups: Collection[str], asked: str, *, free: bool) -> str:
         raise NotImplementedError
 
     def __init__(self, **kwargs: Any) -> None:

@@ -28,13 +28,13 @@ from ..model import (
     ServerRef,
     Ticket,
     format_credits,
-    member_account,
     model_matches,
     parse_credits,
 )
 from ..store import book, closures, leases, notices, tickets
 from ..store.closures import GRANTING
 from . import view
+from .payers import Paying
 from .queue import Queue, Terms, your_turn
 from .reads import Reads
 from .watch import Look
@@ -47,7 +47,7 @@ STOPPING = timedelta(minutes=2)
 is dry, and one to stop its servers."""
 
 
-class Grants(Queue, Reads):
+class Grants(Paying, Queue, Reads):
     """The part of the broker that gives devices out."""
 
     def acquire(
@@ -67,7 +67,9 @@ class Grants(Queue, Reads):
         GrantingPaused, ServerHasLease or StoreUnavailable; then nothing was written.
         """
         terms = terms or Terms()
-        account = account or member_account(server.user)
+        free = not request.devices
+        account = account or self._payer(server.user, terms.groups, terms.account, free=free)
+        policy = self.policy_for(account, terms.groups)
         grant = partial(
             self._grant,
             server,
@@ -157,8 +159,9 @@ class Grants(Queue, Reads):
         card = self.rates_in(connection).card(now, request.environment)
         rate = card.price(look.fleet.by_uuid[place.uuid] for place in places)
         payer = self._open_account(connection, account, now)
-        hold = rules.hold_for(rate, timedelta(minutes=self.hold_minutes))
-        self._check_credits(payer, hold, rate)
+        lead = self.lead(terms.get("seconds"))
+        hold = rules.hold_for(rate, lead)
+        self._check_credits(payer, hold, rate, lead)
         lease = Lease(
             id=secrets.token_hex(8),
             server=server,
@@ -189,16 +192,22 @@ class Grants(Queue, Reads):
                 book.post(connection, transfer)
         return book.account(connection, name)
 
-    def _check_credits(self, account: Account, hold: int, rate: int) -> None:
+    def _check_credits(self, account: Account, hold: int, rate: int, lead: timedelta) -> None:
+        """Raises NoCredits; ``lead`` is the time that must be paid for at the start."""
         if rules.can_afford(account.available, hold):
             return
         set_aside = ""
         if account.held:
             set_aside = f" ({format_credits(account.held)} more are set aside for running servers)"
+        kind, _, name = account.name.partition(":")
+        whose = f"The group {name}'s" if kind == "group" else "Your"
+        first = f"the first {self.hold_minutes:g} minutes"
+        if self.hold_session and lead != self.lead(None):
+            first = f"the whole session of {rules.format_time_left(lead)}"
         raise NoCredits(
-            f"Your balance of {format_credits(account.available)} credits{set_aside} does not "
-            f"cover this: it costs {format_credits(rate)} credits an hour, and the first "
-            f"{self.hold_minutes:g} minutes ({format_credits(-(-hold // 10_000) * 10_000)}) must "
+            f"{whose} balance of {format_credits(account.available)} credits{set_aside} does not "
+            f"cover this: it costs {format_credits(rate)} credits an hour, and {first} "
+            f"({format_credits(-(-hold // 10_000) * 10_000)}) must "
             f"be there at the start. {self.credits_help} You can start without a GPU: that is "
             "free.",
             balance=account.available,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..errors import (
     TooMuchAsked,
 )
 from ..ledger import rules
-from ..model import Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket, member_account
+from ..model import Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket
 from ..scheduler import Limits
 from ..store import closures, history, leases, notices, tickets
 from .line import kind_of, model_of
@@ -46,6 +46,8 @@ class Terms:
     """The member's choices, to start the server with after a restart of the hub."""
     wait: bool = False
     """Whether to wait in line when no device is free."""
+    account: str = ""
+    """Which account pays; nothing: the member's usual one."""
 
 
 class Queue(Places, QueueSettings):
@@ -66,6 +68,8 @@ class Queue(Places, QueueSettings):
         ``acquire`` raises, NoDeviceFree only when ``terms`` say not to wait.
         """
         terms = terms or Terms()
+        free = not request.devices
+        account = account or self._payer(server.user, terms.groups, terms.account, free=free)
         acquire = partial(
             self.acquire, server, request, engine=engine, account=account, terms=terms
         )
@@ -202,11 +206,13 @@ class Queue(Places, QueueSettings):
         return ticket
 
     def _asked_again(self, connection: sa.Connection, known: Ticket, ticket: Ticket) -> Ticket:
-        """The same devices, maybe for other hours: the ticket keeps its place."""
-        if known.seconds != ticket.seconds:
+        """The same devices, maybe for other hours or paid by others: the ticket keeps its place."""
+        if (known.seconds, known.account) != (ticket.seconds, ticket.account):
+            self._must_be_paid(connection, ticket)
             for limit in self.limits_of(known.group):
                 _must_be_within(limit, ticket)
-            tickets.update(connection, known.id, seconds=ticket.seconds, options=ticket.options)
+            changes = {name: getattr(ticket, name) for name in ("seconds", "account", "options")}
+            tickets.update(connection, known.id, **changes)
             known = tickets.get(connection, known.id)
             self.line.add(known)
         elif known.id not in self.line.tickets:
@@ -223,7 +229,7 @@ class Queue(Places, QueueSettings):
             request=request,
             options=dict(terms.options),
             engine=engine,
-            account=account or member_account(server.user),
+            account=account,
             group=group,
             seconds=terms.seconds,
             priority=priority,
@@ -246,10 +252,7 @@ class Queue(Places, QueueSettings):
 
         ``others`` is how many servers of the member wait beside this one.
         """
-        payer = self._open_account(connection, ticket.account, ticket.created_at)
-        rate = self._least_rate(ticket.request)
-        hold = rules.hold_for(rate, timedelta(minutes=self.hold_minutes))
-        self._check_credits(payer, hold, rate)
+        self._must_be_paid(connection, ticket)
         of_member, of_group = self.limits_of(ticket.group)
         in_group = 0
         if of_group.tickets is not None:
@@ -258,6 +261,12 @@ class Queue(Places, QueueSettings):
             if limit.tickets is not None and count >= limit.tickets:
                 raise TooManyTickets(count=count, most=limit.tickets)
             _must_be_within(limit, ticket)
+
+    def _must_be_paid(self, connection: sa.Connection, ticket: Ticket) -> None:
+        """Raises NoCredits when there is not enough for the cheapest devices that fit."""
+        payer = self._open_account(connection, ticket.account, ticket.created_at)
+        rate, lead = self._least_rate(ticket.request), self.lead(ticket.seconds)
+        self._check_credits(payer, rules.hold_for(rate, lead), rate, lead)
 
     def _least_rate(self, request: Request) -> int:
         """What the request costs an hour on the cheapest devices that fit."""

@@ -15,8 +15,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..errors import CannotExtend
-from ..model import Lease, LeaseState, Notice, NoticeKind
-from ..store import closures, history, leases, notices
+from ..ledger import rules
+from ..model import Lease, LeaseState, Notice, NoticeKind, format_credits
+from ..store import book, closures, history, leases, notices
 from . import extending
 from .queue import Queue
 from .view import clock
@@ -53,10 +54,11 @@ class Sessions(Queue):
                 if longer == lease.extended:
                     return lease
                 extended = replace(lease, extended=longer, told_minutes=None)
+                hold = self._longer_hold(connection, extended)
                 # In this transaction: nobody comes to the line between the question and the answer.
                 self.line.sync(connection, look, now)
                 self._must_delay_nobody(extended, now)
-                leases.update(connection, lease_id, extended=longer, told_minutes=None)
+                leases.update(connection, lease_id, extended=longer, hold=hold, told_minutes=None)
                 if actor != lease.server.user:
                     self._note_lease(connection, lease, "extend", actor, _until(extended, now), now)
         self.log.info("Lease %s of %s ends at %s", lease_id, lease.server, extended.ends_at)
@@ -159,6 +161,19 @@ class Sessions(Queue):
         ]
         if why := next(filter(None, reasons), ""):
             raise CannotExtend(why=why)
+
+    def _longer_hold(self, connection: sa.Connection, extended: Lease) -> int:
+        """What a longer session holds, where sessions are held whole. Raises CannotExtend."""
+        if not self.hold_session:
+            return extended.hold
+        whole = self.lead((extended.seconds or 0) + extended.extended)
+        hold = max(extended.hold, rules.hold_for(extended.rate, whole))
+        missing = hold - max(extended.hold, extended.charged)
+        available = book.account(connection, extended.account).available
+        if not rules.can_afford(available, missing):
+            sums = f"{format_credits(missing)} credits more, and has {format_credits(available)}"
+            raise CannotExtend(why=f"{extended.account} needs {sums}")
+        return hold
 
     def _order(
         self, connection: sa.Connection, lease: Lease, outcome: str, reason: str, told: Notice

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from traitlets import Float, Integer, Unicode, Union, default
+from datetime import timedelta
+
+from traitlets import Bool, Float, Integer, Unicode, Union, default
 
 from ..store import default_url
 from .prices import PriceSettings
@@ -65,6 +67,20 @@ class BrokerSettings(PriceSettings):
         """,
     )
 
+    hold_session = Bool(
+        False,
+        config=True,
+        help="""
+        Whether a balance must cover the whole session that is asked for, which is then set
+        aside, and not only its first ``hold_minutes``. What is not used comes back at the end;
+        a session without an end holds ``hold_minutes``.
+
+        Example::
+
+            c.Broker.hold_session = True
+        """,
+    )
+
     grace_seconds = Integer(
         300,
         config=True,
@@ -100,3 +116,9 @@ class BrokerSettings(PriceSettings):
             c.Broker.credits_help = "Write to gpu@lab.example for more credits."
         """,
     )
+
+    def lead(self, seconds: int | None) -> timedelta:
+        """How much time an account must be able to pay for when a session of so many seconds
+        starts; None is one without an end."""
+        whole = self.hold_session and seconds is not None
+        return timedelta(seconds=seconds or 0) if whole else timedelta(minutes=self.hold_minutes)

@@ -14,6 +14,7 @@ from traitlets import default
 from ..broker import Broker, Terms
 from ..catalog import Environment
 from ..errors import MemberGone, ServerHasLease, TicketEnded
+from ..ledger.payers import check_payer
 from ..model import Lease, Request, ServerRef, Ticket
 from .base import GPUSpawnerBase
 from .progress import Progress
@@ -123,7 +124,9 @@ class Acquiring(GPUSpawnerBase):
             chosen, request = self.resolve_options()
             if request != ticket.request:
                 raise TicketEnded(why="what you asked for is not what you may have any more")
-            return self.terms(chosen, request)
+            terms = self.terms(chosen, request)
+            check_payer(ticket.account, ticket.server.user, terms.groups)
+            return terms
 
         end_waits_first(self.authenticator, self.queueing)
         try:

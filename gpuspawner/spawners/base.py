@@ -17,14 +17,17 @@ from traitlets import Any as AnyTrait
 from traitlets import Integer, Unicode, Union, default
 
 from ..broker import Terms
+from ..broker.payers import Payers
 from ..broker.view import ModelCount, Overview
 from ..catalog import Catalog, DeviceLimits, Environment, load
 from ..errors import GPUSpawnerError, InvalidRequest, UnknownAccount
+from ..ledger.payers import check_payer
 from ..ledger.rules import format_time_left, time_left
 from ..model import Account, DeviceStatus, Request, format_credits, member_account
 from ..pool import format_memory
 from . import options
 from .hours import Hours, hour_choices, length, usual_label
+from .payers import payer_choices
 
 _templates = Templates(
     loader=PackageLoader("gpuspawner.spawners"), autoescape=True, trim_blocks=True
@@ -176,14 +179,19 @@ class GPUSpawnerBase(Hours, Spawner):
         return environment, options.resolve(choice, environment, self.most_gpus())
 
     def terms(self, environment: Environment, request: Request) -> Terms:
-        """On which terms this start asks for its devices. Raises TooMuchAsked."""
+        """On which terms this start asks for its devices. Raises TooMuchAsked, or NotAllowed for
+        an account that the member may not draw on."""
         choice = options.parse(self.user_options or {}, foreign=self.takes_foreign_options())
         seconds = None
         if request.devices:
             hours = self.session_hours(environment)
             seconds = options.session_seconds(choice, hours, environment)
+        groups = self.group_names
+        if choice.account:
+            check_payer(choice.account, self.user.name, groups)
         return Terms(
-            groups=self.group_names,
+            groups=groups,
+            account=choice.account or "",
             seconds=seconds,
             options=dict(self.user_options or {}),
             wait=choice.wait is not False,
@@ -199,8 +207,9 @@ class GPUSpawnerBase(Hours, Spawner):
             default_choice = catalog.default_for(self.group_names)
             overview = await self.broker.run(self.broker.overview)
             account = await self._account()
+            payers = await self.broker.run(self.broker.payers, self.user.name, self.group_names)
             with self._set_for_now(await self._limits_of_groups()):
-                return own + self.render_form(catalog, default_choice, overview, account)
+                return own + self.render_form(catalog, default_choice, overview, account, payers)
         except GPUSpawnerError as error:
             return own + _templates.get_template("unavailable.html").render(message=error.message)
 
@@ -239,7 +248,12 @@ class GPUSpawnerBase(Hours, Spawner):
         return any(self.is_configured(name) for name in self.own_form_traits)
 
     def render_form(
-        self, catalog: Catalog, usual: Environment, overview: Overview, account: Account
+        self,
+        catalog: Catalog,
+        usual: Environment,
+        overview: Overview,
+        account: Account,
+        payers: Payers | None = None,
     ) -> str:
         """The form as HTML. Values that a member could have written are escaped."""
         environments = catalog.visible_to(self.group_names)
@@ -269,6 +283,7 @@ class GPUSpawnerBase(Hours, Spawner):
                 }
                 for model in overview.models
             ],
+            payers=payer_choices(payers, last.account) if payers else [],
             with_devices=bool(limits),
             hours=hour_choices(list(limits.values()), last.hours, rates),
             usual_hours=usual_label(list(limits.values())),

@@ -14,9 +14,10 @@ from typing import Any
 
 from ..catalog import MOST_HOURS, Environment, SessionHours
 from ..errors import InvalidRequest, TooMuchAsked
+from ..ledger.payers import parse_account
 from ..model import Request
 
-FIELDS = ("environment", "gpus", "gpu_model", "gpu_memory", "hours", "wait")
+FIELDS = ("environment", "gpus", "gpu_model", "gpu_memory", "hours", "wait", "account")
 """Names of the fields in the form, in links and in ``user_options``."""
 
 IGNORED = ("_xsrf",)
@@ -42,6 +43,8 @@ class Choice:
     """Session length."""
     wait: bool | None = None
     """Whether to wait in line when no GPU is free."""
+    account: str | None = None
+    """Which account pays."""
 
     def as_user_options(self) -> dict[str, Any]:
         """What JupyterHub stores: only what was said."""
@@ -72,6 +75,7 @@ def parse(fields: Mapping[str, Any], *, foreign: bool = False) -> Choice:
         gpu_memory=_whole(fields, "gpu_memory"),
         hours=_hours(fields, "hours"),
         wait=_yes_or_no(fields, "wait"),
+        account=_account(fields, "account"),
     )
 
 
@@ -196,6 +200,11 @@ def _yes_or_no(fields: Mapping[str, Any], name: str) -> bool | None:
             f"The field {name!r} must be yes or no, not {_said(value)}.", field=name
         )
     return word in _YES
+
+
+def _account(fields: Mapping[str, Any], name: str) -> str | None:
+    value = _single(fields, name)
+    return None if value is None else parse_account(value)
 
 
 def _digits(value: Any, *kinds: type) -> str:

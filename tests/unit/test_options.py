@@ -55,6 +55,9 @@ PLAIN = Environment(slug="plain", display_name="Plain Python", devices=DeviceLim
         ({"hours": " .5 ", "wait": "YES"}, Choice(hours=0.5, wait=True)),
         ({"hours": 8760, "wait": [""]}, Choice(hours=8760.0)),
         ({"hours": "", "wait": []}, Choice()),
+        ({"account": ["group:course ml"]}, Choice(account="group:course ml")),
+        ({"account": " member:anna "}, Choice(account="member:anna")),
+        ({"account": [""]}, Choice()),
     ],
 )
 def test_values_as_forms_links_and_rest_send_them(fields: Any, choice: Choice) -> None:
@@ -88,7 +91,7 @@ def test_nothing_else_can_be_smuggled_in(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse({"gpus": 1, **fields})
     assert repr(name) in caught.value.message
-    assert "environment, gpus, gpu_model, gpu_memory, hours, wait" in caught.value.message
+    assert "environment, gpus, gpu_model, gpu_memory, hours, wait, account" in caught.value.message
     assert caught.value.fields["field"] == name
 
 
@@ -100,6 +103,12 @@ def test_fields_of_an_admins_own_form_pass_and_change_nothing(fields: dict[str, 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
+        ("account", "course", "member:NAME or group:NAME, not 'course'"),
+        ("account", "system:grants", "member:NAME or group:NAME"),
+        ("account", "group: ", "member:NAME or group:NAME"),
+        ("account", "group:a\x00b", "member:NAME or group:NAME"),
+        ("account", 7, "member:NAME or group:NAME"),
+        ("account", "group:" + "x" * 5000, "member:NAME or group:NAME"),
         ("gpus", "two", "whole number from 0, not 'two'"),
         ("gpus", "-1", "whole number from 0, not '-1'"),
         ("gpus", "1.5", "whole number"),

@@ -1,0 +1,25 @@
+"""Rows of payers: who pays for a member who does not say it each time."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import sqlalchemy as sa
+
+from .prepared import Prepared
+from .schema import payers
+
+_OF = Prepared(sa.select(payers.c.account).where(payers.c.user == sa.bindparam("member")))
+
+
+def get(connection: sa.Connection, user: str) -> str:
+    """The account that the member keeps as the usual one; nothing when they keep none."""
+    rows = _OF.rows(connection, member=user)
+    return str(rows[0][0]) if rows else ""
+
+
+def put(connection: sa.Connection, user: str, account: str, at: datetime) -> None:
+    """Keep an account as the usual one; nothing: none any more."""
+    connection.execute(sa.delete(payers).where(payers.c.user == user))
+    if account:
+        connection.execute(sa.insert(payers).values(user=user, account=account, at=at))
