@@ -13,7 +13,19 @@ from tornado import web
 
 from ..broker import Broker
 from ..broker.channels import Channel
-from . import account, api, api_queue, notices, pages, queue, sessions
+from . import (
+    account,
+    accounts,
+    api,
+    api_credits,
+    api_queue,
+    notices,
+    pages,
+    queue,
+    sessions,
+    trail,
+    usage,
+)
 from .base import Context, HubCalls
 
 STATIC = Path(__file__).parent / "static"
@@ -54,6 +66,10 @@ def make_app(
             *api_queue.HANDLERS,
             *sessions.HANDLERS,
             *account.HANDLERS,
+            *accounts.HANDLERS,
+            *api_credits.HANDLERS,
+            *trail.HANDLERS,
+            *usage.HANDLERS,
         )
     ]
     handlers.append((prefix + "static/(.*)", web.StaticFileHandler, {"path": str(STATIC)}))

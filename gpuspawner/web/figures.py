@@ -17,6 +17,7 @@ from ..store.closures import GRANTING, Change, Closure
 
 SESSIONS = 10
 TICKETS = 20
+PAYING = 200
 CHANGES = 50
 
 
@@ -139,12 +140,16 @@ def member(broker: Broker, user: str, warn_minutes: Sequence[float]) -> Member:
 
 
 def everyone(broker: Broker, warn_minutes: Sequence[float]) -> Everyone:
-    """The figures of all accounts and open leases."""
+    """The figures of all open leases, and of the accounts that pay for them."""
     now = broker.clock()
     opened = broker.open_leases()
+    paying = {lease.account for lease in opened}
     return Everyone(
         now=now,
-        accounts=tuple(funds(a, opened, now, warn_minutes) for a in broker.accounts()),
+        accounts=tuple(
+            funds(account, opened, now, warn_minutes)
+            for account in broker.find_accounts(limit=PAYING, among=paying).found
+        ),
         running=lease_figures(broker, opened, now),
     )
 

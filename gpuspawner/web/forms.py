@@ -57,7 +57,7 @@ class FormPage(Page):
             note=note,
             danger=danger,
             xsrf=self.xsrf,
-            **values,
+            **{"here": "mine", **values},
         )
 
     def go(self, path: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
 from jupyterhub.services.auth import HubOAuthCallbackHandler
@@ -293,6 +294,7 @@ def _environment() -> jinja2.Environment:
         "gpu_hours": gpu_hours,
         "exact": exact,
         "chart": weeks_chart,
+        "as_part": lambda name: quote(name, safe=":"),
         "until": until,
         "ends": ends,
         "memory": memory,

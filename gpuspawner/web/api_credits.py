@@ -1,0 +1,188 @@
+"""Accounts, statements, receipts and grants as JSON, for scripts and for a course's bot."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from tornado import web
+
+from ..broker.admin import checked_reason
+from ..errors import GPUSpawnerError, LedgerError, NotAllowed
+from ..scopes import READ_ACCOUNTS
+from ..store.search import Accounts
+from ..store.statements import Entry
+from . import access, credits, figures
+from .account import may_see
+from .api import APIHandler, amount, entry, funds, instant, lease
+from .api_queue import ChangingAPI
+from .base import Handler
+from .fields import LAST, MOST_LINES, account_of, amount_of, key_of, whole
+
+NOT_ALL = (
+    f"The list of accounts is for admins and for whoever has the scope {READ_ACCOUNTS}. Your own "
+    "is at api/me."
+)
+
+
+class AccountsAPI(APIHandler):
+    """The accounts that I may see, by name: everybody's, for admins; those that my scopes reach."""
+
+    for_services = True
+
+    @web.authenticated
+    async def get(self) -> None:
+        whom = self.reach(READ_ACCOUNTS)
+        if not whom:
+            raise web.HTTPError(403) from NotAllowed(NOT_ALL)
+        among = None if whom.everybody else await access.accounts_of(self, whom)
+        limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
+        text = self.get_query_argument("search", "")
+        after = self.get_query_argument("after", "")
+
+        def find() -> Accounts:
+            return self.broker.find_accounts(text, after, limit, among)
+
+        found = await self.read(find)
+        opened = await self.read(self.broker.open_leases)
+        now = self.broker.clock()
+        self.answer(
+            {
+                "as_of": instant(now),
+                "accounts": [
+                    funds(figures.funds(each, opened, now, self.context.warn_minutes))
+                    for each in found.found
+                ],
+                "next": found.following,
+            }
+        )
+
+
+class AccountAPI(APIHandler):
+    """One account: mine, a group's that I may draw on, or one that my scopes reach."""
+
+    for_services = True
+
+    @web.authenticated
+    async def get(self, name: str) -> None:
+        account = account_of(name)
+        if not access.may_see_balance(self, account):
+            await access.must_read(self, account)
+        minutes = self.context.warn_minutes
+        found = await self.read(credits.funds_of, self.broker, account, minutes)
+        self.answer({"as_of": instant(self.broker.clock()), **funds(found)})
+
+
+class StatementAPI(APIHandler):
+    """An account's statement, newest first, page by page."""
+
+    for_services = True
+
+    @web.authenticated
+    async def get(self, name: str) -> None:
+        account = account_of(name)
+        await access.must_read(self, account)
+        limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
+        text = self.get_query_argument("before", "")
+        before = whole(text, "before", 1, LAST) if text else None
+        page = await self.read(self.broker.statement_page, account, before, limit)
+        self.answer(
+            {
+                "account": account,
+                "as_of": instant(self.broker.clock()),
+                "entries": [entry(some) for some in page.entries],
+                "next": page.older,
+            }
+        )
+
+
+class GrantAPI(ChangingAPI):
+    """Give credits to an account: ``{"amount": "25", "reason": "week 3", "key": "week-3"}``.
+
+    The same key with the same amount is given once, however often it is sent.
+    """
+
+    for_services = True
+
+    async def get(self, name: str) -> None:
+        raise web.HTTPError(405)
+
+    @web.authenticated
+    async def post(self, name: str) -> None:
+        account = account_of(name)
+        await access.must_grant(self, account)
+        sent = self.sent("amount", "reason", "key")
+        try:
+            micro = amount_of(sent.get("amount"))
+            reason = checked_reason(sent["reason"], needed=True)
+            key = key_of(sent.get("key", "")) or secrets.token_hex(8)
+            done = await self.broker.run(
+                self.broker.grant,
+                account,
+                micro,
+                actor=self.actor,
+                reason=reason,
+                # Whose key it is: nobody uses up another's.
+                key=f"api:{self.actor}:{account}:{key}",
+            )
+            found = await self.broker.run(self.broker.account, account)
+        except LedgerError as error:
+            raise web.HTTPError(409) from error
+        except GPUSpawnerError as error:
+            raise web.HTTPError(error.status_code) from error
+        self.answer(
+            {
+                "granted": done,
+                "account": account,
+                "amount": amount(micro),
+                "key": key,
+                "balance": amount(found.balance),
+            }
+        )
+
+
+class ReceiptAPI(APIHandler):
+    """What a session cost, item by item, oldest first."""
+
+    for_services = True
+
+    @web.authenticated
+    async def get(self, lease_id: str) -> None:
+        await may_see(self, lease_id)
+        limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
+        after = whole(self.get_query_argument("after", "0"), "after", 0, LAST)
+        receipt = await self.read(self.broker.receipt, lease_id, after, limit)
+        now = self.broker.clock()
+        (told,) = figures.lease_figures(self.broker, [receipt.lease], now)
+        self.answer(
+            {
+                "as_of": instant(now),
+                "lease": lease(told),
+                "total": amount(receipt.items.total),
+                "count": receipt.items.count,
+                "items": [_item(some) for some in receipt.items.entries],
+                "next": receipt.items.newer,
+            }
+        )
+
+
+def _item(some: Entry) -> dict[str, Any]:
+    """A charge is above zero, a refund below, and beside it stands the cost up to then."""
+    return {
+        "id": some.id,
+        "transfer": some.transfer,
+        "at": instant(some.at),
+        "kind": some.kind,
+        "reason": some.reason,
+        "amount": amount(-some.amount),
+        "cost": amount(some.balance),
+    }
+
+
+HANDLERS: list[tuple[str, type[Handler]]] = [
+    ("api/accounts", AccountsAPI),
+    ("api/accounts/([^/]+)", AccountAPI),
+    ("api/accounts/([^/]+)/statement", StatementAPI),
+    ("api/accounts/([^/]+)/grants", GrantAPI),
+    ("api/leases/([0-9a-f]{1,64})/receipt", ReceiptAPI),
+]

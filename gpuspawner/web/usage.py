@@ -1,0 +1,197 @@
+"""Reports of use: by member, group, account, model, environment or week; pages, CSV, JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, timedelta
+from typing import Any
+from urllib.parse import urlencode
+
+from tornado import web
+
+from ..broker import Broker
+from ..errors import InvalidRequest, NotAllowed
+from ..ledger.usage import Kind, Use, together
+from ..scopes import READ_USAGE
+from . import weeks
+from .account import CSVHandler, table
+from .api import APIHandler, amount, instant
+from .base import Handler
+from .fields import one_of
+from .pages import Page
+
+BY: dict[str, Callable[[Kind], str]] = {
+    "member": lambda kind: kind.user,
+    "group": lambda kind: kind.group,
+    "account": lambda kind: kind.account,
+    "model": lambda kind: kind.model,
+    "environment": lambda kind: kind.environment,
+    "week": lambda kind: "",
+}
+"""What use can be added up by."""
+
+NAMELESS = {
+    "group": "no group",
+    "model": "no GPU",
+    "environment": "the hub's own",
+}
+"""What people read where a name is empty."""
+
+COLUMNS = ("gpu_seconds", "gpu_hours", "credits", "sessions")
+"""Of a report as CSV, after what it is by."""
+
+NO_SCOPE = (
+    f"Reports of use are for admins and for whoever has the scope {READ_USAGE}. Your own use is "
+    "on your page."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a report."""
+
+    name: str
+    use: Use
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Who used what in some days of the hub's own zone, both counted."""
+
+    by: str
+    first: date
+    last: date
+    rows: tuple[Row, ...]
+    total: Use
+
+
+def report(broker: Broker, by: str, first: date, last: date) -> Report:
+    """Add use up by one thing. Blocks."""
+    parts = list(weeks.split(first, last))
+    bounds = [weeks.midnight(start) for start, _ in parts]
+    found = broker.use([*bounds, weeks.midnight(last + timedelta(days=1))])
+    if by == "week":
+        rows = [
+            Row(start.isoformat(), _sum(used))
+            for (start, _), used in zip(parts, found, strict=True)
+        ]
+    else:
+        name = BY[by]
+        sums: dict[str, Use] = {}
+        for used in found:
+            for kind, use in used.items():
+                key = name(kind)
+                sums[key] = sums[key].plus(use) if key in sums else use
+        rows = [Row(key, use) for key, use in sums.items()]
+        rows.sort(key=lambda row: (-row.use.micros, -row.use.cost, row.name))
+    total = Use()
+    for row in rows:
+        total = total.plus(row.use)
+    return Report(by, first, last, tuple(rows), total)
+
+
+class UsageHandler(Handler):
+    """What the page, the CSV and the JSON share."""
+
+    async def asked(self) -> Report:
+        """The report that was asked for. Raises HTTPError for who may not see it, or 400."""
+        if not self.reach(READ_USAGE):
+            raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
+        by = one_of(self.get_query_argument("by", "member"), "by", tuple(BY))
+        since, until = (self.get_query_argument(name, "") for name in ("from", "to"))
+        try:
+            first, last = weeks.period(since, until, self.broker.clock())
+        except InvalidRequest as error:
+            raise web.HTTPError(400) from error
+        return await self.read(report, self.broker, by, first, last)
+
+
+class UsagePage(UsageHandler, Page):
+    """A report for people, with a form to ask for another."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        found = await self.asked()
+        query = {"by": found.by, "from": found.first.isoformat(), "to": found.last.isoformat()}
+        self.show(
+            "usage.html",
+            user=self.user,
+            admin=self.admin,
+            now=self.broker.clock(),
+            report=found,
+            choices=tuple(BY),
+            nameless=NAMELESS.get(found.by, ""),
+            query=urlencode(query),
+        )
+
+
+class UsageCSV(UsageHandler, CSVHandler):
+    """A report as CSV."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        found = await self.asked()
+        self.begin(f"usage-by-{found.by}-{found.first}-{found.last}")
+        lines = [
+            (
+                row.name,
+                str(row.use.gpu_seconds),
+                gpu_hours(row.use),
+                amount(row.use.cost),
+                str(row.use.sessions),
+            )
+            for row in found.rows
+        ]
+        self.finish(table([(found.by, *COLUMNS), *lines]))
+
+
+class UsageAPI(UsageHandler, APIHandler):
+    """A report as JSON."""
+
+    for_services = True
+
+    @web.authenticated
+    async def get(self) -> None:
+        found = await self.asked()
+        end = found.last + timedelta(days=1)
+        self.answer(
+            {
+                "by": found.by,
+                "first_day": found.first.isoformat(),
+                "last_day": found.last.isoformat(),
+                "from": instant(weeks.midnight(found.first)),
+                "to": instant(weeks.midnight(end)),
+                "as_of": instant(self.broker.clock()),
+                "rows": [{"name": row.name, **use_json(row.use)} for row in found.rows],
+                "total": use_json(found.total),
+            }
+        )
+
+
+def use_json(use: Use) -> dict[str, Any]:
+    """What was used, as JSON."""
+    return {
+        "gpu_seconds": use.gpu_seconds,
+        "gpu_hours": gpu_hours(use),
+        "credits": amount(use.cost),
+        "sessions": use.sessions,
+    }
+
+
+def gpu_hours(use: Use) -> str:
+    """GPU time in hours with six decimals, rounded down."""
+    millionths = use.micros // 3600
+    return f"{millionths // 1_000_000}.{millionths % 1_000_000:06}"
+
+
+def _sum(used: dict[Kind, Use]) -> Use:
+    everything = Kind("", "", "", "", "")
+    return together((everything, use) for use in used.values()).get(everything, Use())
+
+
+HANDLERS: list[tuple[str, type[Handler]]] = [
+    ("usage", UsagePage),
+    (r"usage\.csv", UsageCSV),
+    ("api/usage", UsageAPI),
+]
