@@ -24,6 +24,7 @@ from ..broker import Broker
 from ..engines import DockerEngine, Engine, LocalEngine
 from ..errors import ConfigError, GPUSpawnerError, Unavailable
 from ..store.granter import hub_name
+from .credits import Credits
 from .hub import Hub
 from .notify import Notifier
 from .sessions import Sessions
@@ -34,6 +35,9 @@ NOTICES_EVERY = 2.0
 
 SESSIONS_EVERY = 2.0
 """Seconds between two looks at the ends of sessions and at the stops that were ordered."""
+
+CREDITS_EVERY = 2.0
+"""Seconds between two looks at the accounts that pay for servers."""
 
 ENGINES: dict[str, Callable[[], Engine]] = {"docker": DockerEngine, "local": LocalEngine}
 
@@ -76,15 +80,43 @@ class Accounting(Application):
     )
 
     warn_minutes = List(
-        Float(),
+        Float(min=0.0),
         default_value=[30.0, 10.0, 2.0],
         config=True,
         help="""
-        Minutes left on an account at which its member is warned on the page, and a line logged.
+        Minutes that the credits of an account still last, its overdraft included, at which those
+        whose servers it pays for are told, each once.
 
         Example::
 
             c.Accounting.warn_minutes = [60, 15]
+        """,
+    )
+
+    credits_hook = List(
+        Unicode(),
+        config=True,
+        help="""
+        A command that is run when credits run low or dry, for each server that they pay for,
+        with one JSON object on its standard input: ``event`` (``low``, ``dry``, ``back`` for new
+        credits, ``stop``), ``account``, ``balance``, ``rate_per_hour``, ``lease``, ``user``,
+        ``server``, ``environment``, ``when_dry``, ``minutes`` (of a warning), ``stops_at`` and
+        ``at``. Example::
+
+            c.Accounting.credits_hook = ["/usr/local/bin/credits-low"]
+        """,
+    )
+
+    credits_hook_seconds = Float(
+        10.0,
+        min=0.1,
+        config=True,
+        help="""
+        Seconds that the credits hook may take before it is killed.
+
+        Example::
+
+            c.Accounting.credits_hook_seconds = 30
         """,
     )
 
@@ -173,10 +205,11 @@ class Accounting(Application):
         tick = self._tick()
         notifier = Notifier(parent=self, broker=tick.broker)
         sessions = self._session_duty(tick, notifier)
+        credits = self._credits_duty(tick, notifier)
         duties = [
             asyncio.ensure_future(duty)
             for duty in (
-                self._rounds(tick, sessions),
+                self._rounds(tick, sessions, credits),
                 self._notices(tick, notifier),
                 self._pages(tick, notifier),
                 self._hub_gone(stop),
@@ -185,7 +218,7 @@ class Accounting(Application):
         try:
             await stop.wait()
         finally:
-            await asyncio.gather(notifier.close(), sessions.close())
+            await asyncio.gather(notifier.close(), sessions.close(), credits.close())
             for duty in duties:
                 duty.cancel()
             await asyncio.gather(*duties, return_exceptions=True)
@@ -207,7 +240,6 @@ class Accounting(Application):
             engines={name: make() for name, make in ENGINES.items()},
             log=self.log,
             ask=self.engines,
-            warn_minutes=self.warn_minutes,
             hub_name=hub_name(pid) if (pid := os.environ.get("GPUSPAWNER_HUB_PID")) else "",
         )
 
@@ -220,9 +252,18 @@ class Accounting(Application):
             poke=notifier.poke,
         )
 
+    def _credits_duty(self, tick: Tick, notifier: Notifier) -> Credits:
+        return Credits(
+            tick,
+            warn_minutes=self.warn_minutes,
+            command=self.credits_hook,
+            command_seconds=self.credits_hook_seconds,
+            poke=notifier.poke,
+        )
+
     # Duties.
 
-    async def _rounds(self, tick: Tick, sessions: Sessions) -> None:
+    async def _rounds(self, tick: Tick, sessions: Sessions, credits: Credits) -> None:
         # What ended while the service was down is settled before anybody is charged, warned or
         # told that a session ended.
         await self._round(tick, "Reconciliation", tick.reconcile)
@@ -231,6 +272,7 @@ class Accounting(Application):
             self._every(self.reconcile_seconds, tick, "Reconciliation", tick.reconcile),
             self._every(self.charge_seconds, tick, "Charges", tick.charge),
             self._every(SESSIONS_EVERY, tick, "Sessions", sessions.round),
+            self._every(CREDITS_EVERY, tick, "Credits", credits.round),
         )
 
     async def _every(

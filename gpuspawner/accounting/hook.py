@@ -1,10 +1,11 @@
-"""The admin's own commands: run for a notice, or for the end of a session."""
+"""The admin's own commands: run for a notice, for the end of a session, for low credits."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -13,12 +14,53 @@ from datetime import timezone
 from ..errors import Unavailable
 from ..model import Notice
 
+AT_ONCE = 4
+"""Runs of one command that go on at the same time; others wait for one of them."""
+
 SHOWN = 300
 """Characters of what a failed command wrote that its error repeats."""
 
 READ = 64 * 1024
 _PRIVATE = ("JUPYTERHUB_", "GPUSPAWNER_")
 """Variables of the service that are not the command's business: tokens and database URLs."""
+
+
+class Hook:
+    """A command of the admin's, run beside everything else; what goes wrong is logged."""
+
+    def __init__(
+        self, command: Sequence[str], seconds: float, log: logging.Logger, setting: str
+    ) -> None:
+        """``setting`` is what it is called in the configuration. No command: nothing is run."""
+        self.command = tuple(command)
+        self.seconds = seconds
+        self.log = log
+        self.setting = setting
+        self._running: set[asyncio.Task[None]] = set()
+        self._gate = asyncio.Semaphore(AT_ONCE)
+
+    def start(self, text: bytes) -> None:
+        """Run it with the text on its standard input; do not wait for its end."""
+        if self.command:
+            task = asyncio.ensure_future(self._run(text))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def close(self) -> None:
+        """End what runs still."""
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _run(self, text: bytes) -> None:
+        async with self._gate:
+            try:
+                await run(self.command, text, self.seconds)
+            except Unavailable as error:
+                self.log.warning("%s: %s", self.setting, error)
+            except Exception:
+                self.log.exception("%s", self.setting)
 
 
 async def run(command: Sequence[str], text: bytes, seconds: float) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from ..errors import GPUSpawnerError, Unavailable
+from ..errors import GPUSpawnerError
 from ..model import Lease, LeaseState
-from . import hook
+from .hook import Hook
 from .tick import Tick
 
 AT_ONCE = 10
@@ -26,9 +26,6 @@ AGAIN = 10.0
 
 LONGEST_PAUSE = 60.0
 """Seconds between two tries, however often it failed."""
-
-HOOKS = 4
-"""Hooks that run at once."""
 
 
 @dataclass(slots=True)
@@ -61,13 +58,10 @@ class Sessions:
         self.tick = tick
         self.log = tick.log
         self.warn_minutes = tuple(warn_minutes)
-        self.command = tuple(command)
-        self.command_seconds = command_seconds
+        self.hook = Hook(command, command_seconds, tick.log, "c.Accounting.session_hook")
         self.poke = poke
         self._stops: dict[str, Stop] = {}
         self._gate = asyncio.Semaphore(AT_ONCE)
-        self._hooks: set[asyncio.Task[None]] = set()
-        self._hook_gate = asyncio.Semaphore(HOOKS)
 
     async def round(self) -> None:
         """Warn whom it is time to warn, end what is over, and see to the stops."""
@@ -79,10 +73,10 @@ class Sessions:
 
     async def close(self) -> None:
         """Leave everything as it is: the next service goes on."""
-        tasks = [stop.task for stop in self._stops.values() if stop.task] + list(self._hooks)
+        tasks = [stop.task for stop in self._stops.values() if stop.task]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, self.hook.close(), return_exceptions=True)
 
     # Warnings and ends.
 
@@ -143,22 +137,8 @@ class Sessions:
             self.log.warning("Stopping %s: %s", lease.server, newest.end_reason)
         return known
 
-    # The hook.
-
     def _run_hook(self, event: str, lease: Lease) -> None:
-        if self.command:
-            task = asyncio.ensure_future(self._hook(told(event, lease, self.broker.clock())))
-            self._hooks.add(task)
-            task.add_done_callback(self._hooks.discard)
-
-    async def _hook(self, text: bytes) -> None:
-        async with self._hook_gate:
-            try:
-                await hook.run(self.command, text, self.command_seconds)
-            except Unavailable as error:
-                self.log.warning("c.Accounting.session_hook: %s", error)
-            except Exception:
-                self.log.exception("c.Accounting.session_hook")
+        self.hook.start(told(event, lease, self.broker.clock()))
 
 
 def told(event: str, lease: Lease, now: datetime) -> bytes:
@@ -170,15 +150,16 @@ def told(event: str, lease: Lease, now: datetime) -> bytes:
         "server": lease.server.name,
         "environment": lease.environment,
         "gpus": list(lease.uuids),
-        "ends_at": _instant(lease.ends_at),
+        "ends_at": instant(lease.ends_at),
         "minutes": lease.told_minutes if event == "warning" else 0,
         "reason": lease.end_reason,
-        "at": _instant(now),
+        "at": instant(now),
     }
     return json.dumps(seen).encode() + b"\n"
 
 
-def _instant(moment: datetime | None) -> str | None:
+def instant(moment: datetime | None) -> str | None:
+    """A time as commands read it: ISO 8601 in UTC."""
     if moment is None:
         return None
     return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")

@@ -1,4 +1,4 @@
-"""What the accounting service does at regular times: charge, warn and stop, reconcile.
+"""What the accounting service does at regular times: charge, reconcile.
 
 Everything that must survive a restart is in the store: a round can be late, doubled or
 killed at any point, and the next one goes on from what is written there.
@@ -10,15 +10,12 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
 
 from ..broker import Broker
 from ..engines import DockerEngine, Engine
 from ..errors import AnotherHubGrants, EngineUnavailable, Unavailable
-from ..model import Account, Lease, LeaseState, ServerRef, Sighting, format_credits
+from ..model import Lease, LeaseState, ServerRef, Sighting
 from ..reconcile import Action, Confirm, HubState, Release, Remove, Unknown
-from ..web import figures
-from . import telling
 from .hub import Hub
 from .resuming import THE_HUB_FIRST, Resuming
 
@@ -70,87 +67,16 @@ class Tick:
     log: logging.Logger
     ask: Collection[str] = ()
     """The engines to ask in every round; none named: those of open and recent leases."""
-    warn_minutes: Sequence[float] = ()
     start_grace_seconds: float = 60.0
     """Nothing younger than this is ended only because the Hub does not name it."""
     hub_name: str = ""
     """What our Hub is called in the store's lock; not known when it did not start us."""
     _resumed: bool = False
     _trouble: dict[str, str] = field(default_factory=dict)
-    _told: dict[str, float] = field(default_factory=dict)
-
-    # Charges, and accounts that run dry.
 
     async def charge(self) -> None:
-        """Charge every running lease, and see to the accounts that ran dry."""
+        """Charge every running lease."""
         await self.broker.run(self.broker.charge_all)
-        leases = await self.broker.run(self.broker.open_leases)
-        accounts = {a.name: a for a in await self.broker.run(self.broker.accounts)}
-        now = self.broker.clock()
-        for name, paying in by_account(leases).items():
-            account = accounts.get(name, Account(name=name))
-            if account.balance > 0:
-                await self._has_credits(account, paying)
-                funds = figures.funds(account, paying, now, self.warn_minutes)
-                await self._tell(funds, paying, now)
-            else:
-                for lease in paying:
-                    await self._is_dry(account, lease, now)
-
-    async def _has_credits(self, account: Account, leases: Sequence[Lease]) -> None:
-        for lease in leases:
-            if lease.warned_at is not None:
-                await self.broker.run(self.broker.unwarn, lease.id)
-                self.log.info("%s has credits again: %s goes on", account.name, lease.server)
-
-    async def _tell(self, funds: figures.Funds, paying: Sequence[Lease], now: datetime) -> None:
-        """Tell and log each warning once on the way down; the page shows it all the time."""
-        name, due = funds.account.name, funds.warning
-        if due is not None and due < self._told.get(name, float("inf")) and funds.lasts:
-            gift = await self.broker.run(self.broker.newest_gift, name)
-            for notice in telling.credits_low(funds, paying, gift, now, self.broker.credits_help):
-                await self.broker.run(self.broker.add_notice, notice)
-            self.log.info(
-                "%s has %s credits left: enough for %d min",
-                name,
-                format_credits(funds.account.balance),
-                funds.lasts // timedelta(minutes=1),
-            )
-        self._told[name] = due if due is not None else float("inf")
-
-    async def _is_dry(self, account: Account, lease: Lease, now: datetime) -> None:
-        grace = timedelta(seconds=self.broker.grace_seconds)
-        if lease.warned_at is None:
-            # Told first: whoever is killed here tells it no second time, and warns then.
-            gift = await self.broker.run(self.broker.newest_gift, account.name)
-            notice = telling.ran_dry(account, lease, gift, now, grace, self.broker.credits_help)
-            await self.broker.run(self.broker.add_notice, notice)
-            await self.broker.run(self.broker.warn, lease.id)
-            self.log.warning(
-                "%s ran dry (%s credits): %s will be stopped in %d s unless credits are given",
-                account.name,
-                format_credits(account.balance),
-                lease.server,
-                grace.total_seconds(),
-            )
-        elif now - lease.warned_at >= grace:
-            notice = telling.stopped(account, lease, now, self.broker.credits_help)
-            await self.broker.run(self.broker.add_notice, notice)
-            await self._stop(account, lease)
-
-    async def _stop(self, account: Account, lease: Lease) -> None:
-        part = f"Stop of {lease.server}"
-        try:
-            known = await self.hub.stop_server(lease.server)
-        except Unavailable as error:
-            self.trouble(part, error)
-            return
-        self.well(part)
-        if known:
-            self.log.warning("Stopping %s: %s ran dry", lease.server, account.name)
-        else:
-            # The lease is settled when an engine proves the end, and not before.
-            self.log.warning("%s is to be stopped, but the Hub does not know it", lease.server)
 
     # Store, engines and Hub: do they say the same?
 
@@ -273,12 +199,3 @@ class Tick:
         why = f" ({error.__cause__})" if error.__cause__ else ""
         said = f"it does not answer{why}; its leases stay as they are until it does"
         self.trouble(part, EngineUnavailable(said))
-
-
-def by_account(leases: Collection[Lease]) -> dict[str, list[Lease]]:
-    """The running leases that cost something, by who pays."""
-    found: dict[str, list[Lease]] = {}
-    for lease in leases:
-        if lease.state is LeaseState.RUNNING and lease.rate > 0:
-            found.setdefault(lease.account, []).append(lease)
-    return found

@@ -14,10 +14,13 @@ from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any, TypeVar
 
+import sqlalchemy as sa
+
 from .. import reconcile
 from ..devices.base import DeviceSource, open_source
 from ..errors import UnknownLease
 from ..ledger import rules
+from ..ledger.dry import OVERDRAFT, Policies, payable
 from ..ledger.entries import Transfer
 from ..model import (
     Account,
@@ -31,6 +34,7 @@ from ..store import Store, book, closures, leases, tickets
 from ..store.granter import Granter
 from . import view
 from .admin import Admin
+from .dry import Dry
 from .grants import Grants
 from .line import Line
 from .notices import Notices
@@ -46,13 +50,14 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Grants, Admin, Notices, Sessions, Reports):
+class Broker(Grants, Admin, Notices, Sessions, Reports, Dry):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.clock = clock
         self.configured = self.read_rates()
+        self.policies = Policies.from_config(self.when_dry)
         self.store = Store.open(self.database_url)
         self.watch = Watch(self.source(), self.store, timedelta(seconds=self.refresh_seconds))
         self.line = Line(self.make_scheduler())
@@ -146,14 +151,20 @@ class Broker(Grants, Admin, Notices, Sessions, Reports):
                 lease = replace(lease, outcome="failed")  # for the books: it owes nothing
                 leases.update(connection, lease.id, outcome=lease.outcome)
             failed = failed or lease.outcome in ("no_show", "lost")
-            due = rules.settlement(lease, end, failed)
+            owed = rules.settlement(lease, end, failed)
+            due = self._payable(connection, lease, owed)
             if transfer := rules.settle(lease, due, end):
                 book.post(connection, transfer)
-            charged = lease.charged + due
+            charged, waived = lease.charged + due, owed - due
             reason = lease.end_reason or reason  # who ordered its stop said why
-            leases.end(connection, lease.id, end, reason, charged)
+            leases.end(connection, lease.id, end, reason, charged, waived)
         lease = replace(
-            lease, state=LeaseState.ENDED, ended_at=end, end_reason=reason, charged=charged
+            lease,
+            state=LeaseState.ENDED,
+            ended_at=end,
+            end_reason=reason,
+            charged=charged,
+            waived=waived,
         )
         self.watch.forget()
         self.log.info("Lease %s of %s ended: %s", lease.id, lease.server, reason)
@@ -180,7 +191,7 @@ class Broker(Grants, Admin, Notices, Sessions, Reports):
         count = 0
         with self.store.write() as connection:
             for lease in leases.open_leases(connection):
-                due = rules.charge_due(lease, now)
+                due = self._payable(connection, lease, rules.charge_due(lease, now))
                 if transfer := rules.charge(lease, due, now):
                     book.post(connection, transfer)
                     leases.update(connection, lease.id, charged=lease.charged + due)
@@ -236,19 +247,13 @@ class Broker(Grants, Admin, Notices, Sessions, Reports):
         with self.store.write() as connection:
             return book.post(connection, transfer)
 
-    def warn(self, lease_id: str) -> None:
-        """Note that the member was told that the credits ran out: the grace begins."""
-        now = self.clock()
-        with self.store.write() as connection:
-            if leases.get(connection, lease_id, lock=True).warned_at is None:
-                leases.update(connection, lease_id, warned_at=now)
-
-    def unwarn(self, lease_id: str) -> None:
-        """Take the warning back: there are credits again."""
-        with self.store.write() as connection:
-            leases.update(connection, lease_id, warned_at=None)
-
     # Steps of the above.
+
+    def _payable(self, connection: sa.Connection, lease: Lease, due: int) -> int:
+        """What of it the account can pay: an overdraft has a bound."""
+        if due <= 0 or lease.when_dry != OVERDRAFT:
+            return due
+        return payable(lease, due, book.account(connection, lease.account).balance)
 
     def _is_ours(self, sighting: Sighting) -> bool:
         try:

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from ..model import Account, Lease, Place, Request, ServerRef, Ticket
 from ..store import Store
 from .line import Line
+from .policies import DryPolicies
 from .prices import Prices
 from .settings import BrokerSettings
 from .watch import Look, Watch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .queue import Terms
 
 
-class Core(BrokerSettings, Prices):
+class Core(BrokerSettings, Prices, DryPolicies):
     """The broker, as its parts see it; :class:`gpuspawner.broker.Broker` has all of it."""
 
     store: Store

@@ -70,6 +70,7 @@ class Grants(Paying, Queue, Reads):
         free = not request.devices
         account = account or self._payer(server.user, terms.groups, terms.account, free=free)
         policy = self.policy_for(account, terms.groups)
+        policy = self.policy_for(account, terms.groups)
         grant = partial(
             self._grant,
             server,
@@ -78,6 +79,8 @@ class Grants(Paying, Queue, Reads):
             account=account,
             group=self.standing_of(terms.groups)[0] if terms.groups else "",
             seconds=terms.seconds if request.devices else None,
+            when_dry=policy.when_dry,
+            overdraft=policy.overdraft,
         )
         try:
             return grant(self.look())
@@ -125,6 +128,8 @@ class Grants(Paying, Queue, Reads):
                 seconds=ticket.seconds,
                 ticket_id=ticket.id,
                 claim_seconds=claim,
+                when_dry=ticket.when_dry,
+                overdraft=ticket.overdraft,
             )
             tickets.end(connection, ticket.id, now, "granted", "its turn came", lease.id)
             notices.add(connection, your_turn(ticket, lease, now))
@@ -158,7 +163,7 @@ class Grants(Paying, Queue, Reads):
         devices = tuple(_leased(place, look.fleet.by_uuid[place.uuid]) for place in places)
         card = self.rates_in(connection).card(now, request.environment)
         rate = card.price(look.fleet.by_uuid[place.uuid] for place in places)
-        payer = self._open_account(connection, account, now)
+        payer = self._payer_now(connection, account, now)
         lead = self.lead(terms.get("seconds"))
         hold = rules.hold_for(rate, lead)
         self._check_credits(payer, hold, rate, lead)

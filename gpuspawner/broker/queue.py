@@ -25,13 +25,18 @@ from ..errors import (
     TooMuchAsked,
 )
 from ..ledger import rules
-from ..model import Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket
+from ..ledger.pricing import RateCard
+from ..model import Account, Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket
 from ..scheduler import Limits
 from ..store import closures, history, leases, notices, tickets
 from .line import kind_of, model_of
 from .places import Places
 from .queue_settings import QueueSettings
 from .watch import Look
+
+
+CHANGEABLE = ("seconds", "account", "when_dry", "overdraft")
+"""What a member may ask for anew without losing the place in line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,11 +212,11 @@ class Queue(Places, QueueSettings):
 
     def _asked_again(self, connection: sa.Connection, known: Ticket, ticket: Ticket) -> Ticket:
         """The same devices, maybe for other hours or paid by others: the ticket keeps its place."""
-        if (known.seconds, known.account) != (ticket.seconds, ticket.account):
+        if any(getattr(known, name) != getattr(ticket, name) for name in CHANGEABLE):
             self._must_be_paid(connection, ticket)
             for limit in self.limits_of(known.group):
                 _must_be_within(limit, ticket)
-            changes = {name: getattr(ticket, name) for name in ("seconds", "account", "options")}
+            changes = {name: getattr(ticket, name) for name in (*CHANGEABLE, "options")}
             tickets.update(connection, known.id, **changes)
             known = tickets.get(connection, known.id)
             self.line.add(known)
@@ -223,6 +228,7 @@ class Queue(Places, QueueSettings):
         self, server: ServerRef, request: Request, engine: str, account: str, terms: Terms
     ) -> Ticket:
         group, priority = self.standing_of(terms.groups)
+        policy = self.policy_for(account, terms.groups)
         return Ticket(
             id=secrets.token_hex(8),
             server=server,
@@ -233,6 +239,8 @@ class Queue(Places, QueueSettings):
             group=group,
             seconds=terms.seconds,
             priority=priority,
+            when_dry=policy.when_dry,
+            overdraft=policy.overdraft,
             created_at=self.clock().astimezone(timezone.utc),
         )
 
@@ -264,14 +272,20 @@ class Queue(Places, QueueSettings):
 
     def _must_be_paid(self, connection: sa.Connection, ticket: Ticket) -> None:
         """Raises NoCredits when there is not enough for the cheapest devices that fit."""
-        payer = self._open_account(connection, ticket.account, ticket.created_at)
-        rate, lead = self._least_rate(ticket.request), self.lead(ticket.seconds)
+        payer = self._payer_now(connection, ticket.account, ticket.created_at)
+        card = self.rates_in(connection).card(ticket.created_at, ticket.request.environment)
+        rate, lead = self._least_rate(card, ticket.request), self.lead(ticket.seconds)
         self._check_credits(payer, rules.hold_for(rate, lead), rate, lead)
 
-    def _least_rate(self, request: Request) -> int:
+    def _payer_now(self, connection: sa.Connection, name: str, now: datetime) -> Account:
+        """The account less all that its servers owe, though it was not charged yet."""
+        account = self._open_account(connection, name, now)
+        return rules.owing([lease for lease, _ in leases.paying(connection, name)], account, now)
+
+    def _least_rate(self, card: RateCard, request: Request) -> int:
         """What the request costs an hour on the cheapest devices that fit."""
         models = {model_of(kind) for kind in self.line.kinds(request)}
-        rates = (self.rates.lease_rate([model] * request.devices) for model in models)
+        rates = (card.lease_rate([model] * request.devices) for model in models)
         return min(rates, default=0)
 
     def _at_the_end_if_twice(self, connection: sa.Connection, ticket: Ticket) -> Ticket:

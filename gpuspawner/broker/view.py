@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from ..ledger import rules
+from ..ledger.dry import SESSION
 from ..ledger.pricing import RateCard, Rates
 from ..model import Account, Device, DeviceStatus, Lease, LeaseState, Place
 from ..pool import leasable
@@ -152,7 +153,10 @@ def latest_ends(
         account = accounts.get(lease.account)
         if account is None or not rates.get(lease.account) or not lease.rate:
             continue
-        left = account.balance - due[lease.account]
+        if lease.when_dry == SESSION and lease.ends_at:
+            ends[lease.id] = lease.ends_at + grace
+            continue
+        left = account.balance - due[lease.account] + lease.overdraft
         dry = rules.runs_dry_at(left, rates[lease.account], now)
         if dry is not None:
             ends[lease.id] = dry + grace

@@ -142,10 +142,15 @@ def check_settled(books: Books) -> Iterator[str]:
             continue
         failed = lease.id in books.failed or lease.outcome in ("failed", "no_show", "lost")
         due = 0 if failed else owed(lease.rate, lease.started_at, lease.ended_at)
-        if lease.charged != due:
+        if lease.charged + lease.waived != due:
             yield (
                 f"Lease {lease.id} has ended and owed {due} microcredits, but {lease.charged} "
                 "were charged."
+            )
+        if lease.waived < 0 or (lease.waived and lease.when_dry != "overdraft"):
+            yield (
+                f"Lease {lease.id} was let off {lease.waived} microcredits, and had no overdraft "
+                "that ended."
             )
 
 

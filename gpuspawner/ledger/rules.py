@@ -12,10 +12,12 @@ releases) that saw the same lease, the store takes one.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from ..errors import LedgerError
-from ..model import Lease, LeaseState
+from ..model import Account, Lease, LeaseState
 from .entries import SYSTEM_GRANTS, SYSTEM_USAGE, Posting, Transfer, TransferKind, check_account
 
 HOUR = 3_600_000_000
@@ -81,6 +83,16 @@ def hold_for(rate: int, lead: timedelta) -> int:
 def can_afford(available: int, hold: int) -> bool:
     """Whether the hold can be set aside. What holds nothing is open to everybody."""
     return hold <= 0 or available >= hold
+
+
+def owing(leases: Iterable[Lease], account: Account, until: datetime) -> Account:
+    """The account less all that these of its leases owe up to then, as if they were charged."""
+    due = freed = 0
+    for lease in leases:
+        mine = charge_due(lease, until)
+        due += mine
+        freed += lease.held - max(0, lease.held - mine)
+    return replace(account, balance=account.balance - due, held=account.held - freed)
 
 
 # How long it lasts.

@@ -14,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from ..errors import NoDeviceFree, ServerHasLease, UnknownLease
 from ..model import Lease, LeasedDevice, LeaseState, Place, ServerRef
 from .prepared import Prepared
-from .schema import OPEN_LEASE, OPEN_PLACE, closures, lease_places, leases
+from .schema import OPEN_LEASE, OPEN_PLACE, accounts, closures, lease_places, leases
 
 _LEASE_FIELDS = tuple(n for n in Lease.__dataclass_fields__ if n not in ("server", "devices"))
 _PLACE_FIELDS = tuple(LeasedDevice.__dataclass_fields__)
@@ -57,6 +57,14 @@ _WITH_AN_END = Prepared(
         OPEN_LEASE, (leases.c.outcome != sa.literal_column("''")) | leases.c.seconds.isnot(None)
     )
 )
+_paying = (
+    sa.select(*_SELECTED[:_AT_PLACE], accounts.c.balance)
+    .join(accounts, accounts.c.name == leases.c.account)
+    .where(OPEN_LEASE, leases.c.started_at.isnot(None), leases.c.rate > sa.literal_column("0"))
+    .order_by(leases.c.granted_at, leases.c.id)
+)
+_PAYING = Prepared(_paying)
+_PAID_BY = Prepared(_paying.where(leases.c.account == sa.bindparam("name")))
 _INSERT = Prepared(sa.insert(leases), ("user", "server_name", *_LEASE_FIELDS))
 _INSERT_PLACE = Prepared(sa.insert(lease_places), ("lease_id", "open", *_PLACE_FIELDS))
 _FREE_PLACES = Prepared(
@@ -134,6 +142,13 @@ def with_an_end(connection: sa.Connection) -> list[Lease]:
     return _leases(_WITH_AN_END.rows(connection))
 
 
+def paying(connection: sa.Connection, account: str | None = None) -> list[tuple[Lease, int]]:
+    """The running leases that cost something, oldest first, each with the balance of the account
+    (None: of any) that pays for it. Their devices are left out."""
+    found = _PAYING.rows(connection) if account is None else _PAID_BY.rows(connection, name=account)
+    return [(_lease(row[:-1], []), row[-1]) for row in found]
+
+
 def of_account(connection: sa.Connection, account: str | None, limit: int = 50) -> list[Lease]:
     """The newest leases of an account (None: of everybody), newest first."""
     newest = sa.select(leases.c.id).order_by(leases.c.granted_at.desc(), leases.c.id).limit(limit)
@@ -166,10 +181,17 @@ def _update(columns: tuple[str, ...]) -> Prepared:
     return Prepared(sa.update(leases).where(leases.c.id == sa.bindparam("lease")), columns)
 
 
-def end(connection: sa.Connection, lease_id: str, at: datetime, reason: str, charged: int) -> None:
+def end(
+    connection: sa.Connection,
+    lease_id: str,
+    at: datetime,
+    reason: str,
+    charged: int,
+    waived: int = 0,
+) -> None:
     """Close a lease and free its places."""
-    ended = LeaseState.ENDED
-    update(connection, lease_id, state=ended, ended_at=at, end_reason=reason, charged=charged)
+    changes: dict[str, Any] = {"ended_at": at, "end_reason": reason, "charged": charged}
+    update(connection, lease_id, state=LeaseState.ENDED, waived=waived, **changes)
     _FREE_PLACES.run(connection, lease=lease_id)
 
 

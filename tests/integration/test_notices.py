@@ -25,7 +25,15 @@ from gpuspawner.model import (
 from gpuspawner.store import Store, schema
 from gpuspawner.store import notices as rows
 from gpuspawner.store.notices import Choice, Outcome
-from tests.support.rounds import GRACE, START, Clock, ScriptedHub, make_tick, open_broker, running
+from tests.support.rounds import (
+    GRACE,
+    START,
+    Clock,
+    ScriptedHub,
+    make_credits,
+    open_broker,
+    running,
+)
 from tests.support.telling import choose, tell
 
 
@@ -135,7 +143,8 @@ async def minutes(broker: Broker, hub: ScriptedHub, clock: Clock, count: int) ->
     """So many rounds, a minute apart, each by a service that was just started."""
     for _ in range(count):
         clock.advance(60)
-        await make_tick(broker, hub, warn_minutes=(10, 2)).charge()
+        broker.charge_all()
+        await make_credits(broker, hub, warn_minutes=(10, 2)).round()
 
 
 def until(clock: Clock, lease: Lease) -> str:
@@ -164,7 +173,7 @@ async def test_a_balance_that_runs_low_and_dry_is_told_once(
     assert f"{left} credits are left" in low.body and "cost 4.00 an hour" in low.body
     assert f"stopped at {dry.astimezone():%H:%M} (" in out.body and "Ask Kim." in out.body
     assert "Your files are where you left them" in stopped.body
-    assert set(hub.stopped) == {"ada/"}
+    assert broker.lease(lease.id).outcome == "credits"
 
 
 async def test_after_new_credits_it_is_told_again(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 
@@ -17,10 +16,9 @@ from gpuspawner.accounting.hub import Hub
 from gpuspawner.broker import Broker
 from gpuspawner.errors import Unavailable
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, LeaseState, Request, ServerRef, member_account
+from gpuspawner.model import MICRO, ServerRef
 from gpuspawner.reconcile import HubState
 from tests.support.rounds import (
-    GRACE,
     RATE,
     START,
     Clock,
@@ -28,7 +26,6 @@ from tests.support.rounds import (
     make_tick,
     open_broker,
     running,
-    told,
 )
 
 
@@ -78,137 +75,6 @@ async def test_rounds_side_by_side_charge_once(
     await asyncio.gather(*(make_tick(broker, hub).charge() for broker in brokers for _ in range(5)))
     assert brokers[0].lease(lease.id).charged == owed(RATE, START, clock.now)
     brokers[0].store.close()
-
-
-# Accounts that run dry.
-
-
-async def test_a_dry_account_is_warned_then_stopped(
-    broker: Broker, hub: ScriptedHub, clock: Clock
-) -> None:
-    lease = running(broker, "ada")
-    hub.has(lease.server)
-    tick = make_tick(broker, hub)
-    clock.advance(899)
-    await tick.charge()
-    assert broker.lease(lease.id).warned_at is None
-    clock.advance(1)  # 15 minutes at 4 credits an hour: the whole credit, to the microcredit
-    await tick.charge()
-    assert broker.member("ada").balance == 0
-    assert broker.lease(lease.id).warned_at == clock.now
-
-    warned_at = clock.now
-    clock.advance(GRACE - 1)
-    await tick.charge()
-    assert broker.lease(lease.id).warned_at == warned_at
-    assert hub.stopped == []
-    clock.advance(1)
-    await tick.charge()
-    assert hub.stopped == ["ada/"]
-    assert broker.member("ada").balance == -owed(RATE, START, START + timedelta(seconds=GRACE))
-    assert broker.lease(lease.id).state is LeaseState.RUNNING  # until an engine proves the end
-
-
-async def test_the_warning_survives_a_restart(
-    database_url: str,
-    hub: ScriptedHub,
-    clock: Clock,
-) -> None:
-    broker = open_broker(database_url, clock)
-    lease = running(broker, "ada")
-    hub.has(lease.server)
-    clock.advance(1000)
-    await make_tick(broker, hub).charge()
-    broker.store.close()
-
-    clock.advance(GRACE)
-    broker = open_broker(database_url, clock)
-    await make_tick(broker, hub).charge()
-    assert hub.stopped == ["ada/"]
-    broker.store.close()
-
-
-async def test_credits_in_time_take_the_warning_back(
-    broker: Broker, hub: ScriptedHub, clock: Clock
-) -> None:
-    lease = running(broker, "ada")
-    hub.has(lease.server)
-    tick = make_tick(broker, hub)
-    clock.advance(1000)
-    await tick.charge()
-    broker.grant(member_account("ada"), MICRO, actor="admin", reason="more")
-    clock.advance(1)
-    await tick.charge()
-    assert broker.lease(lease.id).warned_at is None
-    clock.advance(GRACE)
-    await tick.charge()
-    assert hub.stopped == []
-    clock.advance(GRACE * 3)  # dry again: a whole new grace
-    await tick.charge()
-    clock.advance(GRACE - 1)
-    await tick.charge()
-    assert hub.stopped == []
-    clock.advance(1)
-    await tick.charge()
-    assert hub.stopped == ["ada/"]
-
-
-async def test_servers_that_cost_nothing_go_on(
-    broker: Broker, hub: ScriptedHub, clock: Clock
-) -> None:
-    free = running(broker, "ada", devices=0)
-    paid = broker.acquire(ServerRef("ada", "gpu"), Request(devices=1), engine="local")
-    broker.confirm(paid.id)
-    waiting = broker.acquire(ServerRef("ada", "waits"), Request(devices=1), engine="local")
-    hub.has(free.server, paid.server, waiting.server)
-    tick = make_tick(broker, hub)
-    for _ in range(16):  # a T4: an hour, and the grace
-        clock.advance(GRACE)
-        await tick.charge()
-    assert set(hub.stopped) == {"ada/gpu"}
-    assert broker.lease(free.id).warned_at is None
-    assert broker.lease(waiting.id).warned_at is None
-
-
-async def test_a_stop_that_the_hub_did_not_hear_is_asked_again(
-    broker: Broker,
-    hub: ScriptedHub,
-    clock: Clock,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    lease = running(broker, "ada")
-    caplog.set_level(logging.INFO, "tick")
-    hub.has(lease.server)
-    tick = make_tick(broker, hub)
-    clock.advance(1000)
-    await tick.charge()
-    hub.status = 502
-    for _ in range(3):
-        clock.advance(GRACE)
-        await tick.charge()
-    assert sum("502" in line for line in told(caplog.records)) == 1
-    hub.status = None
-    await tick.charge()
-    assert hub.stopped == ["ada/"]
-    assert "Stop of ada: all is well again" in told(caplog.records)
-
-
-async def test_each_low_balance_is_told_once(
-    broker: Broker,
-    hub: ScriptedHub,
-    clock: Clock,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "tick")
-    running(broker, "ada")
-    tick = make_tick(broker, hub, warn_minutes=(10, 2))
-    for _ in range(14):
-        clock.advance(60)
-        await tick.charge()
-    assert [line for line in told(caplog.records) if "enough for" in line] == [
-        "member:ada has 0.60 credits left: enough for 9 min",
-        "member:ada has 0.06 credits left: enough for 1 min",
-    ]
 
 
 # The Hub's REST API.

@@ -13,6 +13,7 @@ from tornado import web
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
+from gpuspawner.accounting.credits import Credits
 from gpuspawner.accounting.hub import Hub
 from gpuspawner.accounting.tick import Tick
 from gpuspawner.broker import Broker
@@ -127,7 +128,7 @@ class ScriptedHub:
         )
 
 
-def open_broker(database_url: str, clock: Clock) -> Broker:
+def open_broker(database_url: str, clock: Clock, **settings: Any) -> Broker:
     """A broker with two A100 at 4 credits an hour and a T4 at 1; accounts open with 1 credit."""
     return Broker(
         database_url=database_url,
@@ -136,6 +137,7 @@ def open_broker(database_url: str, clock: Clock) -> Broker:
         opening_grant=1,
         grace_seconds=GRACE,
         clock=clock,
+        **settings,
     )
 
 
@@ -148,6 +150,11 @@ def make_tick(broker: Broker, hub: ScriptedHub, *engines: Engine, **settings: An
         log=logging.getLogger("tick"),
         **settings,
     )
+
+
+def make_credits(broker: Broker, hub: ScriptedHub, **settings: Any) -> Credits:
+    """The service's part in accounts that run dry, without the service."""
+    return Credits(make_tick(broker, hub), **{"warn_minutes": (), **settings})
 
 
 def running(broker: Broker, user: str, devices: int = 1, engine: str = "local") -> Lease:

@@ -237,17 +237,6 @@ def test_a_charge_takes_the_account_below_zero_and_not_the_server_down(
         acquire(broker, "anna", server="lab")
 
 
-def test_a_warning_is_noted_once_and_taken_back(broker: Broker, clock: Clock) -> None:
-    lease = running(broker, "anna")
-    first = clock.now
-    broker.warn(lease.id)
-    clock.forward(minutes=2)
-    broker.warn(lease.id)
-    assert broker.lease(lease.id).warned_at == first
-    broker.unwarn(lease.id)
-    assert broker.lease(lease.id).warned_at is None
-
-
 # Store, engines and Hub.
 
 

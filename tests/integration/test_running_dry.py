@@ -1,0 +1,441 @@
+"""Accounts that run dry. Real here: SQLite and PostgreSQL, HTTP, commands as hooks. The Hub is a
+script. ``tests/hub/test_running_dry.py`` has the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuspawner.accounting.credits import Credits
+from gpuspawner.accounting.sessions import Sessions
+from gpuspawner.broker import Broker, Terms
+from gpuspawner.errors import ConfigError, NoCredits
+from gpuspawner.ledger.rules import owed
+from gpuspawner.model import MICRO, Lease, LeaseState, Request, ServerRef, member_account
+from tests.support.brokers import problems
+from tests.support.rounds import (
+    GRACE,
+    RATE,
+    START,
+    Clock,
+    ScriptedHub,
+    make_credits,
+    make_tick,
+    open_broker,
+    running,
+    told,
+)
+
+MINUTE = 60.0
+POLICIES = {"lab": {"overdraft": "0.5"}, "course": "session", "*": "stop"}
+Make = Callable[..., Credits]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
+    broker = open_broker(database_url, clock, when_dry=POLICIES, hold_minutes=1)
+    yield broker
+    assert problems(broker.store) == []
+    broker.store.close()
+
+
+@pytest.fixture
+async def hub() -> AsyncIterator[ScriptedHub]:
+    async with ScriptedHub().serving() as hub:
+        yield hub
+
+
+@pytest.fixture
+async def make(broker: Broker, hub: ScriptedHub) -> AsyncIterator[Make]:
+    """The duty; closed at the end, as by a service that stops."""
+    opened: list[Credits] = []
+
+    def make(**settings: Any) -> Credits:
+        opened.append(make_credits(broker, hub, **settings))
+        return opened[-1]
+
+    yield make
+    for some in opened:
+        await some.close()
+
+
+def server(
+    broker: Broker, user: str, group: str = "", seconds: int | None = None, name: str = ""
+) -> Lease:
+    """A running lease of an A100 that is paid by its member: a credit lasts a quarter hour."""
+    request, terms = (
+        Request(devices=1, model="A100"),
+        Terms(groups=frozenset({group}), seconds=seconds),
+    )
+    lease = broker.acquire(ServerRef(user, name), request, engine="local", terms=terms)
+    return broker.confirm(lease.id)
+
+
+def titles(broker: Broker, user: str = "ada") -> list[str]:
+    return [notice.title.partition(" until ")[0] for notice in broker.notices_of(user)][::-1]
+
+
+# Stopped after a grace.
+
+
+async def test_a_dry_account_is_told_then_stopped(
+    broker: Broker, hub: ScriptedHub, clock: Clock, make: Make
+) -> None:
+    lease = running(broker, "ada")
+    hub.has(lease.server)
+    credits = make()
+    clock.advance(899)
+    await credits.round()
+    assert broker.lease(lease.id).warned_at is None
+    clock.advance(1)  # 15 minutes at 4 credits an hour: the whole credit, to the microcredit
+    await credits.round()
+    assert broker.lease(lease.id).warned_at == clock.now
+
+    warned_at = clock.now
+    clock.advance(GRACE - 1)
+    await credits.round()
+    assert broker.lease(lease.id).warned_at == warned_at
+    assert broker.lease(lease.id).outcome == ""
+    clock.advance(1)
+    await credits.round()
+    ordered = broker.lease(lease.id)
+    assert (ordered.outcome, ordered.end_reason) == ("credits", "the credits ran out")
+    assert ordered.state is LeaseState.RUNNING, "until an engine proves the end"
+    broker.charge_all()
+    assert broker.member("ada").balance == -owed(RATE, START, START + timedelta(seconds=GRACE))
+
+
+async def test_the_stop_is_carried_out_with_those_of_sessions(
+    broker: Broker, hub: ScriptedHub, clock: Clock, make: Make
+) -> None:
+    lease = running(broker, "ada")
+    hub.has(lease.server)
+    for seconds in (1000, GRACE):
+        clock.advance(seconds)
+        await make().round()
+    sessions = Sessions(make_tick(broker, hub), warn_minutes=())
+    while not hub.stopped:
+        await sessions.round()
+        await asyncio.sleep(0.01)
+    await sessions.close()
+    assert hub.stopped == ["ada/"]
+
+
+async def test_credits_in_time_take_the_warning_back(
+    broker: Broker, clock: Clock, make: Make
+) -> None:
+    lease = running(broker, "ada")
+    credits = make()
+    clock.advance(1000)
+    await credits.round()
+    broker.grant(member_account("ada"), MICRO, actor="admin", reason="more")
+    clock.advance(1)
+    await credits.round()
+    assert broker.lease(lease.id).warned_at is None
+    clock.advance(GRACE)
+    await credits.round()
+    assert broker.lease(lease.id).outcome == ""
+    clock.advance(GRACE * 3)  # dry again: a whole new grace
+    await credits.round()
+    clock.advance(GRACE - 1)
+    await credits.round()
+    assert broker.lease(lease.id).outcome == ""
+    clock.advance(1)
+    await credits.round()
+    assert broker.lease(lease.id).outcome == "credits"
+
+
+async def test_servers_that_cost_nothing_go_on(broker: Broker, clock: Clock, make: Make) -> None:
+    free = running(broker, "ada", devices=0)
+    paid = broker.acquire(ServerRef("ada", "gpu"), Request(devices=1), engine="local")
+    broker.confirm(paid.id)
+    waiting = broker.acquire(ServerRef("ada", "waits"), Request(devices=1), engine="local")
+    for _ in range(16):  # a T4: an hour, and the grace
+        clock.advance(GRACE)
+        await make().round()
+    assert broker.lease(paid.id).outcome == "credits"
+    for other in (free, waiting):
+        assert (broker.lease(other.id).warned_at, broker.lease(other.id).outcome) == (None, "")
+
+
+# Warnings.
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_each_warning_comes_once_and_to_the_second(
+    broker: Broker, clock: Clock, make: Make, restarts: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tick")
+    lease = running(broker, "ada")
+    credits, said = make(warn_minutes=(10, 2)), []
+    for second in range(1, 15 * 60):
+        clock.advance(1)
+        if restarts:
+            await credits.close()
+            credits = make(warn_minutes=(10, 2))
+        if second % 50 in (49, 0, 1, 29, 30, 31) or second % 60 in (59, 0, 1):
+            await credits.round()
+            said += [second] * (len(broker.notices_of("ada")) - len(said))
+    assert said == [5 * 60 + 1, 13 * 60 + 1], "less than ten minutes, and two"
+    assert broker.lease(lease.id).told_dry == 2
+    assert [line for line in told(caplog.records) if "was warned" in line] == [
+        "member:ada has 0.66 credits left: ada was warned that less than 10 min are left",
+        "member:ada has 0.13 credits left: ada was warned that less than 2 min are left",
+    ]
+
+
+async def test_two_services_at_once_tell_it_once(
+    database_url: str, broker: Broker, hub: ScriptedHub, clock: Clock
+) -> None:
+    """One that is not dead yet, and the one that the Hub started after it."""
+    other = open_broker(database_url, clock)
+    lease = running(broker, "ada")
+    for seconds in (6 * MINUTE, 9 * MINUTE, GRACE):
+        clock.advance(seconds)
+        some = [make_credits(each, hub, warn_minutes=(10,)) for each in (broker, other)]
+        await asyncio.gather(*(each.round() for each in some for _ in range(3)))
+    assert titles(broker) == [
+        "Your credits last",
+        "Your credits have run out",
+        "Your server is stopped: the credits have run out",
+    ]
+    assert broker.lease(lease.id).outcome == "credits"
+
+
+async def test_a_warning_that_was_passed_on_the_way_up_comes_again(
+    broker: Broker, clock: Clock, make: Make
+) -> None:
+    server(broker, "ada", name="one")
+    credits = make(warn_minutes=(10, 2))
+    clock.advance(14 * MINUTE)
+    await credits.round()
+    assert len(titles(broker)) == 1, "the two minutes; the ten were missed"
+    broker.grant("member:ada", MICRO // 2, actor="kim", reason="a bit")
+    await credits.round()
+    assert len(titles(broker)) == 1, "8 minutes are left: nothing new is due on the way up"
+    clock.advance(7 * MINUTE)
+    await credits.round()
+    assert len(titles(broker)) == 2
+
+
+async def test_a_new_server_is_told_anew(broker: Broker, clock: Clock, make: Make) -> None:
+    one = server(broker, "ada", name="one")
+    credits = make(warn_minutes=(10,))
+    clock.advance(6 * MINUTE)
+    await credits.round()
+    broker.release(one.id, ended_at=clock.now, reason="stopped")
+
+    server(broker, "ada", name="two")
+    for _ in range(3):
+        await credits.round()
+    assert len(titles(broker)) == 2
+
+
+# The session ends first.
+
+
+async def test_a_planned_session_ends_before_anything_is_stopped(
+    broker: Broker, clock: Clock, make: Make
+) -> None:
+    lease = server(broker, "ada", "course", seconds=7200)
+    clock.advance(900)
+    await make().round()
+    clock.advance(GRACE)
+    await make().round()
+    assert broker.lease(lease.id).outcome == ""
+    (notice,) = broker.notices_of("ada")
+    assert "goes on until its session ends at " in notice.body
+    with pytest.raises(NoCredits):
+        server(broker, "ada", "course", seconds=60, name="another")
+    clock.advance(7200 - 1200)
+    await make().round()
+    assert broker.dry_stops([broker.lease(lease.id)]) == {lease.id: clock.now}
+    assert [x.id for x in broker.due_sessions().over] == [lease.id]
+    settled = broker.release(lease.id, ended_at=clock.now, reason="its time was over")
+    assert (settled.charged, settled.waived) == (8 * MICRO, 0)
+    assert broker.member("ada").balance == -7 * MICRO
+
+
+async def test_a_session_without_an_end_is_stopped_after_the_grace(
+    broker: Broker, clock: Clock, make: Make
+) -> None:
+    lease = server(broker, "ada", "course")
+    for seconds in (900, GRACE):
+        clock.advance(seconds)
+        await make().round()
+    assert broker.lease(lease.id).outcome == "credits"
+
+
+# A bounded overdraft.
+
+
+async def test_an_overdraft_ends_at_its_bound_to_the_microcredit(
+    broker: Broker, clock: Clock, make: Make
+) -> None:
+    lease = server(broker, "ada", "lab")
+    credits = make(warn_minutes=(10, 2))
+    for at in (751, 900, 1231, 1349):  # 22.5 minutes in all
+        clock.now = START + timedelta(seconds=at)
+        broker.charge_all()
+        await credits.round()
+    assert titles(broker) == [
+        "Your credits last",
+        "Your credits have run out",
+        "Your credits last",
+    ]
+    low, out, _ = broker.notices_of("ada")
+    assert "credits are left with the overdraft of 0.50" in low.body
+    assert "goes on until the overdraft of 0.50 credits is used up, about " in out.body
+    (stop,) = broker.dry_stops([broker.lease(lease.id)]).values()
+    assert round((stop - START).total_seconds(), 2) == 1350
+    with pytest.raises(NoCredits):
+        server(broker, "ada", "lab", name="another")
+    clock.advance(1)
+    await credits.round()
+    assert broker.lease(lease.id).outcome == "credits", "no grace beyond the bound"
+    clock.advance(86400)  # the Hub is down for a day
+    for _ in range(3):
+        broker.charge_all()
+    assert broker.member("ada").balance == -MICRO // 2
+    settled = broker.release(lease.id, ended_at=clock.now, reason="stopped")
+    assert broker.member("ada").balance == -MICRO // 2
+    assert settled.charged == 1_500_000
+    assert settled.charged + settled.waived == owed(RATE, START, clock.now)
+
+
+async def test_credits_in_the_overdraft_pay_for_what_was_used(
+    broker: Broker, clock: Clock, make: Make
+) -> None:
+    lease = server(broker, "ada", "lab")
+    clock.advance(1500)  # nobody was there to stop it at 1,350 seconds
+    broker.charge_all()
+    assert broker.member("ada").balance == -MICRO // 2
+    broker.grant("member:ada", 10 * MICRO, actor="kim", reason="more")
+    await make().round()
+    assert broker.lease(lease.id).outcome == ""
+    settled = broker.release(lease.id, ended_at=clock.now, reason="stopped")
+    assert (settled.charged, settled.waived) == (owed(RATE, START, clock.now), 0)
+
+
+async def test_two_servers_share_the_bound(broker: Broker, clock: Clock, make: Make) -> None:
+    some = [server(broker, "ada", "lab", name=name) for name in ("one", "two")]
+    clock.advance(3600)
+    await make().round()
+    assert {broker.lease(x.id).outcome for x in some} == {"credits"}
+    for lease in some:
+        broker.release(lease.id, ended_at=clock.now, reason="stopped")
+    assert broker.member("ada").balance == -MICRO // 2
+
+
+async def test_a_failed_start_in_the_overdraft_gives_all_back(broker: Broker, clock: Clock) -> None:
+    lease = server(broker, "ada", "lab")
+    clock.advance(3600)
+    broker.charge_all()
+    settled = broker.release(lease.id, ended_at=clock.now, reason="it never was up", failed=True)
+    assert (settled.charged, settled.waived) == (0, 0)
+    assert broker.member("ada").balance == MICRO
+
+
+# Whose policy it is.
+
+
+def test_the_first_group_that_is_named_counts(broker: Broker) -> None:
+    both = broker.policy_for("member:ada", {"course", "lab"})
+    assert (both.when_dry, both.overdraft) == ("overdraft", 500_000)
+    assert broker.policy_for("member:ada", {"other"}).when_dry == "stop"
+    assert broker.policy_for("group:course", {"lab"}).when_dry == "session"
+    assert broker.policy_for("group:other", {"lab"}).when_dry == "stop"
+
+
+def test_who_waits_in_line_keeps_the_policy(broker: Broker, clock: Clock) -> None:
+    broker.opening_grant = 100
+    holders = [server(broker, "bob", name=str(number)) for number in range(2)]
+    terms = Terms(groups=frozenset({"lab"}), wait=True)
+    ticket = broker.ask(
+        ServerRef("ada"), Request(devices=1, model="A100"), engine="local", terms=terms
+    )
+    broker.release(holders[0].id, ended_at=clock.now, reason="stopped")
+    assert ticket.id in broker.turns(frozenset({ticket.id}))
+    lease = broker.start_ticket(ticket.id)
+    assert (lease.when_dry, lease.overdraft) == ("overdraft", 500_000)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["", "go on", 5, None, {}, {"overdraft": 5, "grace": 1}, {"overdraft": True},
+     {"overdraft": "1,5"}, {"overdraft": "NaN"}, {"overdraft": 0}, {"overdraft": -1},
+     {"overdraft": 10**30}, {"overdraft": "0." + "1" * 18}],
+)  # fmt: skip
+def test_a_policy_that_is_none_stops_the_start(
+    database_url: str, clock: Clock, policy: object
+) -> None:
+    with pytest.raises(ConfigError, match=r"Broker\.when_dry\['lab'\]"):
+        open_broker(database_url, clock, when_dry={"lab": policy})
+
+
+# The hook.
+
+KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
+
+
+async def test_the_hook_hears_of_each_event_once(
+    broker: Broker, clock: Clock, make: Make, tmp_path: Path
+) -> None:
+    file = tmp_path / "told"
+    lease = server(broker, "ada")
+    command = [sys.executable, "-c", KEEP, str(file)]
+    poked: list[int] = []
+    for seconds in (360, 540, GRACE):
+        clock.advance(seconds)
+        credits = make(warn_minutes=(10,), command=command, poke=lambda: poked.append(1))
+        for _ in range(2):
+            await credits.round()
+    end = asyncio.get_running_loop().time() + 20
+    while not file.exists() or len(file.read_text().splitlines()) < 3:
+        assert asyncio.get_running_loop().time() < end
+        await asyncio.sleep(0.02)
+    low, out, stop = sorted(map(json.loads, file.read_text().splitlines()), key=lambda x: x["at"])
+    assert low == {
+        "event": "low",
+        "account": "member:ada",
+        "balance": "0.600000",
+        "rate_per_hour": "4.000000",
+        "lease": lease.id,
+        "user": "ada",
+        "server": "",
+        "environment": "",
+        "when_dry": "stop",
+        "minutes": 10,
+        "stops_at": None,
+        "at": "2026-03-01T12:06:00.000+00:00",
+    }
+    assert (out["event"], out["stops_at"]) == ("dry", "2026-03-01T12:20:00.000+00:00")
+    assert (stop["event"], stop["balance"]) == ("stop", "-0.333333")
+    assert poked == [1, 1, 1]
+
+
+async def test_a_hook_that_fails_is_said_and_holds_up_nothing(
+    broker: Broker, clock: Clock, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tick")
+    lease = server(broker, "ada")
+    credits = make(command=["/no/such/command"])
+    for seconds in (900, GRACE):
+        clock.advance(seconds)
+        await credits.round()
+    assert broker.lease(lease.id).outcome == "credits"
+    while not any("c.Accounting.credits_hook: The hook" in line for line in told(caplog.records)):
+        await asyncio.sleep(0.01)
