@@ -1,0 +1,183 @@
+"""The metrics of GPUs, leases, credits and the line, as Prometheus reads them.
+
+``metrics`` is for who holds the scope ``custom:gpuspawner:read:metrics``, and for admins. All
+figures are the store's, so that they are right after a restart of whatever part. What grows for
+years is added up once; after that only what came since is read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from datetime import datetime, timedelta
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from tornado import web
+
+from ..broker import Broker
+from ..errors import NotAllowed
+from ..ledger import rules
+from ..model import MICRO, Lease, LeaseState
+from ..scopes import READ_METRICS
+from ..store import totals
+from .base import Handler
+
+NO_SCOPE = (
+    f"The metrics are for admins and for whoever has the scope {READ_METRICS}: give a role with it "
+    "to the service that reads them."
+)
+
+
+class Site(Collector):
+    """Everything that is told of one site. Blocks: use :meth:`gpuspawner.broker.Broker.run`."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self._moved = totals.Moved()
+        self._used = totals.Used()
+        self._one = threading.Lock()
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' own format. Raises StoreUnavailable."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        with self._one:  # the totals are added up by one at a time
+            text: bytes = generate_latest(registry)
+        return text
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is asked when the collector is registered."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric, read now."""
+        now = self.broker.clock()
+        with self.broker.store.read() as connection:
+            self._moved.read(connection)
+            self._used.read(connection, now)
+        opened = self.broker.open_leases()
+        yield from self._credits(opened)
+        yield from self._leases(opened)
+        yield from self._use(opened, now)
+        yield from self._devices()
+        yield from self._line(now)
+        yield _gauge(
+            "gpuspawner_charge_lag_seconds",
+            "For how long the running lease was not charged that waits longest for it",
+            max((_uncharged(lease, now) for lease in opened), default=0.0),
+        )
+
+    def _credits(self, opened: Collection[Lease]) -> Iterator[Metric]:
+        moved = self._moved
+        for name, what, total in (
+            ("granted", "Credits that were given to members and groups", moved.granted),
+            ("taken", "Credits that admins took back, or that expired", moved.taken),
+            ("charged", "Credits that GPU time cost, before refunds", moved.charged),
+            ("refunded", "Credits that came back for GPU time", moved.refunded),
+        ):
+            yield CounterMetricFamily(f"gpuspawner_credits_{name}", what, total / MICRO)
+        held = sum(lease.held for lease in opened)
+        yield _gauge("gpuspawner_credits_held", "Credits on hold for open leases", held / MICRO)
+        yield _gauge(
+            "gpuspawner_credits_balance", "Credits on all accounts together", moved.left / MICRO
+        )
+
+    def _leases(self, opened: Collection[Lease]) -> Iterator[Metric]:
+        family = GaugeMetricFamily("gpuspawner_leases", "Open leases", labels=["state"])
+        states = Counter(lease.state for lease in opened)
+        for state in (LeaseState.GRANTED, LeaseState.RUNNING):
+            family.add_metric([state.value], states[state])
+        yield family
+        ended = CounterMetricFamily(
+            "gpuspawner_leases_ended", "Leases that ended, by how", labels=["outcome"]
+        )
+        for outcome, count in sorted(self._used.ended.items()):
+            ended.add_metric([outcome or "stopped"], count)
+        yield ended
+
+    def _use(self, opened: Collection[Lease], now: datetime) -> Iterator[Metric]:
+        seconds = dict(self._used.seconds)
+        for lease in opened:
+            for device in lease.devices if lease.started_at else ():
+                lasted = (now - lease.started_at).total_seconds() if lease.started_at else 0.0
+                key = (device.model, lease.group)
+                seconds[key] = seconds.get(key, 0.0) + max(0.0, lasted)
+        family = CounterMetricFamily(
+            "gpuspawner_gpu_seconds", "Seconds of leased GPUs", labels=["model", "group"]
+        )
+        for (model, group), amount in sorted(seconds.items()):
+            family.add_metric([model, group], amount)
+        yield family
+
+    def _devices(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "gpuspawner_devices", "GPUs by what they are doing", labels=["model", "state"]
+        )
+        overview = self.broker.overview()
+        for (model, state), count in sorted(
+            Counter((view.device.model, view.state) for view in overview.devices).items()
+        ):
+            family.add_metric([model, state], count)
+        yield family
+        yield _gauge("gpuspawner_devices_seen", "1 when the GPUs can be seen", not overview.error)
+
+    def _line(self, now: datetime) -> Iterator[Metric]:
+        waiting = self.broker.waiting()
+        yield _gauge("gpuspawner_queue_length", "Tickets that wait", len(waiting))
+        oldest = max((now - ticket.created_at for ticket in waiting), default=timedelta())
+        yield _gauge(
+            "gpuspawner_queue_oldest_seconds",
+            "How long the ticket has waited that waits longest",
+            max(0.0, oldest.total_seconds()),
+        )
+        waits = self._used.waits
+        family = GaugeMetricFamily(
+            "gpuspawner_queue_wait_seconds",
+            "How long those waited whose GPUs were granted in the last 24 hours",
+            labels=["quantile"],
+        )
+        for part in (0.5, 0.9, 1.0) if waits else ():
+            family.add_metric([f"{part:g}"], waits[round(part * (len(waits) - 1))])
+        yield family
+
+
+def _uncharged(lease: Lease, now: datetime) -> float:
+    """Seconds of a running lease that were not charged; none when its account is dry."""
+    if lease.rate <= 0 or lease.warned_at is not None:
+        return 0.0
+    return rules.charge_due(lease, now) * 3600 / lease.rate
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    family: Metric = GaugeMetricFamily(name, what, value)
+    return family
+
+
+class MetricsHandler(Handler):
+    """``metrics``, for Prometheus."""
+
+    for_services = True
+
+    def get_login_url(self) -> str:
+        raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
+
+    @web.authenticated
+    async def get(self) -> None:
+        if not self.reach(READ_METRICS).everybody:
+            raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
+        site: Site = self.application.settings.setdefault("metrics", Site(self.broker))
+        text = await self.read(site.text)
+        self.set_header("Content-Type", CONTENT_TYPE_LATEST)
+        self.finish(text)
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        _, sentence = self.sentence(status_code, **kwargs)
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(f"{sentence}\n")
+
+
+HANDLERS = [("metrics", MetricsHandler)]

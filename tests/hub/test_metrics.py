@@ -1,0 +1,68 @@
+"""Who may read the metrics, as Prometheus does. Real: hub, proxy, accounting service, tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import wait_for
+
+CONFIG = """
+c.JupyterHub.services.extend([
+    {"name": "prometheus", "api_token": "secret-of-prometheus"},
+    {"name": "other", "api_token": "secret-of-another"},
+])
+c.JupyterHub.load_roles.extend([
+    {
+        "name": "prometheus",
+        "scopes": ["custom:gpuspawner:read:metrics", "access:services!service=gpu"],
+        "services": ["prometheus"],
+    },
+    {"name": "other", "scopes": ["access:services!service=gpu"], "services": ["other"]},
+])
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    folder: Path = tmp_path_factory.mktemp("metrics") / "hub"
+    with PayingHub(folder, CONFIG) as hub:
+        yield hub
+
+
+def scrape(hub: PayingHub, token: str = "") -> requests.Response:
+    headers = {"Authorization": f"token {token}"} if token else {}
+    url = f"{hub.url}/services/gpu/metrics"
+    return requests.get(url, headers=headers, timeout=30, allow_redirects=False)
+
+
+def test_prometheus_reads_what_happens(hub: PayingHub) -> None:
+    hub.start_server("ada", gpus=1)
+
+    def charged() -> float:
+        answer = scrape(hub, "secret-of-prometheus")
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["Content-Type"].startswith("text/plain; version=")
+        samples = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(answer.text)
+            for sample in family.samples
+        }
+        assert samples["gpuspawner_leases", "running"] == 1
+        return samples["gpuspawner_credits_charged_total",]
+
+    assert wait_for(charged, "a charge") > 0
+
+
+def test_admins_may_read_them_and_nobody_else(hub: PayingHub) -> None:
+    assert scrape(hub, hub.user_token("admin")).status_code == 200
+    for token in (hub.user_token("ada"), "secret-of-another", "made up", ""):
+        answer = scrape(hub, token)
+        assert answer.status_code == 403, token
+        assert "gpuspawner_" not in answer.text
+        assert answer.text.startswith(("The metrics are for admins", "This page is not for you"))

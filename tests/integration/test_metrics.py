@@ -1,0 +1,160 @@
+"""The metrics against what happened, and the dashboard against the metrics. Real: databases."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpuspawner.broker import Broker, Terms
+from gpuspawner.ledger import rules
+from gpuspawner.model import MICRO, Request, ServerRef
+from gpuspawner.store import book, totals
+from gpuspawner.web.metrics import Site
+from tests.support.brokers import Clock, open_broker, running
+
+DASHBOARD = Path(__file__).parents[2] / "hub_config" / "grafana.json"
+
+
+@pytest.fixture
+def broker(database_url: str) -> Iterator[Broker]:
+    broker = open_broker(database_url, Clock(), gpu_rates={"*": 4})
+    yield broker
+    broker.store.close()
+
+
+def read(site: Site) -> dict[str, float]:
+    """Every sample, as ``name{label="value"}``."""
+    found = {}
+    for family in text_string_to_metric_families(site.text().decode()):
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
+            found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+    return found
+
+
+def stopped(broker: Broker, lease_id: str) -> None:
+    broker.release(lease_id, ended_at=broker.clock(), reason="stopped")
+
+
+def test_a_day_is_told_as_it_was(broker: Broker) -> None:
+    clock: Clock = broker.clock  # type: ignore[assignment]
+    site = Site(broker)
+    before = read(site)
+    assert before["gpuspawner_credits_granted_total"] == 0
+    assert before['gpuspawner_leases{state="running"}'] == 0
+    anna = running(broker, "anna", 2)
+    clock.forward(hours=1)
+    broker.charge_all()
+    clock.forward(seconds=90)
+    seen = read(site)
+    assert seen["gpuspawner_credits_granted_total"] == 100
+    assert seen["gpuspawner_credits_charged_total"] == 8
+    assert seen["gpuspawner_credits_held"] == 0, "the hold was used up"
+    assert seen["gpuspawner_credits_balance"] == 92
+    assert seen["gpuspawner_charge_lag_seconds"] == pytest.approx(90)
+    assert seen['gpuspawner_leases{state="running"}'] == 1
+    seconds = 'gpuspawner_gpu_seconds_total{group="",model="A100-80GB"}'
+    assert seen[seconds] == 2 * 3690
+    assert seen['gpuspawner_devices{model="A100-80GB",state="free"}'] == 2
+    assert seen['gpuspawner_devices{model="A100-80GB",state="leased"}'] == 2
+
+    broker.release(anna.id, ended_at=clock.now - timedelta(minutes=31, seconds=30), reason="x")
+    broker.grant("member:anna", -MICRO, actor="admin", reason="taken back")
+    seen = read(site)
+    assert seen["gpuspawner_credits_refunded_total"] == 4
+    assert seen["gpuspawner_credits_taken_total"] == 1
+    assert seen["gpuspawner_credits_balance"] == 95
+    assert seen[seconds] == 2 * 1800
+    assert seen['gpuspawner_leases_ended_total{outcome="stopped"}'] == 1
+    assert seen["gpuspawner_charge_lag_seconds"] == 0
+    assert seen['gpuspawner_queue_wait_seconds{quantile="0.5"}'] == 0
+
+
+def test_the_line(broker: Broker) -> None:
+    clock: Clock = broker.clock  # type: ignore[assignment]
+    all_of_them = running(broker, "anna", 4)
+    ticket = broker.ask(
+        ServerRef("bert"), Request(devices=1), engine="docker", terms=Terms(wait=True)
+    )
+    clock.forward(minutes=7)
+    seen = read(Site(broker))
+    assert seen["gpuspawner_queue_length"] == 1
+    assert seen["gpuspawner_queue_oldest_seconds"] == 420
+    stopped(broker, all_of_them.id)
+    assert broker.turns(frozenset({ticket.id})) == [ticket.id]
+    broker.start_ticket(ticket.id)
+    assert broker.ticket(ticket.id).outcome == "granted"
+    seen = read(Site(broker))
+    assert seen["gpuspawner_queue_length"] == 0
+    assert seen['gpuspawner_queue_wait_seconds{quantile="1"}'] == 420
+
+
+def test_totals_that_go_on_are_those_that_are_added_up_anew(broker: Broker) -> None:
+    """Over ten days of leases: what is kept from scrape to scrape and what a new service reads."""
+    clock: Clock = broker.clock  # type: ignore[assignment]
+    broker.opening_grant = 10_000
+    site = Site(broker)
+    long = running(broker, "dora")
+    for day in range(10):
+        lease = running(broker, f"user{day % 3}", 2)
+        clock.forward(hours=9)
+        broker.charge_all()
+        stopped(broker, lease.id)
+        if day == 6:
+            stopped(broker, long.id)
+        clock.forward(hours=12 + day)
+        assert read(site) == pytest.approx(read(Site(broker)))
+    cost = broker.store.run(lambda c: book.account(c, "system:usage").balance)
+    assert read(site)["gpuspawner_credits_charged_total"] == pytest.approx(cost / MICRO)
+    used = sum(value for name, value in read(site).items() if "gpu_seconds_total" in name)
+    every = broker.leases_of(None, 100)
+    assert used == pytest.approx(
+        sum(
+            len(lease.devices) * (lease.ended_at - lease.started_at).total_seconds()
+            for lease in every
+            if lease.ended_at and lease.started_at
+        )
+    )
+    assert cost == sum(
+        rules.owed(lease.rate, lease.started_at, lease.ended_at or clock.now) for lease in every
+    )
+
+
+def test_the_clock_that_was_set_back_counts_nothing_twice(broker: Broker) -> None:
+    clock: Clock = broker.clock  # type: ignore[assignment]
+    used = totals.Used()
+    for _ in range(3):
+        lease = running(broker, "anna")
+        clock.forward(hours=1)
+        stopped(broker, lease.id)
+        with broker.store.read() as connection:
+            used.read(connection, clock.now)
+        clock.forward(hours=-30)
+    assert sum(used.seconds.values()) == 3 * 3600
+    assert used.ended == {"": 3}
+
+
+def test_the_dashboard_names_metrics_that_there_are(broker: Broker) -> None:
+    running(broker, "anna")
+    names = set(re.findall(r"^(gpuspawner_\w+)", Site(broker).text().decode(), re.MULTILINE))
+    names |= {"gpuspawner_leases_ended_total"}  # none has ended here
+    text = DASHBOARD.read_text(encoding="utf-8")
+    dashboard = json.loads(text)
+    queries = [
+        target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())
+    ]
+    assert len(queries) >= 10
+    asked = {name for query in queries for name in re.findall(r"gpuspawner_\w+", query)}
+    assert asked <= names
+    told = {name for name in names if not name.endswith("_created")}
+    assert told - asked == set(), "what is told is shown"
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len(places) == len(set(places))
