@@ -62,6 +62,13 @@ async def test_what_counts_as_an_answer(said: bytes, answers: bool) -> None:
     assert await asked(saying(said)) is answers
 
 
+@pytest.mark.parametrize(("host", "written"), [("localhost", "localhost"), ("::1", "[::1]")])
+async def test_a_server_by_name_and_by_another_kind_of_address(host: str, written: str) -> None:
+    async with await asyncio.start_server(saying(b"HTTP/1.1 200 OK\r\n\r\n"), host, 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await answering.answers(f"http://{written}:{port}/user/anna/api", None)
+
+
 async def test_nobody_listens() -> None:
     assert not await answering.answers(f"http://127.0.0.1:{free_port()}/api", None)
 
