@@ -27,6 +27,7 @@ from ..errors import (
     UnknownTicket,
 )
 from ..model import Lease, LeaseState, Request, ServerRef, Ticket, format_credits
+from .burst import Burst
 from .progress import Progress
 
 ROUND = 1.0
@@ -65,6 +66,7 @@ class Queueing:
         self._waiters: dict[str, Waiter] = {}
         self._ending: dict[str, Callable[[], Ticket]] = {}
         """Tickets whose end is to be written as soon as the database answers."""
+        self._burst = Burst()
         self._wake = asyncio.Event()
         self._rounds: asyncio.Task[None] | None = None
         self._checked = 0
@@ -87,6 +89,7 @@ class Queueing:
                 _tell(said, f"You are number {place} in line.")
             return got
 
+        self._burst.asked()
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self.broker.store.executor, ask)
 
