@@ -70,7 +70,6 @@ class Grants(Paying, Queue, Reads):
         free = not request.devices
         account = account or self._payer(server.user, terms.groups, terms.account, free=free)
         policy = self.policy_for(account, terms.groups)
-        policy = self.policy_for(account, terms.groups)
         grant = partial(
             self._grant,
             server,

@@ -41,10 +41,6 @@ class Notices:
         found = list(choices)
         self.store.run(lambda connection: rows.choose(connection, user, found), write=True)
 
-    def newest_gift(self, account: str) -> int:
-        """A number that is another one after each credit that an account was given."""
-        return self.store.run(lambda connection: rows.newest_gift(connection, account))
-
     # What the notifier asks.
 
     def unsent(self, tries: int) -> list[int]:

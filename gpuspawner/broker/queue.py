@@ -34,7 +34,6 @@ from .places import Places
 from .queue_settings import QueueSettings
 from .watch import Look
 
-
 CHANGEABLE = ("seconds", "account", "when_dry", "overdraft")
 """What a member may ask for anew without losing the place in line."""
 

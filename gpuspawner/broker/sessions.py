@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from ..errors import CannotExtend
 from ..ledger import rules
+from ..ledger.dry import SESSION
 from ..model import Lease, LeaseState, Notice, NoticeKind, format_credits
 from ..store import book, closures, history, leases, notices
 from . import extending
@@ -55,6 +56,7 @@ class Sessions(Queue):
                     return lease
                 extended = replace(lease, extended=longer, told_minutes=None)
                 hold = self._longer_hold(connection, extended)
+                self._must_be_covered(connection, lease, now)
                 # In this transaction: nobody comes to the line between the question and the answer.
                 self.line.sync(connection, look, now)
                 self._must_delay_nobody(extended, now)
@@ -161,6 +163,17 @@ class Sessions(Queue):
         ]
         if why := next(filter(None, reasons), ""):
             raise CannotExtend(why=why)
+
+    def _must_be_covered(self, connection: sa.Connection, lease: Lease, now: datetime) -> None:
+        """A session that goes on without credits is longer only for what a start takes: else it
+        would go on for ever. Raises CannotExtend."""
+        if lease.when_dry != SESSION:
+            return
+        balance = self._payer_now(connection, lease.account, now).balance
+        needed = rules.hold_for(lease.rate, self.lead(None))
+        if not rules.can_afford(balance, needed):
+            sums = f"{format_credits(balance)} credits left, and needs {format_credits(needed)}"
+            raise CannotExtend(why=f"{lease.account} has {sums}")
 
     def _longer_hold(self, connection: sa.Connection, extended: Lease) -> int:
         """What a longer session holds, where sessions are held whole. Raises CannotExtend."""

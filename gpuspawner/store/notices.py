@@ -13,15 +13,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..ledger.entries import TransferKind
 from ..model import Notice, NoticeKind
-from .schema import UNSENT, notice_choices, notices, postings, transfers
+from .schema import UNSENT, notice_choices, notices
 
 LONGEST_ERROR = 2000
 PARAMETERS = 500
 """Ids in one statement; SQLite takes not many more."""
-
-_GIFTS = [k.value for k in (TransferKind.GRANT, TransferKind.ADJUSTMENT, TransferKind.REVERSAL)]
 
 _KNOWN = sa.select(notices.c.id).where(notices.c.key == sa.bindparam("name"))
 _INSERT = sa.insert(notices)
@@ -37,17 +34,6 @@ _UNSENT = (
     .order_by(notices.c.id)
 )
 _MARK = sa.update(notices).where(notices.c.id == sa.bindparam("notice"))
-_NEWEST_GIFT = (
-    sa.select(postings.c.id)
-    .join(transfers, transfers.c.id == postings.c.transfer_id)
-    .where(
-        postings.c.account == sa.bindparam("name"),
-        postings.c.amount > 0,
-        transfers.c.kind.in_(_GIFTS),
-    )
-    .order_by(postings.c.id.desc())
-    .limit(1)
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +113,6 @@ def choose(connection: sa.Connection, user: str, chosen: Iterable[Choice]) -> No
         kinds = " ".join(sorted(kind.value for kind in choice.kinds))
         row = {"user": user, "channel": choice.channel, "address": choice.address, "kinds": kinds}
         connection.execute(sa.insert(notice_choices).values(row))
-
-
-def newest_gift(connection: sa.Connection, account: str) -> int:
-    """A number that is another one after each credit that an account was given; 0 for none.
-
-    In the key of a notice that credits run low: after new credits it may be told again.
-    """
-    return connection.execute(_NEWEST_GIFT, {"name": account}).scalar() or 0
 
 
 def errors_text(errors: Mapping[str, str]) -> str:

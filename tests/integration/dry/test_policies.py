@@ -1,92 +1,30 @@
-"""Accounts that run dry. Real here: SQLite and PostgreSQL, HTTP, commands as hooks. The Hub is a
-script. ``tests/hub/test_running_dry.py`` has the real one."""
+"""What becomes of servers whose account has run dry. Real here: SQLite and PostgreSQL, HTTP.
+The Hub is a script. ``tests/hub/test_running_dry.py`` has the real one."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpuspawner.accounting.credits import Credits
 from gpuspawner.accounting.sessions import Sessions
 from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import ConfigError, NoCredits
+from gpuspawner.errors import CannotExtend, ConfigError, NoCredits
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, Lease, LeaseState, Request, ServerRef, member_account
-from tests.support.brokers import problems
+from gpuspawner.model import MICRO, LeaseState, Request, ServerRef, member_account
+from tests.integration.dry.conftest import Make
+from tests.support.dry import MINUTE, server, titles
 from tests.support.rounds import (
     GRACE,
     RATE,
     START,
     Clock,
     ScriptedHub,
-    make_credits,
     make_tick,
     open_broker,
     running,
-    told,
 )
-
-MINUTE = 60.0
-POLICIES = {"lab": {"overdraft": "0.5"}, "course": "session", "*": "stop"}
-Make = Callable[..., Credits]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
-    broker = open_broker(database_url, clock, when_dry=POLICIES, hold_minutes=1)
-    yield broker
-    assert problems(broker.store) == []
-    broker.store.close()
-
-
-@pytest.fixture
-async def hub() -> AsyncIterator[ScriptedHub]:
-    async with ScriptedHub().serving() as hub:
-        yield hub
-
-
-@pytest.fixture
-async def make(broker: Broker, hub: ScriptedHub) -> AsyncIterator[Make]:
-    """The duty; closed at the end, as by a service that stops."""
-    opened: list[Credits] = []
-
-    def make(**settings: Any) -> Credits:
-        opened.append(make_credits(broker, hub, **settings))
-        return opened[-1]
-
-    yield make
-    for some in opened:
-        await some.close()
-
-
-def server(
-    broker: Broker, user: str, group: str = "", seconds: int | None = None, name: str = ""
-) -> Lease:
-    """A running lease of an A100 that is paid by its member: a credit lasts a quarter hour."""
-    request, terms = (
-        Request(devices=1, model="A100"),
-        Terms(groups=frozenset({group}), seconds=seconds),
-    )
-    lease = broker.acquire(ServerRef(user, name), request, engine="local", terms=terms)
-    return broker.confirm(lease.id)
-
-
-def titles(broker: Broker, user: str = "ada") -> list[str]:
-    return [notice.title.partition(" until ")[0] for notice in broker.notices_of(user)][::-1]
-
 
 # Stopped after a grace.
 
@@ -171,79 +109,6 @@ async def test_servers_that_cost_nothing_go_on(broker: Broker, clock: Clock, mak
         assert (broker.lease(other.id).warned_at, broker.lease(other.id).outcome) == (None, "")
 
 
-# Warnings.
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-async def test_each_warning_comes_once_and_to_the_second(
-    broker: Broker, clock: Clock, make: Make, restarts: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "tick")
-    lease = running(broker, "ada")
-    credits, said = make(warn_minutes=(10, 2)), []
-    for second in range(1, 15 * 60):
-        clock.advance(1)
-        if restarts:
-            await credits.close()
-            credits = make(warn_minutes=(10, 2))
-        if second % 50 in (49, 0, 1, 29, 30, 31) or second % 60 in (59, 0, 1):
-            await credits.round()
-            said += [second] * (len(broker.notices_of("ada")) - len(said))
-    assert said == [5 * 60 + 1, 13 * 60 + 1], "less than ten minutes, and two"
-    assert broker.lease(lease.id).told_dry == 2
-    assert [line for line in told(caplog.records) if "was warned" in line] == [
-        "member:ada has 0.66 credits left: ada was warned that less than 10 min are left",
-        "member:ada has 0.13 credits left: ada was warned that less than 2 min are left",
-    ]
-
-
-async def test_two_services_at_once_tell_it_once(
-    database_url: str, broker: Broker, hub: ScriptedHub, clock: Clock
-) -> None:
-    """One that is not dead yet, and the one that the Hub started after it."""
-    other = open_broker(database_url, clock)
-    lease = running(broker, "ada")
-    for seconds in (6 * MINUTE, 9 * MINUTE, GRACE):
-        clock.advance(seconds)
-        some = [make_credits(each, hub, warn_minutes=(10,)) for each in (broker, other)]
-        await asyncio.gather(*(each.round() for each in some for _ in range(3)))
-    assert titles(broker) == [
-        "Your credits last",
-        "Your credits have run out",
-        "Your server is stopped: the credits have run out",
-    ]
-    assert broker.lease(lease.id).outcome == "credits"
-
-
-async def test_a_warning_that_was_passed_on_the_way_up_comes_again(
-    broker: Broker, clock: Clock, make: Make
-) -> None:
-    server(broker, "ada", name="one")
-    credits = make(warn_minutes=(10, 2))
-    clock.advance(14 * MINUTE)
-    await credits.round()
-    assert len(titles(broker)) == 1, "the two minutes; the ten were missed"
-    broker.grant("member:ada", MICRO // 2, actor="kim", reason="a bit")
-    await credits.round()
-    assert len(titles(broker)) == 1, "8 minutes are left: nothing new is due on the way up"
-    clock.advance(7 * MINUTE)
-    await credits.round()
-    assert len(titles(broker)) == 2
-
-
-async def test_a_new_server_is_told_anew(broker: Broker, clock: Clock, make: Make) -> None:
-    one = server(broker, "ada", name="one")
-    credits = make(warn_minutes=(10,))
-    clock.advance(6 * MINUTE)
-    await credits.round()
-    broker.release(one.id, ended_at=clock.now, reason="stopped")
-
-    server(broker, "ada", name="two")
-    for _ in range(3):
-        await credits.round()
-    assert len(titles(broker)) == 2
-
-
 # The session ends first.
 
 
@@ -267,6 +132,19 @@ async def test_a_planned_session_ends_before_anything_is_stopped(
     settled = broker.release(lease.id, ended_at=clock.now, reason="its time was over")
     assert (settled.charged, settled.waived) == (8 * MICRO, 0)
     assert broker.member("ada").balance == -7 * MICRO
+
+
+def test_a_session_that_may_go_on_without_credits_is_not_extended_without(
+    broker: Broker, clock: Clock
+) -> None:
+    lease = server(broker, "ada", "course", seconds=3600)
+    clock.advance(14 * MINUTE)
+    assert broker.extend(lease.id, actor="ada").extended == 14 * MINUTE
+    clock.advance(59)
+    with pytest.raises(CannotExtend, match=r"member:ada has 0\.00 credits left, and needs 0\.06"):
+        broker.extend(lease.id, actor="ada")
+    broker.grant("member:ada", MICRO, actor="kim", reason="more")
+    assert broker.extend(lease.id, actor="ada").extended == 15 * MINUTE - 1
 
 
 async def test_a_session_without_an_end_is_stopped_after_the_grace(
@@ -384,58 +262,3 @@ def test_a_policy_that_is_none_stops_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=r"Broker\.when_dry\['lab'\]"):
         open_broker(database_url, clock, when_dry={"lab": policy})
-
-
-# The hook.
-
-KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
-
-
-async def test_the_hook_hears_of_each_event_once(
-    broker: Broker, clock: Clock, make: Make, tmp_path: Path
-) -> None:
-    file = tmp_path / "told"
-    lease = server(broker, "ada")
-    command = [sys.executable, "-c", KEEP, str(file)]
-    poked: list[int] = []
-    for seconds in (360, 540, GRACE):
-        clock.advance(seconds)
-        credits = make(warn_minutes=(10,), command=command, poke=lambda: poked.append(1))
-        for _ in range(2):
-            await credits.round()
-    end = asyncio.get_running_loop().time() + 20
-    while not file.exists() or len(file.read_text().splitlines()) < 3:
-        assert asyncio.get_running_loop().time() < end
-        await asyncio.sleep(0.02)
-    low, out, stop = sorted(map(json.loads, file.read_text().splitlines()), key=lambda x: x["at"])
-    assert low == {
-        "event": "low",
-        "account": "member:ada",
-        "balance": "0.600000",
-        "rate_per_hour": "4.000000",
-        "lease": lease.id,
-        "user": "ada",
-        "server": "",
-        "environment": "",
-        "when_dry": "stop",
-        "minutes": 10,
-        "stops_at": None,
-        "at": "2026-03-01T12:06:00.000+00:00",
-    }
-    assert (out["event"], out["stops_at"]) == ("dry", "2026-03-01T12:20:00.000+00:00")
-    assert (stop["event"], stop["balance"]) == ("stop", "-0.333333")
-    assert poked == [1, 1, 1]
-
-
-async def test_a_hook_that_fails_is_said_and_holds_up_nothing(
-    broker: Broker, clock: Clock, make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "tick")
-    lease = server(broker, "ada")
-    credits = make(command=["/no/such/command"])
-    for seconds in (900, GRACE):
-        clock.advance(seconds)
-        await credits.round()
-    assert broker.lease(lease.id).outcome == "credits"
-    while not any("c.Accounting.credits_hook: The hook" in line for line in told(caplog.records)):
-        await asyncio.sleep(0.01)
