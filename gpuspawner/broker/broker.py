@@ -7,7 +7,6 @@ Methods are synchronous and thread-safe; whoever runs an event loop calls them t
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -21,7 +20,6 @@ from ..devices.base import DeviceSource, open_source
 from ..errors import UnknownLease
 from ..ledger import rules
 from ..ledger.dry import OVERDRAFT, Policies, payable
-from ..ledger.entries import Transfer
 from ..model import (
     Account,
     Lease,
@@ -35,6 +33,7 @@ from ..store.granter import Granter
 from . import view
 from .admin import Admin
 from .dry import Dry
+from .giving import Giving
 from .grants import Grants
 from .line import Line
 from .notices import Notices
@@ -50,7 +49,7 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Grants, Admin, Notices, Sessions, Reports, Dry):
+class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, Giving):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:
@@ -158,6 +157,7 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry):
             charged, waived = lease.charged + due, owed - due
             reason = lease.end_reason or reason  # who ordered its stop said why
             leases.end(connection, lease.id, end, reason, charged, waived)
+            self._settle_lots_since(connection, lease, now)
         lease = replace(
             lease,
             state=LeaseState.ENDED,
@@ -237,15 +237,6 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry):
         name = member_account(user)
         with self.store.write() as connection:
             return self._open_account(connection, name, self.clock())
-
-    def grant(self, account: str, amount: int, *, actor: str, reason: str, key: str = "") -> bool:
-        """Give microcredits to an account. False when ``key`` was used for it before."""
-        key = key or f"grant:{secrets.token_hex(8)}"
-        now = self.clock()
-        make: Callable[..., Transfer] = rules.grant if amount > 0 else rules.adjustment
-        transfer = make(account, amount, key=key, at=now, actor=actor, reason=reason)
-        with self.store.write() as connection:
-            return book.post(connection, transfer)
 
     # Steps of the above.
 

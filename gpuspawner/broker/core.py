@@ -59,6 +59,9 @@ class Core(BrokerSettings, Prices, DryPolicies):
     def _check_credits(self, account: Account, hold: int, rate: int, lead: timedelta) -> None:
         raise NotImplementedError
 
+    def _end_due_lots(self, connection: sa.Connection, account: str, now: datetime) -> None:
+        raise NotImplementedError
+
     def _payer(self, user: str, groups: Collection[str], asked: str, *, free: bool) -> str:
         raise NotImplementedError
 

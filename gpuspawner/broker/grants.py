@@ -184,6 +184,7 @@ class Grants(Paying, Queue, Reads):
 
     def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:
         """The account, opened with the opening grant if it is a member's and not there yet."""
+        self._end_due_lots(connection, name, now)
         if found := book.find(connection, name):
             return found
         book.open_account(connection, name, now)

@@ -42,6 +42,9 @@ class Books:
     """Ids of ended leases whose start failed: they cost nothing."""
 
 
+FREE = ("failed", "no_show", "lost", "refunded")
+"""Outcomes of leases that cost nothing."""
+
 Check = Callable[[Books], Iterator[str]]
 
 
@@ -140,7 +143,7 @@ def check_settled(books: Books) -> Iterator[str]:
         if lease.ended_at is None:
             yield f"Lease {lease.id} has ended, but nobody wrote down when."
             continue
-        failed = lease.id in books.failed or lease.outcome in ("failed", "no_show", "lost")
+        failed = lease.id in books.failed or lease.outcome in FREE
         due = 0 if failed else owed(lease.rate, lease.started_at, lease.ended_at)
         if lease.charged + lease.waived != due:
             yield (

@@ -40,6 +40,8 @@ class TransferKind(str, Enum):
     """An admin corrects a balance, up or down."""
     REVERSAL = "reversal"
     """An earlier transfer is undone by its opposite."""
+    EXPIRY = "expiry"
+    """What was left of credits that end is taken back at their end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,6 +210,18 @@ def settle(lease: Lease, amount: int, ended_at: datetime) -> Transfer | None:
     return _move(source, target, abs(amount), kind, key, ended_at, ACTOR_BROKER, reason, lease.id)
 
 
+def refund(lease: Lease, *, at: datetime, actor: str, reason: str) -> Transfer:
+    """All that a lease was charged comes back, for an admin's reason. Once a lease."""
+    key, amount = f"refund:{lease.id}", lease.charged
+    kind = TransferKind.REFUND
+    return _move(SYSTEM_USAGE, lease.account, amount, kind, key, at, actor, reason, lease.id)
+
+
+def reversal_key(transfer: str) -> str:
+    """The key of the reversal of the transfer with this id: it is undone once."""
+    return f"reversal:{transfer}"
+
+
 def reversal(transfer: Transfer, *, key: str, at: datetime, actor: str, reason: str) -> Transfer:
     """The opposite of ``transfer``: together they move nothing."""
     return Transfer(

@@ -49,6 +49,7 @@ class Line:
     balance: int
     """The balance after it."""
     lease_id: str | None
+    transfer_id: str = ""
 
 
 def open_account(connection: sa.Connection, name: str, at: datetime) -> bool:
@@ -136,10 +137,54 @@ def statement(connection: sa.Connection, name: str, limit: int = 100) -> list[Li
                 amount=row["amount"],
                 balance=balance,
                 lease_id=row["lease_id"],
+                transfer_id=row["id"],
             )
         )
         balance -= row["amount"]
     return lines
+
+
+def of_key(connection: sa.Connection, key: str) -> Transfer | None:
+    """The transfer with this idempotency key, if it was posted."""
+    return next(iter(_transfers(connection, transfers.c.key == key)), None)
+
+
+def transfers_like(connection: sa.Connection, beginning: str, most: int = 2) -> list[Transfer]:
+    """The transfers whose ids begin so; nothing begins with nothing."""
+    if not beginning:
+        return []
+    like = transfers.c.id.startswith(beginning, autoescape=True)
+    return _transfers(connection, like, most)
+
+
+def reversed_of_lease(connection: sa.Connection, lease_id: str, account: str) -> int:
+    """Microcredits that reversals of a lease's transfers moved into (minus: out of) an account."""
+    query = (
+        sa.select(sa.func.coalesce(sa.func.sum(postings.c.amount), 0))
+        .join(transfers, transfers.c.id == postings.c.transfer_id)
+        .where(
+            transfers.c.lease_id == lease_id,
+            transfers.c.kind == TransferKind.REVERSAL.value,
+            postings.c.account == account,
+        )
+    )
+    return int(connection.execute(query).scalar_one())
+
+
+def _transfers(
+    connection: sa.Connection, condition: sa.ColumnElement[bool], most: int = 2
+) -> list[Transfer]:
+    rows = connection.execute(
+        sa.select(transfers).where(condition).order_by(transfers.c.id).limit(most)
+    ).mappings()
+    found = []
+    for row in rows.all():
+        lines = sa.select(postings.c.account, postings.c.amount).order_by(postings.c.id)
+        mine = connection.execute(lines.where(postings.c.transfer_id == row["id"])).all()
+        values = {name: row[name] for name in row if name != "kind"}
+        moved = tuple(Posting(account, amount) for account, amount in mine)
+        found.append(Transfer(**values, kind=TransferKind(row["kind"]), postings=moved))
+    return found
 
 
 def all_transfers(connection: sa.Connection) -> list[Transfer]:

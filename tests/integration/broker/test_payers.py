@@ -56,7 +56,7 @@ def test_nobody_draws_on_an_account_of_others(broker: Broker, asked: str) -> Non
     broker.open_account("bert")
     before = broker.accounts()
     for way in (broker.ask, broker.acquire):
-        with pytest.raises(NotAllowed, match="field 'account' names .* may not draw on") as caught:
+        with pytest.raises(NotAllowed, match=r"field 'account' names .* may not draw on") as caught:
             way(ANNA, ONE, engine="docker", terms=terms(asked))
         assert "member:anna or group:course" in caught.value.message
         assert caught.value.fields["field"] == "account"
@@ -152,9 +152,7 @@ def wait(broker: Broker, server: ServerRef, account: str) -> Ticket:
     return ticket
 
 
-def test_a_ticket_says_who_pays_and_another_payer_keeps_the_place(
-    make: Make, clock: Clock
-) -> None:
+def test_a_ticket_says_who_pays_and_another_payer_keeps_the_place(make: Make, clock: Clock) -> None:
     broker = make(device_source="simulated:1xA100-80GB")
     give(broker)
     first = ask(broker, ServerRef("zoe"))
@@ -177,7 +175,7 @@ def test_a_payer_without_credits_takes_no_place(make: Make) -> None:
     ask(broker, ServerRef("zoe"))
     ticket = wait(broker, ANNA, COURSE)
     poor = make(device_source="simulated:1xA100-80GB", opening_grant=0)
-    with pytest.raises(NoCredits, match="Your balance of 0.00 credits"):
+    with pytest.raises(NoCredits, match=r"Your balance of 0\.00 credits"):
         wait(poor, ANNA, "member:anna")
     assert broker.ticket(ticket.id).account == COURSE
 

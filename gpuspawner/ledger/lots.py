@@ -1,0 +1,144 @@
+"""Credits that end: which are spent first, and what is left of them at their end. Pure.
+
+A lot is a grant with an end. What an account spends comes out of the lot that ends first, then
+out of the credits that do not end; what an account owes when a lot comes is paid from the lot.
+
+What is left of a lot at its end follows from when GPU time passed, and not from when it was
+charged: from the rates and times of leases, and the moments of grants and corrections. So it
+does not depend on when a tick ran either, and can be computed late, or once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from ..errors import LedgerError
+from .entries import SYSTEM_GRANTS, Posting, Transfer, TransferKind
+from .rules import ACTOR_ACCOUNTING, owed, transfer_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lot:
+    """Credits with an end."""
+
+    id: str
+    """The id of the transfer that gave them."""
+    account: str
+    amount: int
+    """Microcredits."""
+    starts_at: datetime
+    ends_at: datetime
+    cancelled_at: datetime | None = None
+    """When the grant was reversed: nothing is spent from it any more, and what was is owed."""
+    closed_at: datetime | None = None
+    """When it was first written down what was left at the end."""
+    taken: int = 0
+    """Microcredits that were taken back, as far as was known."""
+    takes: int = 0
+    """How many transfers that took: late news of a server's end correct it."""
+
+    def __post_init__(self) -> None:
+        if self.ends_at <= self.starts_at:
+            raise LedgerError(
+                "The ledger refused credits that end: they would end before they begin. Name a "
+                "later end."
+            )
+
+    @property
+    def over_at(self) -> datetime:
+        """When nothing is spent from it any more."""
+        return self.ends_at if self.cancelled_at is None else min(self.ends_at, self.cancelled_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a lease costs its account, as far as that is known."""
+
+    rate: int
+    started_at: datetime
+    ended_at: datetime | None = None
+    """Its proven end; None while it runs."""
+    most: int | None = None
+    """What it cost in the end; None while that is open."""
+
+    def cost(self, at: datetime) -> int:
+        """Microcredits for the time up to ``at``."""
+        until = at if self.ended_at is None else min(at, self.ended_at)
+        cost = owed(self.rate, self.started_at, until)
+        return cost if self.most is None else min(cost, self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What moves on an account beside its lots."""
+
+    uses: Sequence[Use] = ()
+    moves: Sequence[tuple[datetime, int]] = ()
+    """Moments, and microcredits into (minus: out of) the account: no charges of leases, and no
+    reversals of lots."""
+
+    def until(self, moment: datetime) -> tuple[int, int]:
+        """What came and what was spent up to and with the moment, since the account is there."""
+        spent = sum(use.cost(moment) for use in self.uses)
+        came = 0
+        for at, amount in self.moves:
+            if at <= moment:
+                came, spent = (came + amount, spent) if amount > 0 else (came, spent - amount)
+        return came, spent
+
+
+def left_of(lots: Iterable[Lot], flow: Flow, now: datetime) -> dict[str, int]:
+    """Microcredits that are left of each lot: at its end, or now. By the lot's id.
+
+    Of a lot that was reversed it is what was left then; of one that begins later, all of it.
+    """
+    known = sorted(lots, key=lambda lot: (lot.ends_at, lot.starts_at, lot.id))
+    left = {lot.id: lot.amount for lot in known}
+    moments = {lot.starts_at for lot in known} | {lot.over_at for lot in known}
+    moments |= {lot.cancelled_at for lot in known if lot.cancelled_at}
+    free = came_before = spent_before = 0
+    for moment in sorted({moment for moment in moments if moment < now} | {now}):
+        came, spent = flow.until(moment)
+        # Open from the last moment up to this one.
+        usable = [lot for lot in known if lot.starts_at < moment <= lot.over_at]
+        free += came - came_before
+        free -= _spend(usable, left, spent - spent_before)
+        came_before, spent_before = came, spent
+        free += sum(left[lot.id] - lot.amount for lot in known if lot.cancelled_at == moment)
+        # A debt is paid from what has come.
+        new = [lot for lot in known if lot.starts_at <= moment < lot.over_at]
+        if free < 0:
+            free = -_spend(new, left, -free)
+    return left
+
+
+def _spend(lots: Iterable[Lot], left: dict[str, int], amount: int) -> int:
+    """Take an amount out of the lots, in their order; what they do not have is returned."""
+    for lot in lots:
+        taken = min(left[lot.id], amount)
+        left[lot.id] -= taken
+        amount -= taken
+    return amount
+
+
+def expiry(lot: Lot, taken: int, at: datetime) -> Transfer | None:
+    """The transfer after which ``taken`` microcredits of a lot are taken back; None when it is so.
+
+    It takes what was left at the end or, when a lease turned out to have cost more before that,
+    gives back what was taken too much.
+    """
+    amount = taken - lot.taken
+    if amount == 0:
+        return None
+    key = f"expiry:{lot.id}:{lot.takes}"
+    return Transfer(
+        id=transfer_id(key),
+        key=key,
+        kind=TransferKind.EXPIRY,
+        at=at,
+        actor=ACTOR_ACCOUNTING,
+        reason=f"Credits that ended at {lot.ends_at:%Y-%m-%d %H:%M} UTC",
+        postings=(Posting(SYSTEM_GRANTS, amount), Posting(lot.account, -amount)),
+    )

@@ -1,0 +1,167 @@
+"""Credits that end. Real: everything, it is pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuspawner.errors import LedgerError
+from gpuspawner.ledger.entries import TransferKind
+from gpuspawner.ledger.lots import Flow, Lot, Use, expiry, left_of
+from gpuspawner.model import MICRO
+
+T0 = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
+
+
+def hour(number: float) -> datetime:
+    return T0 + timedelta(hours=number)
+
+
+def lot(name: str, amount: int, starts: float, ends: float, cancelled: float | None = None) -> Lot:
+    return Lot(
+        id=name,
+        account="member:anna",
+        amount=amount * MICRO,
+        starts_at=hour(starts),
+        ends_at=hour(ends),
+        cancelled_at=None if cancelled is None else hour(cancelled),
+    )
+
+
+def credits(left: dict[str, int]) -> dict[str, float]:
+    return {name: amount / MICRO for name, amount in left.items()}
+
+
+def test_the_lot_that_ends_first_is_spent_first() -> None:
+    lots = [lot("later", 10, 0, 20), lot("sooner", 10, 0, 10)]
+    flow = Flow([Use(MICRO, hour(1))])
+    assert credits(left_of(lots, flow, hour(5))) == {"sooner": 6, "later": 10}
+    assert credits(left_of(lots, flow, hour(15))) == {"sooner": 1, "later": 5}
+    assert credits(left_of(lots, flow, hour(50))) == {"sooner": 1, "later": 0}
+
+
+def test_credits_without_an_end_are_spent_last() -> None:
+    lots = [lot("a", 5, 0, 10)]
+    flow = Flow([Use(MICRO, hour(0))], [(hour(-5), 100 * MICRO)])
+    assert credits(left_of(lots, flow, hour(4))) == {"a": 1}
+    assert credits(left_of(lots, flow, hour(9))) == {"a": 0}
+
+
+def test_what_is_left_at_the_end_stays_so() -> None:
+    flow = Flow([Use(MICRO, hour(8))])
+    for now in (10, 11, 1000):
+        assert credits(left_of([lot("a", 5, 0, 10)], flow, hour(now))) == {"a": 3}
+
+
+def test_a_debt_is_paid_from_a_lot_that_comes() -> None:
+    flow = Flow([], [(hour(0), -3 * MICRO)])
+    assert credits(left_of([lot("a", 5, 1, 10)], flow, hour(2))) == {"a": 2}
+    flow = Flow([], [(hour(0), -3 * MICRO), (hour(0.5), MICRO)])
+    assert credits(left_of([lot("a", 5, 1, 10)], flow, hour(2))) == {"a": 3}
+
+
+def test_a_reversed_lot_takes_no_other_with_it() -> None:
+    """The reversal takes its whole amount: what was spent of it is owed."""
+    flow = Flow([Use(MICRO, hour(0), hour(4), 4 * MICRO)])
+    lots = [lot("wrong", 10, 0, 10, cancelled=4), lot("other", 10, 0, 20)]
+    assert credits(left_of(lots, flow, hour(12))) == {"wrong": 6, "other": 6}
+    lots = [lot("wrong", 10, 0, 10, cancelled=4), lot("other", 10, 0, 5)]
+    assert credits(left_of(lots, flow, hour(12))) == {"wrong": 10, "other": 6}
+    lots = [lot("wrong", 10, 0, 3, cancelled=4), lot("other", 10, 0, 20)]
+    assert credits(left_of(lots, flow, hour(12))) == {"wrong": 7, "other": 6}
+
+
+def test_a_lot_that_begins_later_is_whole() -> None:
+    assert credits(left_of([lot("a", 5, 3, 10)], Flow([Use(MICRO, hour(0))]), hour(2))) == {"a": 5}
+
+
+def test_an_end_before_the_beginning_is_refused() -> None:
+    with pytest.raises(LedgerError, match="end before they begin"):
+        lot("a", 5, 3, 3)
+
+
+def test_the_transfer_moves_only_what_is_new() -> None:
+    mine = lot("a", 5, 0, 10)
+    taken = expiry(mine, 3 * MICRO, hour(10))
+    assert taken and taken.kind is TransferKind.EXPIRY and taken.key == "expiry:a:0"
+    assert taken.amount_for("member:anna") == -3 * MICRO
+    again = replace(mine, taken=3 * MICRO, takes=1)
+    assert expiry(again, 3 * MICRO, hour(11)) is None
+    back = expiry(again, MICRO, hour(11))
+    assert back and back.amount_for("member:anna") == 2 * MICRO and back.key == "expiry:a:1"
+
+
+# Whatever happens.
+
+times = st.integers(0, 40).map(float)
+amounts = st.integers(1, 10)
+
+
+@st.composite
+def some_lots(draw: st.DrawFn) -> list[Lot]:
+    found = []
+    for number in range(draw(st.integers(0, 4))):
+        start = draw(times)
+        end = start + draw(st.integers(1, 30))
+        cancelled = draw(st.none() | st.integers(int(start), int(end)))
+        found.append(lot(str(number), draw(amounts), start, end, cancelled))
+    return found
+
+
+@st.composite
+def some_uses(draw: st.DrawFn) -> list[Use]:
+    found = []
+    for _ in range(draw(st.integers(0, 3))):
+        start = draw(times)
+        end = draw(st.none() | st.integers(int(start), 60))
+        rate = draw(st.integers(1, 3 * MICRO))
+        found.append(Use(rate, hour(start), None if end is None else hour(end)))
+    return found
+
+
+moves = st.lists(st.tuples(times.map(hour), st.integers(-10 * MICRO, 10 * MICRO).filter(bool)))
+
+
+@given(some_lots(), some_uses(), moves, st.lists(times, min_size=1))
+def test_no_lot_has_less_than_nothing_or_grows(
+    lots: list[Lot], uses: list[Use], moved: list[tuple[datetime, int]], looks: list[float]
+) -> None:
+    flow = Flow(uses, moved)
+    before = {lot.id: lot.amount for lot in lots}
+    for at in sorted(looks):
+        left = left_of(lots, flow, hour(at))
+        for one in lots:
+            assert 0 <= left[one.id] <= before[one.id] <= one.amount
+            if one.over_at <= hour(at):
+                assert left_of(lots, flow, hour(100))[one.id] == left[one.id]
+        before = left
+
+
+@given(some_lots(), some_uses(), moves)
+def test_nobody_loses_what_they_could_have_spent(
+    lots: list[Lot], uses: list[Use], moved: list[tuple[datetime, int]]
+) -> None:
+    """What was taken from lots is no more than what was spent."""
+    flow = Flow(uses, moved)
+    lots = [replace(one, cancelled_at=None) for one in lots]  # a reversal is owed, and paid again
+    left = left_of(lots, flow, hour(100))
+    _, spent = flow.until(hour(100))
+    assert sum(one.amount - left[one.id] for one in lots) <= spent
+
+
+@given(some_lots(), some_uses(), st.lists(times, min_size=1))
+def test_the_time_of_an_end_is_what_counts_and_not_when_it_is_known(
+    lots: list[Lot], uses: list[Use], looks: list[float]
+) -> None:
+    """A server that was believed to run on leaves no trace once its end is known."""
+    known = [Use(use.rate, use.started_at, use.ended_at or hour(50)) for use in uses]
+    for at in looks:
+        late = [
+            use if use.ended_at and use.ended_at <= hour(at) else Use(use.rate, use.started_at)
+            for use in known
+        ]
+        assert left_of(lots, Flow(late), hour(at)) == left_of(lots, Flow(known), hour(at))
