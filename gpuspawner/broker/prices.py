@@ -228,4 +228,4 @@ def _checked(field: str, check: Callable[..., Any], *values: object) -> Any:
     try:
         return check(*values)
     except ValueError as error:
-        raise InvalidRequest(f"The {field} is not valid: {error}", field=field) from None
+        raise InvalidRequest(f"The field {field!r} is not valid: {error}", field=field) from None

@@ -23,6 +23,8 @@ from .devices import devices
 from .granting import drain, pause, resume, trail, undrain
 from .leases import leases
 from .queue import boost, cancel, move, place_of, points_of, queue
+from .rates import grammar as rates_grammar
+from .rates import rates
 from .release import release
 from .sessions import extend
 from .simulate import simulate
@@ -141,6 +143,7 @@ def parser() -> argparse.ArgumentParser:
 
     add("accounts", accounts, "List everybody's balance.")
 
+    rates_grammar(add("rates", rates, "List what GPU time costs, and change it."), _common)
     _queue_actions(add("queue", queue, "List who waits in line, and why in this order."))
     for name, command, what in (
         ("pause", pause, "Give out no GPUs: what runs goes on, who waits waits on."),
