@@ -16,8 +16,10 @@ from collections import deque
 MANY = 20
 """Members who ask within :data:`AT_ONCE` make a burst."""
 
-AT_ONCE = 1.0
-CALM = 2.0
+AT_ONCE = 4.0
+"""Seconds."""
+
+CALM = 5.0
 """Seconds without such a crowd after which it is over."""
 
 LONGEST = 120.0
