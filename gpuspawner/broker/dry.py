@@ -61,9 +61,7 @@ class Dry(Core):
             balance, paid_for = _paying(connection, account).get(account, (0, []))
             purse = Purse.of(balance, paid_for, now)
             due = [(x, dry.next_step(x, purse, now, self.grace, warn_minutes)) for x in paid_for]
-            done = [
-                self._do(connection, lease, step, purse, now) for lease, step in due if step
-            ]
+            done = [self._do(connection, lease, step, purse, now) for lease, step in due if step]
             happened = [each for each in done if each]
             low = [each.lease for each in happened if each.event == "low"]
             for lease in telling.first_of_each(low).values():

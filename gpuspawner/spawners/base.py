@@ -18,16 +18,15 @@ from traitlets import Integer, Unicode, Union, default
 
 from ..broker import Terms
 from ..broker.payers import Payers
-from ..broker.view import ModelCount, Overview
+from ..broker.view import Overview
 from ..catalog import Catalog, DeviceLimits, Environment, load
 from ..errors import GPUSpawnerError, InvalidRequest, UnknownAccount
 from ..ledger.payers import check_payer
-from ..ledger.rules import format_time_left, time_left
 from ..model import Account, DeviceStatus, Request, format_credits, member_account
-from ..pool import format_memory
 from . import options
 from .hours import Hours, hour_choices, length, usual_label
 from .payers import payer_choices
+from .prices import Prices, model_label
 
 _templates = Templates(
     loader=PackageLoader("gpuspawner.spawners"), autoescape=True, trim_blocks=True
@@ -264,7 +263,11 @@ class GPUSpawnerBase(Hours, Spawner):
         count = chosen.devices.default if last.gpus is None else last.gpus
         with_devices = [e for e in environments if not e.cpu_only]
         limits = {e.slug: self.session_hours(e) for e in with_devices}
-        rates = [model.rate for model in overview.models]
+        prices = Prices(overview, environments, self.broker.clock())
+        lines = prices.lines(account.available)
+        offered = payer_choices(payers, last.account) if payers else []
+        paying = {a.name: a for a in payers.accounts} if payers else {}
+        who = [(choice.value, paying[choice.value]) for choice in offered] or [("", account)]
         return _templates.get_template("form.html").render(
             environments=environments,
             chosen=chosen,
@@ -274,18 +277,13 @@ class GPUSpawnerBase(Hours, Spawner):
             count=min(count, most),
             last=last,
             balance=format_credits(account.available),
-            models=[
-                {
-                    "count": model,
-                    "label": _label(model),
-                    "rate": format_credits(model.rate),
-                    "lasts": _lasts(account.available, model.rate),
-                }
-                for model in overview.models
-            ],
-            payers=payer_choices(payers, last.account) if payers else [],
+            models=[(count.model, model_label(count)) for count in overview.models],
+            lines=lines,
+            prices_until=prices.until(),
+            prices=prices.choices(range(most + 1), who),
+            payers=offered,
             with_devices=bool(limits),
-            hours=hour_choices(list(limits.values()), last.hours, rates),
+            hours=hour_choices(list(limits.values()), last.hours, [line.rate for line in lines]),
             usual_hours=usual_label(list(limits.values())),
             most_hours={slug: length(h.max) for slug, h in limits.items() if h.max is not None},
             show_environments=bool(self.catalog),
@@ -298,18 +296,6 @@ class GPUSpawnerBase(Hours, Spawner):
             return options.parse(stored, foreign=True)
         except GPUSpawnerError:
             return options.Choice()
-
-
-def _label(count: ModelCount) -> str:
-    """A model with its memory, unless its name says that already (A100-SXM4-80GB)."""
-    memory = format_memory(count.memory_bytes)
-    said = memory.replace(" ", "") in count.model.replace(" ", "")
-    return count.model if said else f"{count.model}, {memory}"
-
-
-def _lasts(available: int, rate: int) -> str:
-    left = time_left(available, rate)
-    return format_time_left(left) if left is not None else ""
 
 
 def spawn_exception(error: GPUSpawnerError) -> SpawnException:

@@ -1,0 +1,110 @@
+"""What the form says of prices: all real, pure values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from gpuspawner.broker.view import DeviceView, Overview, count_models
+from gpuspawner.catalog import DeviceLimits, Environment
+from gpuspawner.ledger.pricing import Rate, Rates
+from gpuspawner.ledger.week import WeekHours
+from gpuspawner.model import MICRO, Account, Device
+from gpuspawner.spawners.prices import PriceLine, Prices
+
+NOON = datetime(2026, 3, 2, 12, tzinfo=timezone.utc)
+"""A Monday."""
+ADA = Account(name="member:ada", balance=10 * MICRO)
+TORCH = Environment(slug="torch", display_name="PyTorch", devices=DeviceLimits(default=1, max=2))
+LAB = Environment(slug="lab", display_name="Lab", devices=DeviceLimits(default=2, max=4))
+OLD = replace(LAB, slug="old", display_name="Old", models=("T4",))
+CPU = Environment(slug="cpu", display_name="No GPU", devices=DeviceLimits(default=0, max=0))
+NIGHT = WeekHours.parse("20-8", "Europe/Vienna")
+
+
+GROUPS_PRICE = "1 GPU: 1.00 credits an hour. The balance of the group ml lasts 1 h."
+
+
+def overview(*rates: Rate, now: datetime = NOON) -> Overview:
+    """Two A100 and a T4."""
+    devices = [
+        Device(uuid=f"GPU-{n}", index=n, model=model, memory_bytes=memory * 2**30)
+        for n, (model, memory) in enumerate([("A100-80GB", 80), ("A100-80GB", 80), ("T4", 16)])
+    ]
+    views = tuple(DeviceView(device, "free", "") for device in devices)
+    every = Rates.of(rates)
+    models = count_models(views, every.card(now))
+    return Overview(views, models, "simulated", "", "", "", rates=every)
+
+
+def lines(*rates: Rate, now: datetime = NOON) -> list[tuple[str, str, str, str]]:
+    found = Prices(overview(*rates), [TORCH, LAB, OLD, CPU], now).lines(ADA.balance)
+    return [(line.label, line.where, line.price, line.lasts) for line in found]
+
+
+def test_a_line_for_each_model() -> None:
+    assert lines(Rate(amount=MICRO), Rate(amount=4 * MICRO, model="A100")) == [
+        ("A100-80GB", "", "4.00", "2 h 30 min"),
+        ("T4, 16 GB", "", "1.00", "10 h"),
+    ]
+
+
+def test_and_for_each_price_where_environments_differ() -> None:
+    rates = [Rate(amount=MICRO), Rate(amount=0, environment="lab"), Rate(amount=9, model="A100")]
+    assert lines(*rates) == [
+        ("A100-80GB", "in PyTorch", "0.00", "46296 d 7 h"),
+        ("A100-80GB", "in Lab", "0.00", ""),
+        ("T4, 16 GB", "in PyTorch and Old", "1.00", "10 h"),
+        ("T4, 16 GB", "in Lab", "0.00", ""),
+    ]
+
+
+def test_without_a_gpu_environment_the_models_are_there_all_the_same() -> None:
+    (line, _) = Prices(overview(Rate(amount=MICRO)), [CPU], NOON).lines(0)
+    assert line == PriceLine("A100-80GB", 2, 2, "", MICRO, "less than a minute")
+
+
+def test_the_price_of_the_night_is_shown_at_night_and_until_when() -> None:
+    rates = [Rate(amount=4 * MICRO), Rate(amount=MICRO, hours=NIGHT)]
+    evening = NOON + timedelta(hours=7)
+    assert [line[2] for line in lines(*rates, now=evening)] == ["1.00", "1.00"]
+    assert [line[2] for line in lines(*rates)] == ["4.00", "4.00"]
+    until = Prices(overview(*rates), [TORCH], NOON).until()
+    change = NOON + timedelta(hours=7)
+    assert until == f"{change.astimezone():%H:%M} ({change.astimezone():%Z})"
+    assert Prices(overview(Rate(amount=MICRO)), [TORCH], NOON).until() == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("torch||A100-80GB|", "1 GPU: 4.00 credits an hour. Your balance lasts 2 h 30 min."),
+        ("torch|2|A100-80GB|", "2 GPUs: 8.00 credits an hour. Your balance lasts 1 h 15 min."),
+        ("lab|||", "2 GPUs: 2.00 to 8.00 credits an hour. Your balance lasts 1 h 15 min."),
+        ("torch|0||", "Without a GPU: free of charge."),
+        ("torch|3||", "PyTorch allows 2 GPUs."),
+        ("old|1||", "1 GPU: 1.00 credits an hour. Your balance lasts 10 h."),
+        ("old|1|A100-80GB|", "Old does not run on that model."),
+        ("lab|1|T4|group:ml", GROUPS_PRICE),
+    ],
+)  # fmt: skip
+def test_each_choice_has_its_price(key: str, sentence: str) -> None:
+    rates = [Rate(amount=MICRO), Rate(amount=4 * MICRO, model="A100")]
+    prices = Prices(overview(*rates), [TORCH, LAB, OLD, CPU], NOON)
+    group = Account(name="group:ml", balance=MICRO)
+    found = prices.choices(range(4), [("", ADA), ("group:ml", group)])
+    assert found[key] == sentence
+    assert len(found) == 3 * 5 * 3 * 2
+    assert not any(key.startswith("cpu|") for key in found)
+
+
+def test_what_is_free_says_so() -> None:
+    prices = Prices(overview(Rate(amount=0)), [TORCH], NOON)
+    assert prices.choices([1], [("", ADA)])["torch|1||"] == "1 GPU: free of charge."
+
+
+def test_too_many_choices_leave_it_to_the_table() -> None:
+    prices = Prices(overview(Rate(amount=0)), [TORCH], NOON)
+    assert prices.choices(range(2000), [("", ADA)]) == {}
