@@ -210,6 +210,13 @@ class UnknownTransfer(Refused):
     status_code = 404
 
 
+class UnknownRefill(Refused):
+    """There is no refill {refill!r}: `gpuspawner refills` lists them."""
+
+    reason = "unknown_refill"
+    status_code = 404
+
+
 class LedgerError(GPUSpawnerError):
     """The ledger refused an entry: {what}."""
 
