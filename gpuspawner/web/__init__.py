@@ -21,6 +21,7 @@ from . import (
     api_queue,
     metrics,
     notices,
+    openapi,
     pages,
     queue,
     sessions,
@@ -71,6 +72,7 @@ def make_app(
             *accounts.HANDLERS,
             *api_credits.HANDLERS,
             *trail.HANDLERS,
+            *openapi.HANDLERS,
             *usage.HANDLERS,
         )
     ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from tornado import web
 
 from ..broker.admin import LONGEST_REASON, checked_reason
-from ..errors import GPUSpawnerError, InvalidRequest, UnknownAccount
+from ..errors import GPUSpawnerError, UnknownAccount
 from ..model import format_credits, member_account
+from ..store.search import LONGEST
 from . import access, credits, figures
 from .base import Handler
-from .fields import account_of, amount_of, key_of
+from .fields import account_of, amount_of, key_of, text_of
 from .forms import FormPage, part
 from .pages import Page, credit
 
@@ -31,7 +32,7 @@ class AccountsPage(Page):
     @web.authenticated
     async def get(self) -> None:
         self.need_admin()
-        text = self.get_query_argument("search", "")[:200]
+        text = text_of(self.get_query_argument("search", ""), "search", LONGEST)
         after = self.get_query_argument("after", "")[:300]
         found = await self.read(self.broker.find_accounts, text, after, ROWS)
         opened = await self.read(self.broker.open_leases)
@@ -109,13 +110,11 @@ class GrantForm(AccountPage):
         try:
             amount = amount_of(typed["amount"])
             reason = checked_reason(self.field("reason"), needed=True)
-            key = key_of(self.field("key"))
             before = await self.broker.run(self.broker.account, account)
             if not self.confirmed:
                 self._ask(account, amount, reason, before.balance)
                 return
-            if not key:
-                raise InvalidRequest("The field 'key' is missing. Go back, and begin anew.")
+            key = key_of(self.field("key"))
             done = await self.broker.run(
                 self.broker.grant,
                 account,

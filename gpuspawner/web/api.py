@@ -50,9 +50,11 @@ class APIHandler(Handler):
         await super().prepare()
         if self._no_xsrf:
             raise web.HTTPError(403) from NotAllowed(NO_XSRF)
+        if not self.current_user:
+            raise web.HTTPError(403 if self.refused else 401)
 
     def get_login_url(self) -> str:
-        raise web.HTTPError(403)
+        raise web.HTTPError(401)
 
     def answer(self, content: Mapping[str, Any]) -> None:
         """Send JSON."""

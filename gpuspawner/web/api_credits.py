@@ -10,14 +10,14 @@ from tornado import web
 from ..broker.admin import checked_reason
 from ..errors import GPUSpawnerError, LedgerError, NotAllowed
 from ..scopes import READ_ACCOUNTS
-from ..store.search import Accounts
+from ..store.search import LONGEST, Accounts
 from ..store.statements import Entry
 from . import access, credits, figures
 from .account import may_see
 from .api import APIHandler, amount, entry, funds, instant, lease
 from .api_queue import ChangingAPI
 from .base import Handler
-from .fields import LAST, MOST_LINES, account_of, amount_of, key_of, whole
+from .fields import LAST, MOST_LINES, account_of, exact_amount, key_of, text_of, whole
 
 NOT_ALL = (
     f"The list of accounts is for admins and for whoever has the scope {READ_ACCOUNTS}. Your own "
@@ -37,7 +37,7 @@ class AccountsAPI(APIHandler):
             raise web.HTTPError(403) from NotAllowed(NOT_ALL)
         among = None if whom.everybody else await access.accounts_of(self, whom)
         limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
-        text = self.get_query_argument("search", "")
+        text = text_of(self.get_query_argument("search", ""), "search", LONGEST)
         after = self.get_query_argument("after", "")
 
         def find() -> Accounts:
@@ -104,18 +104,15 @@ class GrantAPI(ChangingAPI):
 
     for_services = True
 
-    async def get(self, name: str) -> None:
-        raise web.HTTPError(405)
-
     @web.authenticated
     async def post(self, name: str) -> None:
         account = account_of(name)
         await access.must_grant(self, account)
         sent = self.sent("amount", "reason", "key")
         try:
-            micro = amount_of(sent.get("amount"))
+            micro = exact_amount(sent.get("amount"))
             reason = checked_reason(sent["reason"], needed=True)
-            key = key_of(sent.get("key", "")) or secrets.token_hex(8)
+            key = key_of(sent["key"]) if "key" in sent else secrets.token_hex(8)
             done = await self.broker.run(
                 self.broker.grant,
                 account,

@@ -10,6 +10,7 @@ from typing import Any
 from tornado import web
 
 from ..broker import Standing
+from ..broker.admin import LONGEST_REASON
 from ..errors import InvalidRequest, UnknownTicket
 from ..model import Ticket
 from ..scheduler import Estimate, Priority
@@ -70,6 +71,8 @@ class ChangingAPI(APIHandler):
             raise _refused(f"There is no field {name[:60]!r}; there are {there_are}.", name)
         if not isinstance(found.setdefault("reason", ""), str):
             raise _refused("The field 'reason' is text.", "reason")
+        if len(found["reason"]) > LONGEST_REASON:
+            raise _refused(f"The field 'reason' has {LONGEST_REASON} characters at most.", "reason")
         return found
 
     async def change(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +143,13 @@ class DrainAPI(ChangingAPI):
         self.need_admin()
         reason = self.sent("reason")["reason"]
         work = self.broker.drain if action == "drain" else self.broker.undrain
-        changed = await self.change(work, device, reason=reason)
+        try:
+            changed = await self.change(work, device, reason=reason)
+        except web.HTTPError as error:
+            cause = error.__cause__
+            if isinstance(cause, InvalidRequest) and cause.fields.get("field") == "device":
+                error.status_code = 404  # it is in the path
+            raise
         closed = await self.read(self.broker.closures)
         uuid = device if device in closed else (await self.read(self._uuid, device))
         closure = closed.get(uuid)

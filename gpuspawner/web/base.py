@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from jupyterhub.services.auth import HubOAuth, HubOAuthenticated
+from jupyterhub.services.auth import HubOAuth, HubOAuthenticated, UserNotAllowed
 from tornado import web
 
 from ..broker import Broker
@@ -24,6 +24,7 @@ POLICY = (
 
 SENTENCES = {
     400: "The address is not complete or not valid. Go back, and follow the link again.",
+    401: "Say who you are: send a token of the Hub in the header Authorization (token ...).",
     403: "This page is not for you. Sign in as somebody who may see it, or ask your admin.",
     404: "There is no such page.",
     405: "This page can only be read.",
@@ -73,6 +74,9 @@ class Context:
 class Handler(HubOAuthenticated, web.RequestHandler):
     """A handler that knows who asks. Subclasses decorate ``get`` with ``web.authenticated``."""
 
+    refused = False
+    """Whether the Hub knows who asks, and they may not use this service."""
+
     for_services = False
     """Whether a service of the Hub may ask too, with a scope of ours."""
 
@@ -106,7 +110,11 @@ class Handler(HubOAuthenticated, web.RequestHandler):
             self.for_services and any(reach(model["scopes"], scope) for scope in CUSTOM_SCOPES)
         ):
             raise web.HTTPError(403)
-        allowed: dict[str, Any] | None = super().check_hub_user(model)
+        try:
+            allowed: dict[str, Any] | None = super().check_hub_user(model)
+        except UserNotAllowed:
+            self.refused = True
+            raise
         return allowed
 
     @property
@@ -151,6 +159,22 @@ class Handler(HubOAuthenticated, web.RequestHandler):
             return await self.broker.run(work, *args)
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code, "%s", error.message) from error
+
+    def set_status(self, status_code: int, reason: str | None = None) -> None:
+        super().set_status(status_code, reason)
+        if status_code == 401:
+            self.set_header("WWW-Authenticate", "Bearer")
+        if status_code == 405:
+            self.set_header("Allow", ", ".join(self._methods()))
+
+    def _methods(self) -> list[str]:
+        """The methods that this handler answers, but for the one that it was asked with."""
+        return [
+            method
+            for method in self.SUPPORTED_METHODS
+            if method != self.request.method
+            and getattr(type(self), method.lower()) is not web.RequestHandler._unimplemented_method
+        ]
 
     def sentence(self, status: int, **kwargs: Any) -> tuple[str, str]:
         """Reason and sentence for an error; never anything that was not written for people."""

@@ -19,6 +19,10 @@ MOST_LINES = 500
 LAST = 2**62
 """Ids of lines are less than that."""
 
+EXACT = r"-?([1-9][0-9]{0,8}(\.[0-9]{1,6})?|0\.(?=[0-9]*[1-9])[0-9]{1,6})"
+"""An amount as scripts send it."""
+
+_EXACT = re.compile(EXACT)
 _AMOUNT = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]+)?")
 _KEY = re.compile(r"[0-9A-Za-z_.:-]{1,100}")
 
@@ -54,10 +58,23 @@ def amount_of(text: object, field: str = "amount") -> int:
     return amount
 
 
+def exact_amount(text: object, field: str = "amount") -> int:
+    """Credits as scripts send them: text with a point and up to six decimals, as microcredits.
+
+    Raises InvalidRequest.
+    """
+    amount = amount_of(text, field)
+    if not isinstance(text, str) or not _EXACT.fullmatch(text):
+        raise InvalidRequest(
+            f"The field {field!r} is {str(text)[:60]!r}: write credits as a decimal number below a "
+            'thousand million, such as "12.5" or "-0.25".',
+            field=field,
+        )
+    return amount
+
+
 def key_of(text: object, field: str = "key") -> str:
-    """What tells two grants of the same amount apart; empty for none. Raises InvalidRequest."""
-    if text == "":
-        return ""
+    """What tells two grants of the same amount apart. Raises InvalidRequest."""
     if not isinstance(text, str) or not _KEY.fullmatch(text):
         raise InvalidRequest(
             f"The field {field!r} is not valid: write up to 100 letters, digits and _ . : -",
@@ -83,6 +100,15 @@ def whole(text: str, field: str, least: int, most: int) -> int:
             field=field,
         )
     return number
+
+
+def text_of(text: str, field: str, most: int) -> str:
+    """Text of an address. Raises HTTPError 400 when there is too much of it."""
+    if len(text) > most:
+        raise web.HTTPError(400) from InvalidRequest(
+            f"The field {field!r} is not valid: {most} characters is the most.", field=field
+        )
+    return text
 
 
 def one_of(text: str, field: str, choices: tuple[str, ...]) -> str:

@@ -173,13 +173,8 @@ class TestPage(NoticesPage):
         self.redirect(f"{self.context.prefix}notices?tested=1", status=303)
 
 
-class NoticesAPI(Notices, APIHandler):
-    """My newest notices, and what I chose for each channel."""
-
-    @web.authenticated
-    async def get(self) -> None:
-        choices, told = await self.shown()
-        self.answer(self.everything(choices, told))
+class AnyAPI(Notices, APIHandler):
+    """What is told as JSON."""
 
     def everything(self, choices: Mapping[str, Choice], told: Sequence[Notice]) -> dict[str, Any]:
         """All of it as JSON."""
@@ -192,7 +187,16 @@ class NoticesAPI(Notices, APIHandler):
         }
 
 
-class ChoicesAPI(NoticesAPI):
+class NoticesAPI(AnyAPI):
+    """My newest notices, and what I chose for each channel."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        choices, told = await self.shown()
+        self.answer(self.everything(choices, told))
+
+
+class ChoicesAPI(AnyAPI):
     """Change what I chose: ``{"mail": {"address": "ada@lab.example", "kinds": ["turn"]}}``.
 
     Channels that are not named stay as they are.
@@ -230,18 +234,16 @@ class ChoicesAPI(NoticesAPI):
         return found
 
 
-class TestAPI(NoticesAPI):
+class TestAPI(AnyAPI):
     """Send me a test."""
-
-    async def get(self) -> None:
-        raise web.HTTPError(405)
 
     @web.authenticated
     async def post(self) -> None:
         try:
             notice = await self.test()
         except InvalidRequest as refusal:
-            raise web.HTTPError(400) from refusal
+            status = 429 if refusal.message == TOO_MANY else 409
+            raise web.HTTPError(status) from refusal
         self.answer(notice_json(notice, self.context.channels, self.broker.clock()))
 
 

@@ -139,10 +139,20 @@ class SignedIn(Page, HubOAuthCallbackHandler):
 
 
 class NotFound(Page):
-    """Whatever else is asked for."""
+    """Whatever else is asked for, in whatever way."""
+
+    def check_xsrf_cookie(self) -> None:
+        """There is nothing to change here."""
 
     async def prepare(self) -> None:
         raise web.HTTPError(404)
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        if not self.request.path.startswith(self.context.prefix + "api/"):
+            super().write_error(status_code, **kwargs)
+            return
+        reason, sentence = self.sentence(status_code, **kwargs)
+        self.finish({"status": status_code, "error": reason, "message": sentence})
 
 
 # Values to words.

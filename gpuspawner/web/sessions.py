@@ -32,9 +32,6 @@ class ExtendForm(MemberPage):
 class ExtendAPI(APIHandler):
     """The same for scripts; an admin may extend any session."""
 
-    async def get(self, lease_id: str) -> None:
-        raise web.HTTPError(405)
-
     @web.authenticated
     async def post(self, lease_id: str) -> None:
         await own_lease(self, lease_id, or_admin=True)

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from tornado import web
 
-from ..store.search import Trail
+from ..store.search import LONGEST, Trail
 from .account import CSVHandler
 from .api import APIHandler, instant
 from .api_queue import change_json
 from .base import Handler
-from .fields import LAST, MOST_LINES, whole
+from .fields import LAST, MOST_LINES, text_of, whole
 from .pages import Page
 
 ROWS = 50
@@ -29,7 +29,7 @@ class TrailHandler(Handler):
         self.need_admin()
         text = self.get_query_argument("before", "")
         before = whole(text, "before", 1, LAST) if text else None
-        search = self.get_query_argument("search", "")
+        search = text_of(self.get_query_argument("search", ""), "search", LONGEST)
         return await self.read(self.broker.find_changes, search, before, limit)
 
 
@@ -47,7 +47,7 @@ class TrailPage(TrailHandler, Page):
             now=self.broker.clock(),
             trail=found,
             devices=overview.devices,
-            search=self.get_query_argument("search", "")[:200],
+            search=self.get_query_argument("search", ""),
             first=not self.get_query_argument("before", ""),
         )
 
@@ -58,7 +58,7 @@ class TrailCSV(CSVHandler):
     @web.authenticated
     async def get(self) -> None:
         self.need_admin()
-        search = self.get_query_argument("search", "")
+        search = text_of(self.get_query_argument("search", ""), "search", LONGEST)
         self.begin("trail")
         await self.send(COLUMNS, self._rows(search))
 

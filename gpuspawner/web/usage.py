@@ -95,7 +95,10 @@ class UsageHandler(Handler):
     """What the page, the CSV and the JSON share."""
 
     async def asked(self) -> Report:
-        """The report that was asked for. Raises HTTPError for who may not see it, or 400."""
+        """The report that was asked for. Raises HTTPError for who may not see it, or 400.
+
+        A form sends fields that are left empty, which means the usual.
+        """
         if not self.reach(READ_USAGE):
             raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
         by = one_of(self.get_query_argument("by", "member"), "by", tuple(BY))
@@ -153,6 +156,10 @@ class UsageAPI(UsageHandler, APIHandler):
 
     @web.authenticated
     async def get(self) -> None:
+        for name in ("from", "to"):
+            if self.get_query_argument(name, None) == "":
+                sentence = f"The field {name!r} is empty: write a day, or leave the field out."
+                raise web.HTTPError(400) from InvalidRequest(sentence, field=name)
         found = await self.asked()
         end = found.last + timedelta(days=1)
         self.answer(
