@@ -1,0 +1,141 @@
+"""The price on the form is the price paid. Real here: JupyterHub, proxy, accounting service,
+Chromium, the command line; servers are local."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page
+
+from gpuspawner.cli import main
+from gpuspawner.ledger.rules import owed
+from gpuspawner.model import MICRO, Lease, LeaseState, ServerRef
+from tests.support.browser import open_browser, screenshot
+from tests.support.hub import USER_PASSWORD
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import wait_for
+
+CATALOG = """
+environments:
+  - slug: torch
+    display_name: PyTorch
+    description: Deep learning.
+    image: x
+    default: true
+    devices: {default: 1, max: 2}
+  - slug: course
+    display_name: Course
+    description: For the course on Mondays.
+    image: x
+    devices: {default: 1, max: 1}
+  - slug: plain
+    display_name: No GPU
+    description: For everything else.
+    image: x
+    devices: {max: 0}
+"""
+
+WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[PayingHub]:
+    """An A100 costs 60 an hour and a T4 6, in the course a third."""
+    catalog = tmp_path / "catalog.yaml"
+    catalog.write_text(CATALOG)
+    config = f"""
+c.GPUSpawnerMixin.catalog = {str(catalog)!r}
+c.Broker.opening_grant = 120
+c.Broker.hold_minutes = 1
+c.Broker.gpu_rates = {{"A100": 60, "T4": 6}}
+c.Broker.special_rates = [
+    {{"environment": "course", "model": "A100", "rate": 20}},
+    {{"environment": "course", "model": "T4", "rate": 2}},
+]
+"""
+    with PayingHub(tmp_path / "hub", config) as hub:
+        yield hub
+
+
+def form(hub: PayingHub, page: Page, user: str) -> None:
+    page.goto(f"{hub.url}/hub/spawn")
+    page.fill("input[name=username]", user)
+    page.fill("input[name=password]", USER_PASSWORD)
+    page.click("[type=submit]")
+    page.wait_for_selector("#gpuspawner-price")
+
+
+def shown(page: Page) -> str:
+    return page.inner_text("#gpuspawner-price")
+
+
+def test_the_price_of_the_choice_is_the_price_paid(hub: PayingHub) -> None:
+    with open_browser() as browser:
+        page = browser.new_context(viewport=WIDE).new_page()
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        form(hub, page, "ada")
+        page.check("#environment-torch")
+        page.select_option("#gpus", "2")
+        page.select_option("#gpu_model", "A100-80GB")
+        assert shown(page) == "2 GPUs: 120.00 credits an hour. Your balance lasts 1 h."
+        page.check("#environment-course")
+        assert shown(page) == "Course allows 1 GPU."
+        page.select_option("#gpus", "")
+        assert shown(page) == "1 GPU: 20.00 credits an hour. Your balance lasts 6 h."
+        for size, name in ((WIDE, "wide"), (PHONE, "phone")):
+            page.set_viewport_size(size)
+            assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+            screenshot(page, f"form-prices-{name}")
+        page.check("#environment-plain")
+        assert shown(page) == "Without a GPU: free of charge."
+        page.check("#environment-course")
+        page.click("[type=submit]")
+        lease = wait_for(lambda: running(hub, "ada"), "the server", timeout=30)
+        assert errors == []
+    assert lease.rate == 20 * MICRO
+
+    # An admin's change is for new servers: on the form at once, and not for who runs.
+    url = ["--database", hub.database_url]
+    assert main(["rates", "set", "A100", "30", "--environment", "course", *url]) == 0
+    text = page_text(hub, "bob")
+    assert "A100-80GB in PyTorch 2 of 2 60.00" not in text, "one is taken"
+    assert re.search(r"A100-80GB in Course 1 of 2 30\.00 4 h", text), text
+    theirs = hub.start_server("bob", environment="course", gpus=1, gpu_model="A100")
+    assert theirs.rate == 30 * MICRO
+    for user, rate in (("ada", 20), ("bob", 30)):
+        hub.stop_server(user)
+        settled = wait_for(lambda user=user: ended(hub, user), f"the end of {user}'s")
+        assert settled.ended_at
+        assert settled.charged == owed(rate * MICRO, settled.started_at, settled.ended_at)
+
+
+def test_the_form_works_without_javascript_and_says_until_when(hub: PayingHub) -> None:
+    url = ["--database", hub.database_url]
+    assert main(["rates", "set", "T4", "1", "--from", "2100-01-01", *url]) == 0
+    text = page_text(hub, "ada")
+    assert "start before 00:00 on 1 January" in text.replace("01:00", "00:00"), text
+    assert "A server keeps the price that it starts with, day and night" in text
+    assert re.search(r"T4, 16 GB in PyTorch 1 of 1 6\.00 20 h", text), text
+    assert re.search(r"T4, 16 GB in Course 1 of 1 2\.00 2 d 12 h", text), text
+
+
+def page_text(hub: PayingHub, user: str) -> str:
+    """The form's words, as they come from the hub."""
+    answer = hub.login(user).get(f"{hub.url}/hub/spawn", timeout=30)
+    assert answer.ok, answer.text
+    bare = re.sub(r"<script.*?</script>", " ", answer.text, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]+>", " ", bare).split())
+
+
+def running(hub: PayingHub, user: str) -> Lease | None:
+    lease = hub.broker.lease_of(ServerRef(user))
+    return lease if lease and lease.state is LeaseState.RUNNING else None
+
+
+def ended(hub: PayingHub, user: str) -> Lease | None:
+    (lease,) = hub.broker.leases_of(f"member:{user}")
+    return lease if lease.state is LeaseState.ENDED else None
