@@ -1,0 +1,177 @@
+"""What becomes of servers whose account runs dry: all real, pure values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuspawner.ledger import dry, rules
+from gpuspawner.ledger.dry import OVERDRAFT, SESSION, Policies, Purse, Step
+from gpuspawner.model import MICRO, Lease, LeaseState, ServerRef
+
+T0 = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
+GRACE = timedelta(minutes=5)
+RATE = 60 * MICRO
+"""A credit a minute."""
+
+
+def lease(**changes: Any) -> Lease:
+    some = Lease(
+        id="1",
+        server=ServerRef("ada"),
+        account="member:ada",
+        environment="",
+        devices=(),
+        rate=RATE,
+        hold=0,
+        granted_at=T0,
+        started_at=T0,
+        state=LeaseState.RUNNING,
+    )
+    return replace(some, **changes)
+
+
+def step(balance: float, some: Lease | None = None, minutes: float = 0) -> Step | None:
+    """What is due with so many credits left, up to now, ``minutes`` after T0."""
+    purse = Purse(round(balance * MICRO), RATE)
+    now = T0 + timedelta(minutes=minutes)
+    return dry.next_step(some or lease(), purse, now, GRACE, (30, 10, 2))
+
+
+WARNED = lease(warned_at=T0)
+BOUND = {"when_dry": OVERDRAFT, "overdraft": 20 * MICRO}
+
+
+@pytest.mark.parametrize(
+    ("balance", "some", "minutes", "due"),
+    [
+        (30.5, lease(), 0, None),
+        (30, lease(), 0, Step("low", 30)),
+        (29, lease(told_dry=30), 0, None),
+        (9, lease(told_dry=30), 0, Step("low", 10)),
+        (1, lease(), 0, Step("low", 2)),
+        (8, lease(told_dry=2), 0, Step("quiet", 10)),
+        (99, lease(told_dry=2), 0, Step("quiet", None)),
+        (0, lease(told_dry=2), 0, Step("dry")),
+        (-9, WARNED, 4.99, None),
+        (-9, WARNED, 5, Step("stop")),
+        (0.000001, WARNED, 5, Step("back")),
+        (-9, lease(warned_at=T0, outcome="credits"), 9, None),
+        (-9, lease(rate=0), 9, None),
+        (-9, lease(state=LeaseState.GRANTED), 9, None),
+        # A session that ends first, and one that has no end.
+        (0, lease(when_dry=SESSION, seconds=3600), 0, Step("dry")),
+        (-9, lease(when_dry=SESSION, seconds=3600, warned_at=T0), 59, None),
+        (-9, lease(when_dry=SESSION, warned_at=T0), 5, Step("stop")),
+        # An overdraft: warnings count to its bound.
+        (11, lease(**BOUND), 0, None),
+        (10, lease(**BOUND), 0, Step("low", 30)),
+        (0, lease(told_dry=30, **BOUND), 0, Step("dry")),
+        (-10, lease(told_dry=30, warned_at=T0, **BOUND), 9, Step("low", 10)),
+        (-19.999999, lease(told_dry=2, warned_at=T0, **BOUND), 99, None),
+        (-20, lease(told_dry=2, warned_at=T0, **BOUND), 99, Step("stop")),
+        (-20, lease(**BOUND), 0, Step("stop")),
+    ],
+)  # fmt: skip
+def test_what_is_due(balance: float, some: Lease, minutes: float, due: Step | None) -> None:
+    assert step(balance, some, minutes) == due
+
+
+def test_when_a_server_is_stopped() -> None:
+    purse = Purse(-5 * MICRO, RATE)
+    session = lease(when_dry=SESSION, seconds=3600, warned_at=T0)
+    for some, minutes in (
+        (WARNED, 5),
+        (session, 60),
+        (lease(warned_at=T0, **BOUND), 22),
+        (lease(when_dry=SESSION, warned_at=T0), 5),
+    ):
+        at = T0 + timedelta(minutes=7)
+        assert dry.stops_at(some, purse, at, GRACE) == T0 + timedelta(minutes=minutes)
+    ended = replace(WARNED, state=LeaseState.ENDED)
+    assert dry.stops_at(lease(), purse, T0, GRACE) is dry.stops_at(ended, purse, T0, GRACE) is None
+
+
+def test_a_purse_is_up_to_the_moment() -> None:
+    waiting = lease(state=LeaseState.GRANTED, started_at=None)
+    some = [lease(charged=MICRO), lease(), waiting]
+    assert Purse.of(9 * MICRO, some, T0 + timedelta(minutes=2)) == Purse(6 * MICRO, 2 * RATE)
+
+
+def test_policies_without_a_word_stop() -> None:
+    assert Policies.from_config({}).of("member:ada", {"lab"}) == dry.Policy()
+
+
+# Whatever the ticks do, and whenever credits come.
+
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 10**7), st.one_of(st.none(), st.integers(1, 200 * MICRO))),
+    max_size=12,
+)
+"""Milliseconds after the start, and a tick (None) or a grant."""
+
+
+def spend(events: list[tuple[int, int | None]], bound: int, opening: int) -> tuple[int, int]:
+    """The balance after a session of 10,000 seconds, and the least that it ever was."""
+    some = lease(when_dry=OVERDRAFT, overdraft=bound)
+    balance = least = opening
+    for milliseconds, grant in events:
+        if grant is not None:
+            balance += grant
+            continue
+        due = rules.charge_due(some, T0 + timedelta(milliseconds=milliseconds))
+        paid = dry.payable(some, due, balance)
+        assert paid >= 0
+        some, balance = replace(some, charged=some.charged + paid), balance - paid
+        least = min(least, balance)
+    due = rules.settlement(some, T0 + timedelta(seconds=10_000), failed=False)
+    balance -= dry.payable(some, due, balance)
+    return balance, min(least, balance)
+
+
+@given(EVENTS, st.integers(1, 300 * MICRO), st.integers(1, 300 * MICRO))
+def test_an_overdraft_keeps_its_bound_and_no_sum_depends_on_the_ticks(
+    events: list[tuple[int, int | None]], bound: int, opening: int
+) -> None:
+    events.sort(key=lambda event: event[0])
+    with_ticks, least = spend(events, bound, opening)
+    without, _ = spend([event for event in events if event[1] is not None], bound, opening)
+    assert least >= -bound
+    assert with_ticks == without
+    owed = rules.owed(RATE, T0, T0 + timedelta(seconds=10_000))
+    granted = sum(grant for _, grant in events if grant is not None)
+    assert with_ticks == max(-bound, opening + granted - owed)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.booleans()), min_size=1, max_size=40),
+    st.sampled_from([{}, {"when_dry": SESSION, "seconds": 10**6}, BOUND]),
+)
+def test_nothing_is_told_twice_on_the_way_down(
+    rounds: list[tuple[int, bool]], policy: dict[str, Any]
+) -> None:
+    """Rounds come at any time, twice, or not at all; each warning is given once and in order."""
+    some, now, told = lease(**policy), T0, []
+    for seconds, twice in rounds:
+        now += timedelta(seconds=seconds)
+        for _ in range(1 + twice):
+            purse = Purse.of(40 * MICRO, [some], now)
+            due = dry.next_step(some, purse, now, GRACE, (30, 10, 2))
+            if due is None:
+                continue
+            told.append((due.event, due.minutes))
+            changes: dict[str, dict[str, Any]] = {
+                "low": {"told_dry": due.minutes},
+                "dry": {"warned_at": now},
+                "stop": {"outcome": "credits"},
+            }
+            some = replace(some, **changes[due.event])
+    assert len(set(told)) == len(told)
+    minutes = [minutes for event, minutes in told if event == "low"]
+    assert minutes == sorted(minutes, key=lambda m: -(m or 0))
+    assert "stop" not in [event for event, _ in told[:-1]]
