@@ -27,6 +27,7 @@ from ..store.granter import hub_name
 from .credits import Credits
 from .hub import Hub
 from .notify import Notifier
+from .refilling import Refilling
 from .sessions import Sessions
 from .tick import Tick
 
@@ -38,6 +39,9 @@ SESSIONS_EVERY = 2.0
 
 CREDITS_EVERY = 2.0
 """Seconds between two looks at the accounts that pay for servers."""
+
+REFILLS_EVERY = 5.0
+"""Seconds between two looks for refills and for credits that have ended."""
 
 ENGINES: dict[str, Callable[[], Engine]] = {"docker": DockerEngine, "local": LocalEngine}
 
@@ -273,6 +277,7 @@ class Accounting(Application):
             self._every(self.charge_seconds, tick, "Charges", tick.charge),
             self._every(SESSIONS_EVERY, tick, "Sessions", sessions.round),
             self._every(CREDITS_EVERY, tick, "Credits", credits.round),
+            self._every(REFILLS_EVERY, tick, "Refills", Refilling(tick).round),
         )
 
     async def _every(

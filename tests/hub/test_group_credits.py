@@ -1,0 +1,125 @@
+"""Credits of groups, refills and credits that end at a real hub. Real here: JupyterHub and its
+groups, proxy, accounting service, browser forms; servers are processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuspawner.broker import Broker
+from gpuspawner.model import MICRO, ServerRef
+from gpuspawner.store import book
+from tests.support.brokers import problems
+from tests.support.paying_hub import FLEET, PayingHub
+from tests.support.processes import wait_for
+from tests.support.visitor import Visitor
+
+Factory = Callable[..., PayingHub]
+COURSE = "group:course-ml"
+GROUPS = 'c.JupyterHub.load_groups = {"course-ml": {"users": ["ada"]}, "empty": {"users": []}}\n'
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[PayingHub]:
+    """Ada is in the course, bob is not; members begin with nothing, and a GPU costs one credit a
+    second."""
+    with ExitStack() as stack:
+        hub = PayingHub(tmp_path / "hub", GROUPS + "c.Broker.opening_grant = 0")
+        stack.callback(hub.stop)
+        hub.start()
+        hub.broker.opening_grant = 0
+        give(hub.broker, COURSE, 500)
+        yield hub
+
+
+def give(broker: Broker, account: str, credits: int, **more: Any) -> None:
+    now = broker.clock()
+    broker.store.run(lambda c: book.open_account(c, account, now), write=True)
+    broker.grant(account, credits * MICRO, actor="root", reason="budget", **more)
+
+
+def test_a_course_pays_for_its_members_and_for_nobody_else(hub: PayingHub) -> None:
+    refused = hub.spawn("ada", {"gpus": 1})
+    assert refused.status_code == 402, "her own account is empty"
+    lease = hub.start_server("ada", gpus=1, account=COURSE)
+    assert lease.account == COURSE and hub.broker.account(COURSE).held > 0
+    hub.stop_server("ada")
+    settled = wait_for(lambda: _ended(hub, lease.id), "its end")
+    assert hub.broker.account(COURSE).balance == 500 * MICRO - settled.charged
+    assert hub.broker.member("ada").balance == 0
+
+    refused = hub.spawn("bob", {"gpus": 1, "account": COURSE})
+    assert refused.status_code == 403
+    assert "names 'group:course-ml', which you may not draw on" in refused.text
+    assert "member:bob" in refused.text
+    assert hub.broker.lease_of(ServerRef("bob")) is None
+    refused = hub.spawn("bob", {"gpus": 1, "account": "system:grants"})
+    assert refused.status_code == 400 and "member:NAME or group:NAME" in refused.text
+    assert problems(hub.broker.store) == []
+
+
+def _ended(hub: PayingHub, lease_id: str) -> Any:
+    lease = hub.broker.lease(lease_id)
+    return lease if lease.ended_at else None
+
+
+def test_the_form_offers_who_pays(hub: PayingHub) -> None:
+    ada, bob = (Visitor(hub.url, name, session=hub.login(name)) for name in ("ada", "bob"))
+    form = ada.get("/hub/spawn").text
+    assert 'name="account"' in form and "group course-ml (500.00 credits)" in form
+    assert "my own credits (0.00 credits)" in form
+    assert 'name="account"' not in bob.get("/hub/spawn").text, "he has nothing to choose"
+    ada.spawn({"gpus": "1", "account": COURSE})
+    lease = hub.broker.lease_of(ServerRef("ada"))
+    assert lease is not None and lease.account == COURSE
+    hub.stop_server("ada")
+    # What she keeps as her usual payer pays for a start that says nothing.
+    hub.broker.keep_payer("ada", COURSE, actor="ada", groups=["course-ml"])
+    wait_for(lambda: hub.broker.lease_of(ServerRef("ada")) is None, "its end")
+    assert hub.start_server("ada", gpus=1).account == COURSE
+
+
+def test_refills_are_given_by_the_service_once_also_after_a_kill(
+    hub: PayingHub, tmp_path: Path
+) -> None:
+    then = datetime.now(timezone.utc).replace(microsecond=0) - timedelta(days=2, minutes=5)
+    past = Broker(
+        database_url=hub.database_url, device_source=FLEET, opening_grant=0, clock=lambda: then
+    )
+    for name in ("ada", "bob"):
+        past.open_account(name)
+    refill = {"actor": "root", "reason": "term", "starts_at": then}
+    course = past.add_refill(
+        "FREQ=DAILY;COUNT=3", amount=5 * MICRO, audience=["members:course-ml"], **refill
+    )
+    wait_for(lambda: len(hub.broker.refill_runs(course.id)) == 3, "three occurrences", timeout=30)
+    assert hub.broker.member("ada").balance == 15 * MICRO, "as the Hub knows who is in the group"
+    assert hub.broker.member("bob").balance == 0
+
+    service = hub.service()
+    assert service is not None
+    service.kill()
+    wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
+    everybody = past.add_refill("FREQ=DAILY", amount=MICRO, audience=["everybody"], **refill)
+    missing = past.add_refill("FREQ=DAILY", amount=MICRO, audience=["members:gone"], **refill)
+    hub.wait_pages()  # the Hub looks every 30 seconds, and starts it anew
+    wait_for(lambda: len(hub.broker.refill_runs(everybody.id)) == 3, "the rest", timeout=30)
+    assert hub.broker.member("bob").balance == 3 * MICRO
+    assert hub.broker.member("ada").balance == 18 * MICRO
+    assert hub.broker.refill_runs(missing.id) == []
+    said = [line for line in hub.service_lines() if "no group 'gone'" in line]
+    assert len(said) == 1 and f"gpuspawner refills remove {missing.id}" in said[0]
+    assert problems(hub.broker.store) == []
+
+
+def test_the_service_takes_back_what_has_ended(hub: PayingHub) -> None:
+    hub.broker.open_account("bob")
+    give(hub.broker, "member:bob", 7, until=hub.broker.clock() + timedelta(seconds=3))
+    assert hub.broker.member("bob").balance == 7 * MICRO
+    wait_for(lambda: hub.broker.member("bob").balance == 0, "the end", timeout=20)
+    assert hub.broker.statement("member:bob")[0].kind == "expiry"
