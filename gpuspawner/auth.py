@@ -24,6 +24,7 @@ from traitlets import Any as AnyTrait
 from traitlets import Set, Unicode, default
 
 from .errors import GPUSpawnerError
+from .patience import within
 
 if TYPE_CHECKING:
     from jupyterhub.handlers import BaseHandler
@@ -206,7 +207,7 @@ class MemberMixin(Authenticator):
     async def _open_account(self, user: str) -> None:
         try:
             opening = self.broker.run(self.broker.open_account, user)
-            await asyncio.wait_for(opening, OPEN_ACCOUNT_SECONDS)
+            await within(OPEN_ACCOUNT_SECONDS, opening)
         except Exception as failure:
             # Whatever ails the store, it must not lock members out of the hub.
             expected = isinstance(failure, (GPUSpawnerError, asyncio.TimeoutError))

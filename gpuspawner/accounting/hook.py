@@ -13,6 +13,7 @@ from datetime import timezone
 
 from ..errors import Unavailable
 from ..model import Notice
+from ..patience import within
 
 AT_ONCE = 4
 """Runs of one command that go on at the same time; others wait for one of them."""
@@ -82,7 +83,7 @@ async def run(command: Sequence[str], text: bytes, seconds: float) -> None:
     except (OSError, ValueError) as error:
         raise Unavailable(f"The hook {command[0]} cannot be started: {error}") from None
     try:
-        said = await asyncio.wait_for(_talk(process, text), seconds)
+        said = await within(seconds, _talk(process, text))
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -20,6 +20,7 @@ from ..broker import Broker
 from ..broker.channels import Channel, chosen, read, wanted
 from ..errors import GPUSpawnerError, Unavailable
 from ..model import Notice, NoticeKind
+from ..patience import within
 from ..store.notices import Choice, Outcome, errors_text, failing
 from . import hook, sending
 
@@ -141,7 +142,7 @@ class Notifier(LoggingConfigurable):
     async def pause(self, seconds: float) -> None:
         """Wait for the next round, or until somebody pokes."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._poke.wait(), seconds)
+            await within(seconds, self._poke.wait())
         self._poke.clear()
 
     async def round(self) -> None:

@@ -8,6 +8,8 @@ from contextlib import suppress
 from ssl import SSLContext
 from urllib.parse import urlsplit
 
+from ..patience import within
+
 PATIENCE = 5.0
 """Seconds for one attempt."""
 
@@ -22,7 +24,7 @@ async def answers(url: str, ssl_context: SSLContext | None) -> bool:
     hub asks at least once.
     """
     try:
-        return await asyncio.wait_for(_status(url, ssl_context), PATIENCE) < 500
+        return await within(PATIENCE, _status(url, ssl_context)) < 500
     except (OSError, ValueError, asyncio.TimeoutError):
         return False  # refused, too slow, or closed by Docker's proxy: nobody listens behind it yet
 

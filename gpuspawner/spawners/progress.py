@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
+from ..patience import within
+
 SIGN = 10.0
 """Seconds between two signs of life; the pending page gives up on the stream after 25."""
 
@@ -72,7 +74,7 @@ class Progress:
                         seen = number
                         yield event
                 try:
-                    await asyncio.wait_for(more.wait(), SIGN)
+                    await within(SIGN, more.wait())
                 except asyncio.TimeoutError:
                     yield {"progress": self._last}
         finally:

@@ -27,6 +27,7 @@ from ..errors import (
     UnknownTicket,
 )
 from ..model import Lease, LeaseState, Request, ServerRef, Ticket, format_credits
+from ..patience import within
 from .burst import Burst
 from .progress import Progress
 
@@ -156,7 +157,7 @@ class Queueing:
             rest = min(ROUND, REST * (time.monotonic() - began))
             await asyncio.sleep(rest)
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), ROUND - rest)
+                await within(ROUND - rest, self._wake.wait())
 
     async def _round(self) -> None:
         await self._end_tickets()

@@ -1,0 +1,56 @@
+"""Real: asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gpuspawner.patience import within
+
+
+async def test_what_comes_in_time() -> None:
+    assert await within(10, asyncio.sleep(0, "done")) == "done"
+    with pytest.raises(ZeroDivisionError):
+        await within(10, fail())
+
+
+async def fail() -> None:
+    raise ZeroDivisionError
+
+
+async def test_what_takes_longer_is_cancelled() -> None:
+    cleaned_up = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cleaned_up.set()
+
+    with pytest.raises(asyncio.TimeoutError):
+        await within(0.01, work())
+    assert cleaned_up.is_set()
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_a_cancellation_that_comes_as_the_work_is_done_is_heard(steps: int) -> None:
+    event = asyncio.Event()
+    went_on = False
+
+    async def wait() -> None:
+        nonlocal went_on
+        await within(60, event.wait())
+        await asyncio.sleep(0)
+        went_on = True
+
+    waiting = asyncio.ensure_future(wait())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    event.set()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not went_on
