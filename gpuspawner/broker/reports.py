@@ -11,10 +11,11 @@ from itertools import pairwise
 
 import sqlalchemy as sa
 
+from ..ledger import rules
 from ..ledger.entries import Transfer
 from ..ledger.usage import Kind, Use, kind_of, together, use_of
 from ..model import Lease
-from ..store import Store, leases, search, statements, usage
+from ..store import Store, book, leases, search, statements, usage
 from ..store.search import Accounts, Leases, Trail
 from ..store.statements import Items, Page
 
@@ -66,9 +67,15 @@ class Reports:
 
         return self.store.run(read)
 
-    def transfer(self, transfer_id: str) -> Transfer:
-        """One transfer. Raises UnknownTransfer."""
-        return self.store.run(lambda connection: search.transfer(connection, transfer_id))
+    def reversal_of(self, transfer_id: str) -> Transfer | None:
+        """The transfer by which another one was undone, if it was."""
+        key = rules.reversal_key(transfer_id)
+        return self.store.run(lambda connection: book.of_key(connection, key))
+
+    def forget_use(self) -> None:
+        """What a session of the past cost was changed: add use up anew."""
+        with _KEEPING:
+            self._kept.clear()
 
     def find_accounts(
         self,

@@ -1,4 +1,4 @@
-"""Accounts, transfers and the audit trail, found and told page by page."""
+"""Accounts, leases and the audit trail, found and told page by page."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from ..errors import UnknownTransfer
-from ..ledger.entries import Posting, Transfer, TransferKind
 from ..model import Account, Lease
 from . import leases as lease_rows
 from .closures import Change
-from .schema import accounts, audit, leases, postings, transfers
+from .schema import accounts, audit, leases
 
 _HELD = lease_rows.HELD.where(leases.c.account == accounts.c.name).scalar_subquery()
 
@@ -99,22 +97,6 @@ def find_leases(
     found = lease_rows.where(connection, leases.c.id.in_(ids[:limit]))
     found.sort(key=lambda lease: (lease.granted_at, lease.id), reverse=True)
     return Leases(found, found[-1].id if len(ids) > limit else None)
-
-
-def transfer(connection: sa.Connection, transfer_id: str) -> Transfer:
-    """One transfer. Raises UnknownTransfer."""
-    query = sa.select(transfers).where(transfers.c.id == transfer_id)
-    row = connection.execute(query).mappings().first()
-    if row is None:
-        raise UnknownTransfer(transfer=transfer_id)
-    lines = sa.select(postings.c.account, postings.c.amount).where(
-        postings.c.transfer_id == transfer_id
-    )
-    return Transfer(
-        **{name: row[name] for name in row if name != "kind"},
-        kind=TransferKind(row["kind"]),
-        postings=tuple(Posting(*line) for line in connection.execute(lines)),
-    )
 
 
 def find_changes(

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 
+from markupsafe import Markup
 from tornado import web
 
 from ..errors import CannotStop, GPUSpawnerError, NotAllowed, UnknownAccount, UnknownLease
@@ -16,6 +17,7 @@ from ..store.statements import Entry
 from . import access, credits, figures
 from .api import amount, instant
 from .base import Handler
+from .corrections import refundable
 from .fields import LAST, account_of, whole
 from .forms import FormPage, part
 from .pages import Page
@@ -132,6 +134,9 @@ class ReceiptPage(Page):
             items=receipt.items,
             first=after == 0,
             ended=receipt.lease.state is LeaseState.ENDED,
+            refundable=self.admin and refundable(receipt.lease),
+            refunded=self.get_query_argument("refunded", ""),
+            xsrf=Markup(self.xsrf_form_html()),
             account_page=f"accounts/{part(receipt.lease.account)}",
         )
 

@@ -60,6 +60,7 @@ ACCOUNT = in_path(
     "`member:NAME` or `group:NAME`.",
 )
 LEASE = in_path("lease", _HEX, "The lease's id.")
+TRANSFER = in_path("transfer", {"type": "string", "pattern": "^[0-9a-f]{32}$"}, "Its id.")
 TICKET = in_path("ticket", {"type": "string", "pattern": "^[0-9A-Za-z-]{1,64}$"}, "Its id.")
 DEVICE = in_path(
     "device", {"type": "string", "pattern": "^[0-9A-Za-z-]{1,100}$"}, "Its UUID or index."
@@ -112,6 +113,9 @@ def paths() -> dict[str, dict[str, Operation]]:
                 "receipt", "What a session cost, item by item.", "Receipt", LEASE, AFTER, LIMIT
             )
         },
+        "/api/leases/{lease}/refund": {
+            "post": operation("refund", "Give back what it cost.", "Lease", LEASE, body="Needed")
+        },
         **_of_accounts(),
         **_of_the_line(),
         **_of_notices(),
@@ -152,6 +156,14 @@ def _of_accounts() -> dict[str, dict[str, Operation]]:
                 "Granted",
                 ACCOUNT,
                 body="Grant",
+            )
+        },
+        "/api/transfers/{transfer}": {
+            "get": operation("transfer", "One event of the ledger.", "Transfer", TRANSFER)
+        },
+        "/api/transfers/{transfer}/reversal": {
+            "post": operation(
+                "reverse", "Undo it by its opposite, once.", "Transfer", TRANSFER, body="Needed"
             )
         },
         "/api/usage": {

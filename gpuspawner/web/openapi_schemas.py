@@ -265,6 +265,17 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "Ticket": either(full(**TICKET), ENDED),
     "Why": sent(reason=REASON),
+    "Needed": sent(("reason",), reason=NEEDED),
+    "Transfer": full(
+        id=TEXT,
+        at=INSTANT,
+        kind=TEXT,
+        actor=TEXT,
+        reason=TEXT,
+        lease=maybe(TEXT),
+        postings=listed(full(account=TEXT, amount=AMOUNT)),
+        reversed_by=maybe(TEXT),
+    ),
     "Boost": sent(
         ("points",),
         points={"type": "number", "minimum": -1_000_000, "maximum": 1_000_000},

@@ -1,0 +1,259 @@
+"""The REST API. Real here: JupyterHub, proxy, accounting service, local servers; schemathesis
+holds the service to its own OpenAPI document, as an admin, a member and a course's bot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from decimal import Decimal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from gpuspawner.model import MICRO, member_account
+from gpuspawner.scopes import GRANT, READ_USAGE
+from tests.support.hub import ADMIN
+from tests.support.paying_hub import PayingHub
+from tests.support.soak import rounds
+
+CONFIG = f"""
+c.Broker.gpu_rates = {{"*": 1, "A100": 4}}
+c.Broker.grace_seconds = 3600
+for name, scopes in {{
+    "bot": ["access:services!service=gpu", "{GRANT}!group=ml101"],
+    "reporter": ["access:services!service=gpu", "{READ_USAGE}"],
+    "nobody": ["access:services!service=gpu"],
+}}.items():
+    c.JupyterHub.services.append({{"name": name, "api_token": f"token-of-{{name}}"}})
+    c.JupyterHub.load_roles.append({{"name": name, "services": [name], "scopes": scopes}})
+c.JupyterHub.load_groups = {{"ml101": {{"users": ["ada", "bob"]}}, "other": {{"users": ["cleo"]}}}}
+"""
+
+SETTINGS = Path(__file__).parents[1] / "support/schemathesis.toml"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    """Ada and Bob are in ml101, Cleo is not; Ada has a session that is over, and one that runs."""
+    with PayingHub(tmp_path_factory.mktemp("rest") / "hub", CONFIG) as hub:
+        for user in ("ada", "bob", "cleo"):
+            hub.broker.open_account(user)
+        hub.start_server("ada", "past", gpus=1)
+        hub.stop_server("ada", "past")
+        hub.start_server("ada", gpus=1, gpu_model="A100")
+        yield hub
+
+
+def call(hub: PayingHub, who: str, method: str, path: str, **kwargs: Any) -> requests.Response:
+    """The API as a member, or as one of the services, with a token."""
+    services = ("bot", "reporter", "nobody")
+    token = f"token-of-{who}" if who in services else hub.user_token(who)
+    headers = {"Authorization": f"token {token}"}
+    url = f"{hub.url}/services/gpu/api/{path}"
+    return requests.request(method, url, headers=headers, timeout=30, **kwargs)
+
+
+def grant(hub: PayingHub, who: str, account: str, amount: Any = "5", **more: Any) -> Any:
+    """A grant, and what came of it."""
+    body = {"amount": amount, "reason": "week 3", **more}
+    return call(hub, who, "POST", f"accounts/{account}/grants", json=body)
+
+
+# A course's bot.
+
+
+def test_a_bot_gives_to_the_members_of_its_group(hub: PayingHub) -> None:
+    before = hub.broker.member("bob").balance
+    answer = grant(hub, "bot", "member:bob", "2.5", key="week-3")
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    assert (told["granted"], told["amount"], told["key"]) == (True, "2.500000", "week-3")
+    again = grant(hub, "bot", "member:bob", "2.5", key="week-3")
+    assert again.json()["granted"] is False
+    assert hub.broker.member("bob").balance == before + 5 * MICRO // 2
+    entry = hub.broker.statement_page("member:bob").entries[0]
+    assert (entry.actor, entry.reason) == ("service:bot", "week 3")
+    other = grant(hub, "bot", "member:bob", "3", key="week-3")
+    assert (other.status_code, other.json()["error"]) == (409, "ledger")
+    assert hub.broker.member("bob").balance == before + 5 * MICRO // 2
+
+
+@pytest.mark.parametrize(
+    "account", ["member:cleo", "group:other", "member:admin", "member:bot", "member:nobody-known"]
+)
+def test_a_bot_gives_to_nobody_else(hub: PayingHub, account: str) -> None:
+    before = hub.broker.accounts()
+    answer = grant(hub, "bot", account)
+    assert (answer.status_code, answer.json()["error"]) == (403, "not_allowed")
+    assert f"You may not give credits to '{account}'." in answer.json()["message"]
+    for path in (f"accounts/{account}", f"accounts/{account}/statement"):
+        refused = call(hub, "bot", "GET", path)
+        assert refused.status_code == 403
+        assert "is not yours" in refused.json()["message"]
+    # What runs goes on to be charged; nobody got anything.
+    after = {account.name: account.balance for account in hub.broker.accounts()}
+    assert {a.name for a in before} == set(after)
+    assert all(after[a.name] <= a.balance for a in before)
+
+
+def test_a_bot_sees_the_accounts_of_its_group_alone(hub: PayingHub) -> None:
+    found = call(hub, "bot", "GET", "accounts").json()
+    names = {account["account"] for account in found["accounts"]}
+    assert {"member:ada", "member:bob"} <= names <= {"member:ada", "member:bob", "group:ml101"}
+    assert call(hub, "bot", "GET", "accounts?search=cleo").json()["accounts"] == []
+    statement = call(hub, "bot", "GET", "accounts/member:ada/statement?limit=1").json()
+    assert len(statement["entries"]) == 1
+    (lease,) = call(hub, "ada", "GET", "leases?limit=1").json()["leases"]
+    assert call(hub, "bot", "GET", f"leases/{lease['id']}/receipt").ok
+    for path in ("me", "leases", "devices", "queue", "trail", "usage", "notices"):
+        assert call(hub, "bot", "GET", path).status_code == 403, path
+
+
+def test_who_leaves_the_group_gets_nothing_more(hub: PayingHub) -> None:
+    hub.api("DELETE", "groups/ml101/users", json={"users": ["bob"]}).raise_for_status()
+    try:
+        assert grant(hub, "bot", "member:bob").status_code == 403
+        assert grant(hub, "bot", "member:ada").ok
+    finally:
+        hub.api("POST", "groups/ml101/users", json={"users": ["bob"]}).raise_for_status()
+    assert grant(hub, "bot", "member:bob").ok
+
+
+def test_a_service_without_a_scope_of_ours_may_nothing(hub: PayingHub) -> None:
+    for path in ("accounts", "accounts/member:ada", "usage", "me"):
+        assert call(hub, "nobody", "GET", path).status_code == 403
+    assert grant(hub, "nobody", "member:ada").status_code == 403
+    assert call(hub, "reporter", "GET", "usage").json()["total"]["sessions"] == 2
+    assert call(hub, "reporter", "GET", "accounts").status_code == 403
+    assert grant(hub, "reporter", "member:ada").status_code == 403
+
+
+# Members and admins.
+
+
+def test_a_member_reads_their_own_and_gives_nothing(hub: PayingHub) -> None:
+    assert call(hub, "ada", "GET", "accounts/member:ada").ok
+    for account in ("member:bob", "group:other", "member:nobody"):
+        refused = call(hub, "ada", "GET", f"accounts/{account}/statement")
+        assert (refused.status_code, refused.json()["error"]) == (403, "not_allowed")
+        assert f"The account '{account}' is not yours" in refused.json()["message"]
+    for account in ("member:ada", "member:bob"):
+        assert grant(hub, "ada", account).status_code == 403
+    lease = hub.broker.find_leases(user="ada").found[0].id
+    refused = call(hub, "cleo", "GET", f"leases/{lease}/receipt")
+    assert refused.status_code == 403
+    assert "This session is not yours" in refused.json()["message"]
+    assert call(hub, "cleo", "GET", f"leases/{'0' * 16}/receipt").json() == refused.json()
+
+
+def test_pages_go_through_a_whole_statement(hub: PayingHub) -> None:
+    for number in range(6):
+        hub.broker.grant("member:cleo", MICRO + number, actor="kim", reason=f"number {number}")
+    found, before = [], ""
+    while True:
+        page = call(hub, ADMIN, "GET", f"accounts/member:cleo/statement?limit=3{before}").json()
+        found += page["entries"]
+        if page["next"] is None:
+            break
+        before = f"&before={page['next']}"
+    assert len(found) >= 7
+    assert [entry["id"] for entry in found] == sorted((e["id"] for e in found), reverse=True)
+    for newer, older in pairwise(found):
+        assert Decimal(newer["balance"]) - Decimal(newer["amount"]) == Decimal(older["balance"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"amount": "NaN"}, "'NaN'"),
+        ({"amount": "1" + "0" * 30}, "'amount'"),
+        ({"amount": "0.1234567"}, "six decimals"),
+        ({"amount": "1,5"}, "'1,5'"),
+        ({"amount": "0"}, "nothing would change"),
+        ({"amount": "0.000000"}, "nothing would change"),
+        ({"amount": "1e3"}, "'1e3'"),
+        ({"amount": " 5"}, "'amount'"),
+        ({"amount": 5}, "as text"),
+        ({"amount": None}, "as text"),
+        ({"reason": ""}, "The reason is missing"),
+        ({"reason": " \n "}, "The reason is missing"),
+        ({"reason": "x" * 301}, "'reason'"),
+        ({"key": ""}, "'key'"),
+        ({"key": "x y"}, "'key'"),
+        ({"until": "tomorrow"}, "'until'"),
+        ({"device": "GPU-1"}, "There is no field 'device'"),
+    ],
+)
+def test_a_grant_with_a_mistake_changes_nothing(
+    hub: PayingHub, fields: dict[str, Any], sentence: str
+) -> None:
+    before = hub.broker.member("cleo")
+    body = {"amount": "5", "reason": "x", **fields}
+    answer = call(hub, ADMIN, "POST", "accounts/member:cleo/grants", json=body)
+    assert answer.status_code == 400, answer.text
+    assert sentence in answer.json()["message"]
+    assert hub.broker.member("cleo") == before
+
+
+def test_an_account_that_is_not_there(hub: PayingHub) -> None:
+    for account in ("member:nobody", "group:nobody", "nobody", "system:grants", "member:%00"):
+        answer = grant(hub, ADMIN, account)
+        assert answer.status_code in (403, 404), account
+        assert "Traceback" not in answer.text
+        assert call(hub, ADMIN, "GET", f"accounts/{account}").status_code in (403, 404)
+
+
+def test_a_report_of_use(hub: PayingHub) -> None:
+    lease = hub.broker.find_leases(user="ada").found[-1]
+    for by, names in {
+        "member": {"ada"},
+        "account": {"member:ada"},
+        "model": {"A100-80GB", "T4"},
+        "environment": {"default"},
+    }.items():
+        report = call(hub, ADMIN, "GET", f"usage?by={by}").json()
+        assert {row["name"] for row in report["rows"]} <= names
+        assert sum(Decimal(row["credits"]) for row in report["rows"]) == Decimal(
+            report["total"]["credits"]
+        )
+        assert Decimal(report["total"]["credits"]) >= Decimal(lease.charged) / MICRO
+        assert report["total"]["sessions"] == 2
+    assert len(call(hub, ADMIN, "GET", "usage?by=week").json()["rows"]) == 4
+    for query in ("by=x", "from=x", "to=2020-02-30", "from=2026-03-02&to=2026-03-01", "to="):
+        assert call(hub, ADMIN, "GET", f"usage?{query}").status_code == 400, query
+
+
+# The document.
+
+
+def test_the_document_is_for_everybody(hub: PayingHub) -> None:
+    answer = requests.get(f"{hub.url}/services/gpu/api/openapi.json", timeout=30)
+    assert answer.ok
+    assert answer.json()["openapi"] == "3.1.0"
+    assert answer.json()["servers"] == [{"url": "/services/gpu"}]
+
+
+@pytest.mark.parametrize("who", [ADMIN, "ada", "bot"])
+def test_the_service_does_what_its_document_says(hub: PayingHub, who: str, tmp_path: Path) -> None:
+    token = "token-of-bot" if who == "bot" else hub.user_token(who)
+    member = hub.broker.account(member_account("cleo"))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(SETTINGS), "run"),
+            *("--header", f"Authorization: token {token}", "--seed", "1"),
+            *("--max-examples", str(rounds(60)), "--no-color"),
+            f"{hub.url}/services/gpu/api/openapi.json",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "0 failed" not in done.stdout
+    assert "Traceback" not in hub.log_text()
+    if who != ADMIN:
+        assert hub.broker.account(member_account("cleo")) == member
