@@ -34,8 +34,8 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
     chance = random.Random(1)
     lines = ["timestamp,duration,num_gpus,group"]
     at = 1.7e9
-    for number in range(400):
-        at += chance.expovariate(1 / 900)
+    for number in range(2000):
+        at += chance.expovariate(1 / 1000)
         lines.append(f"{at:.0f},{chance.randint(60, 9000)},{chance.randint(1, 300)},{number % 3}")
     file = tmp_path_factory.mktemp("trace") / "jobs.csv"
     file.write_text("\n".join(lines))

@@ -346,8 +346,8 @@ def test_services_without_a_line_or_a_scope(check: Check) -> None:
     assert (checked.code, checked.red) == (1, ["accounting", "idle culler"])
     assert "add_services(c)" in checked["accounting"]["remedy"]
     checked = check(
-        "\nc.JupyterHub.load_roles = [{'name': 'a', 'services': ['gpu', 'idle-culler'],"
-        " 'scopes': ['list:users', 'admin:servers', 'access:services!service=gpu']}]\n",
+        "\nc.JupyterHub.load_roles = [{'name': 'a', 'services': ['gpu', 'idle-culler'], 'scopes': ["
+        "'list:users', 'read:groups', 'admin:servers', 'access:services!service=gpu']}]\n",
         NO_CONTAINERS,
     )
     assert (checked.code, checked.red) == (1, ["idle culler"]), "admin:servers has read and delete"
