@@ -58,6 +58,7 @@ class Dry(Core):
         """Tell and order what is due about the leases of one account; each thing once."""
         now = self.clock()
         with self.store.write() as connection:
+            self._end_due_lots(connection, account, now)
             balance, paid_for = _paying(connection, account).get(account, (0, []))
             purse = Purse.of(balance, paid_for, now)
             due = [(x, dry.next_step(x, purse, now, self.grace, warn_minutes)) for x in paid_for]

@@ -35,6 +35,7 @@ from ..store import book, closures, leases, notices, tickets
 from ..store.closures import GRANTING
 from . import view
 from .payers import Paying
+from .prices import priced_at
 from .queue import Queue, Terms, your_turn
 from .reads import Reads
 from .watch import Look
@@ -80,6 +81,7 @@ class Grants(Paying, Queue, Reads):
             seconds=terms.seconds if request.devices else None,
             when_dry=policy.when_dry,
             overdraft=policy.overdraft,
+            shown_at=terms.shown_at,
         )
         try:
             return grant(self.look())
@@ -146,6 +148,7 @@ class Grants(Paying, Queue, Reads):
         *,
         account: str,
         kept: frozenset[Place] = frozenset(),
+        shown_at: datetime | None = None,
         **terms: Any,
     ) -> Lease:
         """Choose the places, hold the credits and write the lease, in the caller's transaction."""
@@ -160,8 +163,9 @@ class Grants(Paying, Queue, Reads):
                 )
             places = look.fleet.choose(request, taken | kept if kept else taken)
         devices = tuple(_leased(place, look.fleet.by_uuid[place.uuid]) for place in places)
-        card = self.rates_in(connection).card(now, request.environment)
-        rate = card.price(look.fleet.by_uuid[place.uuid] for place in places)
+        rates, priced = self.rates_in(connection), [look.fleet.by_uuid[x.uuid] for x in places]
+        cards = (rates.card(at, request.environment) for at in priced_at(now, shown_at))
+        rate = min(card.price(priced) for card in cards)
         payer = self._payer_now(connection, account, now)
         lead = self.lead(terms.get("seconds"))
         hold = rules.hold_for(rate, lead)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
@@ -18,6 +18,10 @@ from ..ledger.week import WeekHours, open_zone
 from ..model import format_credits
 from ..store import Store, closures
 from ..store import rates as rows
+
+
+QUOTED = timedelta(minutes=10)
+"""How long the price that a form showed holds for whoever has it open."""
 
 
 class PriceSettings(LoggingConfigurable):
@@ -188,6 +192,14 @@ class Prices(PriceSettings):
             subject=f"rate {rate.id}",
             detail=f"{detail}: {reason}" if reason else detail,
         )
+
+
+def priced_at(now: datetime, shown_at: datetime | None) -> tuple[datetime, ...]:
+    """The moments whose prices a start may go by, the lowest of which it pays: this one, and
+    that of the form, unless it is too old or has not come."""
+    if shown_at is None or not now - QUOTED <= shown_at <= now:
+        return (now,)
+    return (now, shown_at)
 
 
 def words(rate: Rate, zone: str) -> str:

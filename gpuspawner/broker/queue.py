@@ -52,6 +52,8 @@ class Terms:
     """Whether to wait in line when no device is free."""
     account: str = ""
     """Which account pays; nothing: the member's usual one."""
+    shown_at: datetime | None = None
+    """When a form showed the price: a start at once costs no more than it said."""
 
 
 class Queue(Places, QueueSettings):

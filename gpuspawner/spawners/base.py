@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,7 @@ class GPUSpawnerBase(Hours, Spawner):
             seconds=seconds,
             options=dict(self.user_options or {}),
             wait=choice.wait is not False,
+            shown_at=datetime.fromisoformat(choice.shown_at) if choice.shown_at else None,
         )
 
     # The form.
@@ -280,6 +282,7 @@ class GPUSpawnerBase(Hours, Spawner):
             models=[(count.model, model_label(count)) for count in overview.models],
             lines=lines,
             prices_until=prices.until(),
+            shown_at=prices.now.astimezone(timezone.utc).isoformat(),
             prices=prices.choices(range(most + 1), who),
             payers=offered,
             with_devices=bool(limits),

@@ -10,14 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime, timezone
+from typing import Any, NoReturn
 
 from ..catalog import MOST_HOURS, Environment, SessionHours
 from ..errors import InvalidRequest, TooMuchAsked
 from ..ledger.payers import parse_account
 from ..model import Request
 
-FIELDS = ("environment", "gpus", "gpu_model", "gpu_memory", "hours", "wait", "account")
+FIELDS = ("environment", "gpus", "gpu_model", "gpu_memory", "hours", "wait", "account", "shown_at")
 """Names of the fields in the form, in links and in ``user_options``."""
 
 IGNORED = ("_xsrf",)
@@ -45,6 +46,8 @@ class Choice:
     """Whether to wait in line when no GPU is free."""
     account: str | None = None
     """Which account pays."""
+    shown_at: str | None = None
+    """When the form showed its prices, ISO 8601 with an offset."""
 
     def as_user_options(self) -> dict[str, Any]:
         """What JupyterHub stores: only what was said."""
@@ -76,6 +79,7 @@ def parse(fields: Mapping[str, Any], *, foreign: bool = False) -> Choice:
         hours=_hours(fields, "hours"),
         wait=_yes_or_no(fields, "wait"),
         account=_account(fields, "account"),
+        shown_at=_moment(fields, "shown_at"),
     )
 
 
@@ -200,6 +204,25 @@ def _yes_or_no(fields: Mapping[str, Any], name: str) -> bool | None:
             f"The field {name!r} must be yes or no, not {_said(value)}.", field=name
         )
     return word in _YES
+
+
+def _moment(fields: Mapping[str, Any], name: str) -> str | None:
+    text = _text(fields, name)
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+        return moment.astimezone(timezone.utc).isoformat() if moment.tzinfo else _none(name, text)
+    except (ValueError, OverflowError):
+        return _none(name, text)
+
+
+def _none(name: str, text: str) -> NoReturn:
+    raise InvalidRequest(
+        f"The field {name!r} must be a time such as '2026-10-01T08:00:00+00:00', not "
+        f"{_said(text)}.",
+        field=name,
+    )
 
 
 def _account(fields: Mapping[str, Any], name: str) -> str | None:

@@ -45,7 +45,8 @@ class Funds:
     rate: int
     """Microcredits per hour of its running leases together."""
     lasts: timedelta | None
-    """How long the balance lasts at that rate; None when nothing is running that costs."""
+    """How long the balance lasts at that rate, with the overdraft that all of them may take; None
+    when nothing is running that costs."""
     dry_at: datetime | None
     warning: float | None = None
     """The warning that is due, in minutes left; None while there is time enough."""
@@ -215,12 +216,13 @@ def funds(
     dues = {lease.id: rules.charge_due(lease, now) for lease in mine}
     held = sum(max(0, lease.hold - lease.charged - dues[lease.id]) for lease in mine)
     current = replace(account, balance=account.balance - sum(dues.values()), held=held)
-    lasts = rules.time_left(current.balance, rate)
+    spendable = current.balance + min((s.overdraft for s in mine if s.rate), default=0)
+    lasts = rules.time_left(spendable, rate)
     return Funds(
         account=current,
         rate=rate,
         lasts=lasts,
-        dry_at=rules.runs_dry_at(current.balance, rate, now),
+        dry_at=rules.runs_dry_at(spendable, rate, now),
         warning=due_warning(warn_minutes, lasts),
     )
 

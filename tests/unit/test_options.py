@@ -58,6 +58,10 @@ PLAIN = Environment(slug="plain", display_name="Plain Python", devices=DeviceLim
         ({"account": ["group:course ml"]}, Choice(account="group:course ml")),
         ({"account": " member:anna "}, Choice(account="member:anna")),
         ({"account": [""]}, Choice()),
+        (
+            {"shown_at": ["2026-10-01T08:00:00+02:00"]},
+            Choice(shown_at="2026-10-01T06:00:00+00:00"),
+        ),
     ],
 )
 def test_values_as_forms_links_and_rest_send_them(fields: Any, choice: Choice) -> None:
@@ -158,6 +162,14 @@ def test_hours_that_make_no_sense_are_named_with_the_limits(value: Any) -> None:
     assert caught.value.message.startswith(said)
     assert len(caught.value.message) < 200, "a flood is not sent back"
     assert caught.value.fields["field"] == "hours"
+
+
+@pytest.mark.parametrize(
+    "value", ["now", "2026-10-01T08:00:00", "0001-01-01T00:00:00+14:00", "9" * 99, "-1"]
+)
+def test_a_time_that_is_none_is_named(value: str) -> None:
+    with pytest.raises(InvalidRequest, match="'shown_at' must be a time such as '2026-10-01T08"):
+        parse({"shown_at": value})
 
 
 @pytest.mark.parametrize("field", ["gpus", "gpu_memory", "hours", "wait"])

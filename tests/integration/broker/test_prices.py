@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
+from gpuspawner.broker import Broker, Terms
 from gpuspawner.errors import ConfigError, InvalidRequest
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, Lease
+from gpuspawner.model import MICRO, Lease, Request, ServerRef
 from tests.integration.broker.conftest import Make
 from tests.support.brokers import T0, Clock, acquire, running
 
@@ -196,3 +196,38 @@ def test_what_is_shown_is_what_is_paid_whatever_is_set_meanwhile(
     for shown, lease in paid:
         assert lease.ended_at
         assert lease.charged == owed(shown, lease.started_at, lease.ended_at)
+
+
+# Who has the form open when prices rise.
+
+
+@pytest.mark.parametrize(
+    ("minutes", "rate"), [(0.1, 4), (9.99, 4), (10, 4), (10.01, 9), (10_000_000, 9)]
+)
+def test_what_a_form_showed_holds_for_ten_minutes(
+    broker: Broker, clock: Clock, minutes: float, rate: int
+) -> None:
+    terms = Terms(shown_at=clock.now)
+    broker.set_rate(9, model="A100", since="2025-03-01 12:00:01", actor="kim")
+    clock.forward(minutes=minutes)
+    request = Request(devices=1, environment="pytorch")
+    lease = broker.acquire(ServerRef("anna"), request, engine="docker", terms=terms)
+    assert lease.rate == rate * MICRO
+
+
+def test_a_form_that_has_not_come_yet_says_nothing(broker: Broker, clock: Clock) -> None:
+    """Nobody starts by day at the price of the night to come."""
+    broker.set_rate(1, model="A100", since="2025-03-01 12:05", actor="kim")
+    terms = Terms(shown_at=clock.now + timedelta(minutes=6))
+    request = Request(devices=1, environment="pytorch")
+    lease = broker.acquire(ServerRef("anna"), request, engine="docker", terms=terms)
+    assert lease.rate == 4 * MICRO
+
+
+def test_a_price_that_fell_is_paid_at_once(broker: Broker, clock: Clock) -> None:
+    terms = Terms(shown_at=clock.now)
+    clock.forward(minutes=1)
+    broker.set_rate(1, model="A100", actor="kim")
+    request = Request(devices=1, environment="pytorch")
+    lease = broker.acquire(ServerRef("anna"), request, engine="docker", terms=terms)
+    assert lease.rate == MICRO
