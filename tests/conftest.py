@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.support.hub import HubProcess
     from tests.support.postgres import PrivatePostgres
 
+SLOWEST = ("test_wheel.py", "test_demo.py", "test_benchmarks.py", "test_kill_loop.py")
 ORDER = ("unit", "integration", "engines", "hub", "gpu")
 NO_GPU = "no NVIDIA GPU on this machine"
 LOG_SHOWN = 20_000
@@ -143,7 +144,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         folder = Path(str(item.path)).relative_to(Path(__file__).parent).parts[0]
         number = ORDER.index(folder) if folder in ORDER else -1
-        return -number if shared else number
+        if shared:
+            return -len(ORDER) if item.path.name in SLOWEST else -number
+        return number
 
     items.sort(key=place)
 
