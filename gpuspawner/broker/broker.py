@@ -32,11 +32,11 @@ from ..store import Store, book, closures, leases, tickets
 from ..store.granter import Granter
 from . import view
 from .admin import Admin
+from .bulk import BulkGrants
 from .dry import Dry
 from .grants import Grants
 from .line import Line
 from .notices import Notices
-from .refills import Refills
 from .reports import Reports
 from .sessions import Sessions
 from .watch import Look, Watch
@@ -49,7 +49,7 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, Refills):
+class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:

@@ -56,6 +56,9 @@ class Core(BrokerSettings, Prices, DryPolicies):
     def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:
         raise NotImplementedError
 
+    def _opening_amount(self) -> int:
+        raise NotImplementedError
+
     def _check_credits(self, account: Account, hold: int, rate: int, lead: timedelta) -> None:
         raise NotImplementedError
 

@@ -193,13 +193,17 @@ class Grants(Paying, Queue, Reads):
             return found
         book.open_account(connection, name, now)
         if name.startswith("member:"):
-            try:
-                amount = parse_credits(self.opening_grant)
-            except ValueError as error:
-                raise ConfigError(what=f"Broker.opening_grant: {error}") from None
+            amount = self._opening_amount()
             if transfer := rules.opening_grant(name, amount, at=now, actor="gpuspawner"):
                 book.post(connection, transfer)
         return book.account(connection, name)
+
+    def _opening_amount(self) -> int:
+        """Microcredits that a new member gets. Raises ConfigError."""
+        try:
+            return parse_credits(self.opening_grant)
+        except ValueError as error:
+            raise ConfigError(what=f"Broker.opening_grant: {error}") from None
 
     def _check_credits(self, account: Account, hold: int, rate: int, lead: timedelta) -> None:
         """Raises NoCredits; ``lead`` is the time that must be paid for at the start."""
