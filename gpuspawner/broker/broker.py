@@ -7,13 +7,14 @@ Methods are synchronous and thread-safe; whoever runs an event loop calls them t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
 
 from .. import reconcile
 from ..devices.base import DeviceSource, open_source
@@ -28,11 +29,10 @@ from ..model import (
     Sighting,
     member_account,
 )
-from ..store import Store, book, closures, leases, tickets
+from ..store import Store, book, charging, closures, leases, tickets
 from ..store.granter import Granter
 from . import view
 from .admin import Admin
-from .bulk import BulkGrants
 from .dry import Dry
 from .grants import Grants
 from .line import Line
@@ -49,7 +49,7 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants):
+class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, Refills):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:
@@ -188,15 +188,14 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants):
         Late, doubled or killed runs change no sum: see :mod:`gpuspawner.ledger.rules`.
         """
         now = self.clock()
-        count = 0
-        with self.store.write() as connection:
-            for lease in leases.open_leases(connection):
-                due = self._payable(connection, lease, rules.charge_due(lease, now))
-                if transfer := rules.charge(lease, due, now):
-                    book.post(connection, transfer)
-                    leases.update(connection, lease.id, charged=lease.charged + due)
-                    count += 1
-        return count
+        try:
+            with self.store.write() as connection:
+                due = charging.due(connection, now)
+                charging.charge(connection, due, now)
+                return len(due) + self._charge_each(connection, charging.bounded(connection), now)
+        except IntegrityError:  # one was posted before: each by itself, then
+            with self.store.write() as connection:
+                return self._charge_each(connection, leases.open_leases(connection), now)
 
     def reconcile(
         self,
@@ -239,6 +238,17 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants):
             return self._open_account(connection, name, self.clock())
 
     # Steps of the above.
+
+    def _charge_each(self, connection: sa.Connection, some: Iterable[Lease], now: datetime) -> int:
+        """Charge these leases one after the other; how many were."""
+        count = 0
+        for lease in some:
+            due = self._payable(connection, lease, rules.charge_due(lease, now))
+            if transfer := rules.charge(lease, due, now):
+                book.post(connection, transfer)
+                leases.update(connection, lease.id, charged=lease.charged + due)
+                count += 1
+        return count
 
     def _payable(self, connection: sa.Connection, lease: Lease, due: int) -> int:
         """What of it the account can pay: an overdraft has a bound."""

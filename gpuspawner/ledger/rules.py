@@ -12,12 +12,12 @@ releases) that saw the same lease, the store takes one.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
 from ..errors import LedgerError
-from ..model import Account, Lease, LeaseState
+from ..model import Account, Lease, LeaseState, ServerRef
 from .entries import SYSTEM_GRANTS, SYSTEM_USAGE, Posting, Transfer, TransferKind, check_account
 
 HOUR = 3_600_000_000
@@ -188,12 +188,22 @@ def charge(lease: Lease, amount: int, until: datetime) -> Transfer | None:
         SYSTEM_USAGE,
         amount,
         TransferKind.CHARGE,
-        f"charge:{lease.id}:{lease.charged}",
+        charge_key(lease.id, lease.charged),
         until,
         ACTOR_ACCOUNTING,
-        f"{_what(lease)} of {lease.server}",
+        charge_reason([device.model for device in lease.devices], lease.server),
         lease.id,
     )
+
+
+def charge_key(lease_id: str, charged: int) -> str:
+    """The key of the charge that comes after ``charged`` microcredits."""
+    return f"charge:{lease_id}:{charged}"
+
+
+def charge_reason(models: Sequence[str], server: ServerRef) -> str:
+    """What a charge is for, in words for the statement."""
+    return f"{_what(models)} of {server}"
 
 
 def settle(lease: Lease, amount: int, ended_at: datetime) -> Transfer | None:
@@ -202,7 +212,8 @@ def settle(lease: Lease, amount: int, ended_at: datetime) -> Transfer | None:
         return None
     key = f"settle:{lease.id}"
     if amount > 0:
-        reason = f"{_what(lease)} of {lease.server}, up to its end"
+        models = [device.model for device in lease.devices]
+        reason = f"{charge_reason(models, lease.server)}, up to its end"
         source, target, kind = lease.account, SYSTEM_USAGE, TransferKind.CHARGE
     else:
         reason = f"Charged too much for {lease.server}"
@@ -249,11 +260,8 @@ def _check_receiver(account: str) -> None:
         )
 
 
-def _what(lease: Lease) -> str:
-    if not lease.devices:
-        return "Time"
-    models = sorted({d.model for d in lease.devices})
-    return f"{len(lease.devices)} x {', '.join(models)}"
+def _what(models: Sequence[str]) -> str:
+    return f"{len(models)} x {', '.join(sorted(set(models)))}" if models else "Time"
 
 
 def _move(

@@ -97,7 +97,7 @@ def post(connection: sa.Connection, transfer: Transfer) -> bool:
             raise LedgerError(what=what)
         return False
     for posting in transfer.postings:
-        _move(connection, posting, transfer.at)
+        move(connection, posting, transfer.at)
     _INSERT_TRANSFER.run(
         connection,
         id=transfer.id,
@@ -208,7 +208,7 @@ def _postings_of_key(connection: sa.Connection, key: str) -> list[tuple[str, int
     return [(name, amount) for name, amount in _OF_KEY.rows(connection, key=key)]
 
 
-def _move(connection: sa.Connection, posting: Posting, at: datetime) -> None:
+def move(connection: sa.Connection, posting: Posting, at: datetime) -> None:
     """Add a posting to its account's balance; the ledger's own accounts open by themselves."""
     name, amount = posting.account, posting.amount
     try:

@@ -20,11 +20,13 @@ from tests.support.processes import LIVE, end_process, free_port, wait_for
 class PrivatePostgres:
     """``with PrivatePostgres() as server``: then ``server.fresh_database()`` for a URL.
 
-    PostgreSQL refuses to run as root; then it runs as Debian's ``postgres``.
+    PostgreSQL refuses to run as root; then it runs as Debian's ``postgres``. ``durable``: what
+    is committed is on the disk, as at a real site.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, durable: bool = False) -> None:
         self.name = "postgresql"
+        self.durable = durable
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count(1)
@@ -50,7 +52,7 @@ class PrivatePostgres:
                 f"unix_socket_directories={self.directory}",
             ),
             # A test's data need not outlive the machine's power. Killed servers still recover.
-            *("-c", "fsync=off", "-c", "max_connections=200"),
+            *("-c", f"fsync={'on' if self.durable else 'off'}", "-c", "max_connections=200"),
         ]
         with open(self.directory / "log", "ab") as log:
             self._process = subprocess.Popen(

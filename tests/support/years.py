@@ -8,9 +8,10 @@ indexes and statements live with.
 from __future__ import annotations
 
 import heapq
+import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ import sqlalchemy as sa
 
 from gpuspawner.ledger.entries import SYSTEM_GRANTS, SYSTEM_USAGE
 from gpuspawner.ledger.rules import owed, transfer_id
-from gpuspawner.model import MICRO, member_account
+from gpuspawner.model import MICRO, Request, member_account
 from gpuspawner.store import Store
 from gpuspawner.store.schema import accounts, lease_places, leases, postings, tickets, transfers
 from tests.support.brokers import T0
@@ -29,6 +30,8 @@ BATCH = 2000
 MODELS = (("A100-80GB", 80_000_000_000, 4 * MICRO), ("L4", 24_000_000_000, MICRO))
 GRANT = 500 * MICRO
 """What every member gets at the beginning of each month."""
+
+REQUEST = json.dumps(asdict(Request(devices=1, environment="pytorch")))
 
 Row = dict[str, Any]
 
@@ -141,19 +144,18 @@ def _add_lease(
     ticket = f"{chance.getrandbits(64):016x}" if queued else None
     charged = 0
     at = began
-    while True:
+    over = ended is None  # what has just begun was not charged yet
+    while ended and not over:
         at += timedelta(seconds=year.charge_seconds)
-        until = min(at, ended or at)
+        until = min(at, ended)
         due = owed(rate, began, until) - charged
-        over = ended is None or until >= ended
+        over = until >= ended
         if due:
-            key = f"settle:{name}" if over and ended else f"charge:{name}:{charged}"
+            key = f"settle:{name}" if over else f"charge:{name}:{charged}"
             text = f"1 x {model} of {user}"
             charge = _transfer(key, "charge", until, account, -due, text)
             batch.transfers.append(charge | {"lease_id": name})
         charged += due
-        if over:
-            break
     batch.leases.append(
         {
             "id": name,
@@ -194,7 +196,7 @@ def _add_lease(
                 "user": user,
                 "account": account,
                 "group": f"group{who % 20:02d}",
-                "request": '{"devices": 1}',
+                "request": REQUEST,
                 "engine": "docker",
                 "state": "ended",
                 "created_at": began - _seconds(chance, 600),

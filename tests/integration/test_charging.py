@@ -1,0 +1,169 @@
+"""Charges of a tick all at once, against charges one after the other. Real: both databases."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.broker import Broker, Terms
+from gpuspawner.errors import LedgerError
+from gpuspawner.ledger import rules
+from gpuspawner.model import Lease, Request, ServerRef
+from gpuspawner.store import Store, book, charging, leases
+from gpuspawner.store.schema import MOST, accounts, postings, transfers
+from tests.support.brokers import Clock, acquire, open_broker, problems, running
+
+FLEET = "simulated:24xA100-80GB,2xT4"
+RATES = {"A100": "3.7", "T4": "0.000121", "*": 1}
+WHEN_DRY = {"*": "stop", "lab": {"overdraft": 2}}
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
+    broker = open_broker(
+        database_url,
+        clock,
+        device_source=FLEET,
+        gpu_rates=RATES,
+        when_dry=WHEN_DRY,
+        opening_grant=40,
+    )
+    yield broker
+    broker.store.close()
+
+
+def one_by_one(broker: Broker) -> int:
+    """The tick as it was before charges were posted all at once."""
+    now = broker.clock()
+    with broker.store.write() as connection:
+        return broker._charge_each(connection, leases.open_leases(connection), now)
+
+
+def told(store: Store) -> dict[str, list[tuple[Any, ...]]]:
+    """What the books say, but for the numbers that lines happen to have."""
+    line = (postings.c.transfer_id, postings.c.account, postings.c.amount)
+    with store.read() as connection:
+        return {
+            "leases": sorted(
+                (str(lease.server), lease.charged) for lease in leases.open_leases(connection)
+            ),
+            "accounts": list(
+                connection.execute(
+                    sa.select(accounts.c.name, accounts.c.balance).order_by(accounts.c.name)
+                ).all()
+            ),
+            "transfers": sorted(
+                (row.kind, row.at, row.actor, row.reason)
+                for row in connection.execute(sa.select(transfers))
+            ),
+            "postings": sorted(
+                (row.account, row.amount) for row in connection.execute(sa.select(*line))
+            ),
+        }
+
+
+def some_life(broker: Broker, clock: Clock, tick: Any) -> list[int]:
+    """Leases of many kinds, and a tick now and then; how many each charged."""
+    chance = random.Random(3)
+    counts = []
+    for number in range(8):
+        running(broker, f"user{number % 3}", 1 + number % 2, server=f"{number}", model="A100")
+    acquire(broker, "user0", server="pending", model="A100")
+    running(broker, "user1", 0, server="without a GPU")
+    running(broker, "user2", 2, server="small", model="T4")
+    request = Request(devices=2, model="A100")
+    bounded = broker.acquire(
+        ServerRef("lara"), request, engine="docker", terms=Terms(groups=("lab",))
+    )
+    assert bounded.when_dry == "overdraft"
+    broker.confirm(bounded.id)
+    for _ in range(6):
+        clock.forward(seconds=chance.choice((0.000001, 1, 59.999999, 60, 7200)))
+        counts.append(tick())
+    clock.forward(hours=-1)  # the clock is set back: nothing is due, nothing comes back
+    counts.append(tick())
+    return counts
+
+
+def test_all_at_once_is_one_after_the_other(broker: Broker, clock: Clock, tmp_path: Any) -> None:
+    other_clock = Clock()
+    other = open_broker(
+        f"sqlite:///{tmp_path}/other.sqlite",
+        other_clock,
+        device_source=FLEET,
+        gpu_rates=RATES,
+        when_dry=WHEN_DRY,
+        opening_grant=40,
+    )
+    try:
+        counts = some_life(broker, clock, broker.charge_all)
+        expected = some_life(other, other_clock, lambda: one_by_one(other))
+        assert counts == expected
+        assert counts[-1] == 0
+        assert told(broker.store) == told(other.store)
+        assert problems(broker.store) == problems(other.store) == []
+        assert [f.problem for f in broker.audit()[0] if f.problem] == []
+    finally:
+        other.store.close()
+
+
+def test_a_second_tick_at_the_same_moment_charges_nothing(broker: Broker, clock: Clock) -> None:
+    running(broker, "anna", model="A100")
+    clock.forward(minutes=1)
+    assert broker.charge_all() == 1
+    assert broker.charge_all() == 0
+    assert problems(broker.store) == []
+
+
+def test_a_charge_that_was_posted_before_is_taken_once(broker: Broker, clock: Clock) -> None:
+    """A key that is there already ends the tick at once; each lease by itself, then."""
+    lease = running(broker, "anna", model="A100")
+    other = running(broker, "bert", model="A100")
+    clock.forward(minutes=1)
+    due = rules.charge_due(lease, clock.now)
+    posted = rules.charge(lease, due, clock.now)
+    assert posted is not None
+    broker.store.run(lambda c: book.post(c, posted), write=True)
+    assert broker.charge_all() == 2
+    assert {x.charged for x in (broker.lease(lease.id), broker.lease(other.id))} == {due}
+    assert problems(broker.store) == []
+
+
+def test_an_account_that_would_hold_too_much_ends_the_tick(broker: Broker, clock: Clock) -> None:
+    running(broker, "anna", model="A100")
+    running(broker, "bert", model="A100")
+    with broker.store.engine.connect() as connection:
+        connection.execute(
+            sa.update(accounts).where(accounts.c.name == "member:bert").values(balance=-MOST)
+        )
+        connection.commit()
+    before = told(broker.store)
+    clock.forward(minutes=1)
+    with pytest.raises(LedgerError, match="would have more than an account can hold"):
+        broker.charge_all()
+    assert told(broker.store) == before, "all of a tick happens, or none"
+
+
+def test_what_one_lease_is_told_is_what_a_single_charge_says(broker: Broker, clock: Clock) -> None:
+    lease: Lease = running(broker, "anna", 2, model="A100")
+    clock.forward(minutes=1)
+    (due,) = broker.store.run(lambda c: charging.due(c, clock.now))
+    single = rules.charge(lease, due.amount, clock.now)
+    assert single is not None
+    assert single.reason == due.reason == "2 x A100-80GB of anna"
+    broker.charge_all()
+    (line,) = [x for x in broker.statement("member:anna") if x.kind == "charge"]
+    assert (line.reason, line.actor, line.at) == (single.reason, single.actor, single.at)
+    key = broker.store.run(
+        lambda c: c.execute(sa.select(transfers.c.key).where(transfers.c.kind == "charge")).scalar()
+    )
+    assert key == single.key

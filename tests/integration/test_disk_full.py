@@ -1,0 +1,99 @@
+"""A disk that fills up in the middle of a tick. Real: a file system of its own that is too small.
+
+Nothing is half-written, the command and the broker say so in words, and when there is room again
+the next tick goes on from where it was.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import REPO
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from gpuspawner.broker import Broker
+from gpuspawner.errors import StoreUnavailable
+from gpuspawner.cli import main
+from tests.support.brokers import Clock, open_broker, problems, running
+
+place = Path(sys.argv[1])
+url = f"sqlite:///{place}/gpuspawner.sqlite"
+clock = Clock()
+broker = open_broker(url, clock, device_source="simulated:400xA100-80GB", gpu_rates={"*": 4})
+for number in range(400):
+    running(broker, f"user{number}")
+
+def state():
+    with broker.store.read() as connection:
+        tables = ("accounts", "leases", "transfers", "postings")
+        return [connection.exec_driver_sql(f"SELECT * FROM {t} ORDER BY 1").all() for t in tables]
+
+ballast = place / "somebody-elses"
+full = 0
+for left in (0, 4096, 40_000, 150_000, 400_000):
+    with broker.store.engine.connect() as connection:  # so that the log has to grow
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    with open(ballast, "wb") as file:
+        free = os.statvfs(place)
+        file.write(bytes(max(0, free.f_bavail * free.f_frsize - left)))
+    before = state()
+    clock.forward(minutes=1)
+    try:
+        broker.charge_all()
+    except StoreUnavailable as error:
+        full += 1
+        assert "full" in str(error.__cause__), error.__cause__
+        assert error.message.endswith("nothing was changed."), error.message
+        assert state() == before, "half of a tick was written"
+        broker.store.engine.dispose()
+        code = main(["grant", "user1", "1", "--reason", "x", "--database", url])
+        print("grant", left, code, flush=True)
+    assert problems(broker.store) == []
+    ballast.unlink()
+assert full >= 2, full
+assert broker.charge_all() in (0, 400)
+clock.forward(minutes=1)
+assert broker.charge_all() == 400, "it goes on when there is room"
+assert all(lease.charged == 6 * 4_000_000 // 60 for lease in broker.open_leases())
+assert problems(broker.store) == []
+assert not [finding.problem for finding in broker.audit()[0] if finding.problem]
+print("well")
+"""
+
+
+def test_a_disk_that_fills_up_in_mid_tick(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    place = tmp_path / "disk"
+    place.mkdir()
+    # A mount that only this command sees, and that ends with it.
+    mount = f'mount -t tmpfs -o size=32m tmpfs "{place}" && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", mount, "sh"]
+        + [sys.executable, str(script), str(place)],
+        cwd=REPO,
+        env={
+            "PYTHONPATH": str(REPO),
+            "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
+            "HOME": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if line]
+    assert said[-1] == "well"
+    refused = [line for line in done.stderr.splitlines() if line.startswith("gpuspawner: ")]
+    for line in refused:
+        assert "database or disk is full" in line
+        assert "nothing was changed" in line
+    assert any(line == "grant 0 1" for line in said), "the command says it too"
+    assert "Traceback" not in done.stderr
