@@ -69,7 +69,7 @@ class StatementPage(Page):
         )
 
 
-class CSVHandler(Handler):
+class CSVHandler(Page):
     """A table that is sent line by line, however long it is."""
 
     def begin(self, name: str) -> None:
