@@ -33,6 +33,7 @@ from ..store import Store, book, charging, closures, leases, tickets
 from ..store.granter import Granter
 from . import view
 from .admin import Admin
+from .bulk import BulkGrants
 from .dry import Dry
 from .grants import Grants
 from .line import Line
@@ -49,7 +50,7 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, Refills):
+class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:
