@@ -14,7 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..ledger import dry
+from ..ledger import dry, rules
 from ..ledger.dry import Purse, Step
 from ..model import Lease
 from ..store import leases, notices
@@ -47,11 +47,13 @@ class Dry(Core):
     def accounts_to_see_to(self, warn_minutes: Sequence[float]) -> list[str]:
         """The accounts about whose leases something is due; :meth:`see_to` does it."""
         now, found = self.clock(), []
-        for account, (balance, paid_for) in self.store.run(_paying).items():
-            purse = Purse.of(balance, paid_for, now)
-            steps = (dry.next_step(x, purse, now, self.grace, warn_minutes) for x in paid_for)
-            if any(steps):
-                found.append(account)
+        with self.store.read() as connection:
+            for name in _worth_a_look(leases.sums(connection), now, max(warn_minutes, default=0)):
+                balance, paid_for = _paying(connection, name)[name]
+                purse = Purse.of(balance, paid_for, now)
+                steps = (dry.next_step(x, purse, now, self.grace, warn_minutes) for x in paid_for)
+                if any(steps):
+                    found.append(name)
         return found
 
     def see_to(self, account: str, warn_minutes: Sequence[float]) -> list[Happened]:
@@ -112,6 +114,27 @@ class Dry(Core):
         if step.event == "quiet":
             return None
         return Happened(step.event, lease, purse, step.minutes, stops_at)
+
+
+def _worth_a_look(
+    sums: Iterable[tuple[str, int, int, int, datetime, bool]], now: datetime, minutes: float
+) -> list[str]:
+    """The accounts that may last ``minutes`` at most, or about which something was told."""
+    left: dict[str, int] = {}
+    rates: dict[str, int] = defaultdict(int)
+    told = set()
+    for account, balance, rate, charged, started_at, was_told in sums:
+        due = max(0, rules.owed(rate, started_at, now) - charged)
+        left[account] = left.get(account, balance) - due
+        rates[account] += rate
+        if was_told:
+            told.add(account)
+    soon = timedelta(minutes=minutes)
+    return [
+        account
+        for account, amount in left.items()
+        if account in told or (rules.time_left(amount, rates[account]) or timedelta(0)) <= soon
+    ]
 
 
 def _paying(

@@ -64,6 +64,15 @@ _paying = (
     .order_by(leases.c.granted_at, leases.c.id)
 )
 _PAYING = Prepared(_paying)
+_SUMS = Prepared(
+    sa.select(
+        *(leases.c.account, accounts.c.balance, leases.c.rate, leases.c.charged),
+        leases.c.started_at,
+        leases.c.warned_at.isnot(None) | leases.c.told_dry.isnot(None),
+    )
+    .join(accounts, accounts.c.name == leases.c.account)
+    .where(OPEN_LEASE, leases.c.started_at.isnot(None), leases.c.rate > sa.literal_column("0"))
+)
 _PAID_BY = Prepared(_paying.where(leases.c.account == sa.bindparam("name")))
 _INSERT = Prepared(sa.insert(leases), ("user", "server_name", *_LEASE_FIELDS))
 _INSERT_PLACE = Prepared(sa.insert(lease_places), ("lease_id", "open", *_PLACE_FIELDS))
@@ -147,6 +156,12 @@ def paying(connection: sa.Connection, account: str | None = None) -> list[tuple[
     (None: of any) that pays for it. Their devices are left out."""
     found = _PAYING.rows(connection) if account is None else _PAID_BY.rows(connection, name=account)
     return [(_lease(row[:-1], []), row[-1]) for row in found]
+
+
+def sums(connection: sa.Connection) -> list[tuple[str, int, int, int, datetime, bool]]:
+    """Of each running lease that costs something: account, its balance, rate, charged, start, and
+    whether anything was told about its credits. Rows and no leases: there may be thousands."""
+    return [(*row[:5], bool(row[5])) for row in _SUMS.rows(connection)]
 
 
 def of_account(connection: sa.Connection, account: str | None, limit: int = 50) -> list[Lease]:
