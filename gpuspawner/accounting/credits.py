@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from ..broker.dry import Happened
+from ..errors import GPUSpawnerError
 from ..ledger.dry import OVERDRAFT
 from ..model import format_credits
 from .hook import Hook
@@ -32,6 +33,7 @@ class Credits:
         command_seconds: float = 10.0,
         poke: Callable[[], None] = lambda: None,
     ) -> None:
+        self.tick = tick
         self.broker = tick.broker
         self.log = tick.log
         self.warn_minutes = tuple(warn_minutes)
@@ -41,12 +43,21 @@ class Credits:
     async def round(self) -> None:
         """See to every account about whose servers something is due."""
         for account in await self.broker.run(self.broker.accounts_to_see_to, self.warn_minutes):
-            happened = await self.broker.run(self.broker.see_to, account, self.warn_minutes)
-            for each in happened:
-                self._log(each)
-                self.hook.start(told(each, self.broker.clock()))
-            if happened:
-                self.poke()
+            try:
+                await self._see_to(account)
+            except Exception as error:  # nobody else's credits are less looked after
+                foreseen = isinstance(error, GPUSpawnerError)
+                self.tick.trouble(f"Credits of {account}", error, trace=not foreseen)
+            else:
+                self.tick.well(f"Credits of {account}")
+
+    async def _see_to(self, account: str) -> None:
+        happened = await self.broker.run(self.broker.see_to, account, self.warn_minutes)
+        for each in happened:
+            self._log(each)
+            self.hook.start(told(each, self.broker.clock()))
+        if happened:
+            self.poke()
 
     async def close(self) -> None:
         """Leave everything as it is: the next service goes on."""

@@ -21,6 +21,9 @@ STOP, SESSION, OVERDRAFT = "stop", "session", "overdraft"
 DEFAULT = "*"
 """The group of everybody whom no other policy is for."""
 
+_SKEW = timedelta(minutes=1)
+"""By which clocks may differ, or be set right, without a word."""
+
 MOST_OVERDRAFT = 1_000_000_000
 """Credits; more is a slip of the pen."""
 
@@ -115,8 +118,8 @@ def next_step(
         return Step("back")
     if _must_stop(lease, purse, now, grace):
         return Step("stop")
-    if purse.balance <= 0:
-        return Step("dry") if lease.warned_at is None else _warning(lease, purse, warn_minutes)
+    if purse.balance <= 0 and not _was_told(lease, now):
+        return Step("dry")
     return _warning(lease, purse, warn_minutes)
 
 
@@ -136,6 +139,12 @@ def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | Non
     if left is None:
         return None
     return min((m for m in minutes if left <= timedelta(minutes=m)), default=None)
+
+
+def _was_told(lease: Lease, now: datetime) -> bool:
+    """Whether the member knows; who was told in a time to come, before the clock was set back,
+    is told anew: else the grace would last until then."""
+    return lease.warned_at is not None and lease.warned_at <= now + _SKEW
 
 
 def _must_stop(lease: Lease, purse: Purse, now: datetime, grace: timedelta) -> bool:

@@ -61,6 +61,9 @@ BOUND = {"when_dry": OVERDRAFT, "overdraft": 20 * MICRO}
         (-9, WARNED, 4.99, None),
         (-9, WARNED, 5, Step("stop")),
         (0.000001, WARNED, 5, Step("back")),
+        # The clock was set back a day, and by what clocks are set right.
+        (-9, WARNED, -24 * 60, Step("dry")),
+        (-9, WARNED, -0.5, None),
         (-9, lease(warned_at=T0, outcome="credits"), 9, None),
         (-9, lease(rate=0), 9, None),
         (-9, lease(state=LeaseState.GRANTED), 9, None),

@@ -4,9 +4,11 @@ The Hub is a script. ``tests/hub/test_running_dry.py`` has the real one."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from datetime import timedelta
 
 import pytest
+import sqlalchemy as sa
 
 from gpuspawner.accounting.sessions import Sessions
 from gpuspawner.broker import Broker, Terms
@@ -24,6 +26,7 @@ from tests.support.rounds import (
     make_tick,
     open_broker,
     running,
+    told,
 )
 
 # Stopped after a grace.
@@ -262,3 +265,28 @@ def test_a_policy_that_is_none_stops_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=r"Broker\.when_dry\['lab'\]"):
         open_broker(database_url, clock, when_dry={"lab": policy})
+
+
+async def test_an_account_that_cannot_be_seen_to_holds_up_no_other(
+    broker: Broker, clock: Clock, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The database refuses one row, and takes it later."""
+    caplog.set_level(logging.INFO, "tick")
+    some = [server(broker, user) for user in ("ada", "bob")]
+    clock.advance(900)
+    refuse = "BEFORE UPDATE ON leases WHEN NEW.id = '{}' BEGIN SELECT RAISE(ABORT, 'no'); END"
+    if broker.store.dialect == "postgresql":
+        refuse = "CHECK (id <> '{}' OR warned_at IS NULL)"
+        statement = f"ALTER TABLE leases ADD CONSTRAINT stubborn {refuse}"
+        undo = "ALTER TABLE leases DROP CONSTRAINT stubborn"
+    else:
+        statement, undo = f"CREATE TRIGGER stubborn {refuse}", "DROP TRIGGER stubborn"
+    broker.store.run(lambda c: c.execute(sa.text(statement.format(some[0].id))), write=True)
+    credits = make()
+    await credits.round()
+    assert [broker.lease(x.id).warned_at for x in some] == [None, clock.now]
+    assert broker.notices_of("ada") == []
+    broker.store.run(lambda c: c.execute(sa.text(undo)), write=True)
+    await credits.round()
+    assert broker.lease(some[0].id).warned_at == clock.now
+    assert "Credits of member:ada: all is well again" in told(caplog.records)
