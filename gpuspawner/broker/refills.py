@@ -62,7 +62,6 @@ class Refills(Giving):
             keep=keep,
         )
         with self.store.write() as connection:
-            self._must_be_known(connection, refill.audience)
             refills.insert(connection, refill)
             subject = f"refill {refill.id}"
             self._note(connection, actor, "refill_add", subject, _told(refill), now)
@@ -95,12 +94,14 @@ class Refills(Giving):
                 f"{recurrence.rule} has no occurrence that is still to come. Name a later end.",
                 field="rule",
             )
+        names = check_audience(audience)
+        self.store.run(lambda connection: self._must_be_known(connection, names))
         return Refill(
             id=secrets.token_hex(4),
             recurrence=recurrence,
             mode=mode,
             amount=amount,
-            audience=check_audience(audience),
+            audience=names,
             cap=cap,
             keep=keep,
             reason=checked_reason(reason, needed=True),

@@ -18,13 +18,16 @@ from .audit import audit
 from .backup import backup, restore
 from .check import check
 from .config import DEFAULT_FILE, Settings, load, passwords, redact
-from .credits import accounts, amount_of, grant, statement
+from .credits import accounts, statement
 from .devices import devices
+from .giving import grammar as giving_grammar
 from .granting import drain, pause, resume, trail, undrain
 from .leases import leases
 from .queue import boost, cancel, move, place_of, points_of, queue
 from .rates import grammar as rates_grammar
 from .rates import rates
+from .refills import grammar as refills_grammar
+from .refills import refills
 from .release import release
 from .sessions import extend
 from .simulate import simulate
@@ -123,26 +126,14 @@ def parser() -> argparse.ArgumentParser:
     longer = add("extend", extend, "Begin a session's time anew, if nobody waits longer for it.")
     longer.add_argument("lease", metavar="LEASE", help="the lease's id, or its first letters")
 
-    giving = add("grant", grant, "Give credits to a member or a group (minus takes back).")
-    giving.add_argument("account", metavar="ACCOUNT", help=_ACCOUNT)
-    giving.add_argument("amount", type=amount_of, metavar="AMOUNT", help="credits, such as 12.5")
-    giving.add_argument(
-        "--reason", type=_words, required=True, metavar="TEXT", help="why, for the statement"
-    )
-    giving.add_argument(
-        "--actor", type=_words, metavar="NAME", help="who gives (default: who runs this)"
-    )
-    giving.add_argument("--open", action="store_true", help="open the account if it is not there")
-    giving.add_argument(
-        "--key", metavar="TEXT", help="do this once only, however often it is run with this key"
-    )
-
+    giving_grammar(add)
     lines = add("statement", statement, "Show the credits that came and went.")
     lines.add_argument("account", metavar="MEMBER", help=_ACCOUNT)
     lines.add_argument("--limit", type=_positive, default=50, metavar="N", help=_NEWEST)
 
     add("accounts", accounts, "List everybody's balance.")
 
+    refills_grammar(add("refills", refills, "List what is given again and again."), _common)
     rates_grammar(add("rates", rates, "List what GPU time costs, and change it."), _common)
     _queue_actions(add("queue", queue, "List who waits in line, and why in this order."))
     for name, command, what in (

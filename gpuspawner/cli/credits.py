@@ -6,19 +6,19 @@ import argparse
 import difflib
 import getpass
 import os
+from datetime import datetime
 from typing import Any
 
 from ..broker import Broker
-from ..errors import UnknownAccount
+from ..errors import InvalidRequest, UnknownAccount
+from ..ledger.bulk import MOST
 from ..ledger.entries import check_account
+from ..ledger.pricing import parse_moment
 from ..model import Account, member_account, parse_credits
 from ..store import book
 from ..store.book import Line
 from .config import Settings
 from .output import count, credits, exact, local, note, show, table, utc
-
-MOST = 1_000_000_000
-"""Credits that one grant may give or take: more is a slip of the finger."""
 
 
 def grant(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -34,6 +34,7 @@ def grant(arguments: argparse.Namespace, settings: Settings) -> int:
         actor=arguments.actor or default_actor(),
         reason=arguments.reason,
         key=f"grant:{arguments.key}" if arguments.key else "",
+        until=moment(arguments.until, broker.rate_zone),
     )
     account = broker.account(name)
     value = {"granted": done, "amount": exact(arguments.amount), **_plain(account)}
@@ -57,7 +58,7 @@ def statement(arguments: argparse.Namespace, settings: Settings) -> int:
     account = find_account(broker, name)
     lines = broker.statement(name, arguments.limit)
     value = {**_plain(account), "lines": [_plain_line(line) for line in lines]}
-    headers = ("TIME", "WHAT", "AMOUNT", "BALANCE", "BY", "LEASE", "REASON")
+    headers = ("TIME", "WHAT", "AMOUNT", "BALANCE", "BY", "LEASE", "TRANSFER", "REASON")
     rows = [
         (
             local(line.at),
@@ -66,6 +67,7 @@ def statement(arguments: argparse.Namespace, settings: Settings) -> int:
             credits(line.balance),
             line.actor,
             line.lease_id or "-",
+            line.transfer_id[:8],
             line.reason,
         )
         for line in lines
@@ -109,6 +111,16 @@ def amount_of(text: str) -> int:
     if abs(amount) > parse_credits(MOST):
         raise argparse.ArgumentTypeError(f"the amount {text} is more than {MOST:,} credits")
     return amount
+
+
+def moment(text: str | None, zone: str) -> datetime | None:
+    """A date on the command line, by the clock of a zone. Raises InvalidRequest."""
+    if text is None:
+        return None
+    try:
+        return parse_moment(text, zone)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
 
 
 def find_account(broker: Broker, name: str, advice: str = "") -> Account:
@@ -172,4 +184,5 @@ def _plain_line(line: Line) -> dict[str, Any]:
         "actor": line.actor,
         "reason": line.reason,
         "lease": line.lease_id,
+        "transfer": line.transfer_id,
     }

@@ -141,7 +141,9 @@ def test_grant_and_statement(cli: Command, broker: Broker) -> None:
 
     printed = cli("statement", "ada", "--limit", "1").stdout.splitlines()
     assert printed[0] == "member:ada: 110.49 credits"
-    assert re.search(r"UTC +adjustment +-2\.01 +110\.49 +root +- +a slip$", printed[3]), printed
+    assert re.search(
+        r"UTC +adjustment +-2\.01 +110\.49 +root +- +[0-9a-f]{8} +a slip$", printed[3]
+    ), printed
     assert printed[-1] == "These are the newest 1 line; --limit shows more."
 
 

@@ -1,0 +1,210 @@
+"""``gpuspawner grant``, ``refund``, ``reverse`` and ``payer``: credits that an admin moves."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..broker.bulk import Bulk
+from ..errors import ConfigError, InvalidRequest, UnknownLease
+from ..ledger.bulk import MOST_BYTES
+from ..model import member_account
+from .config import Settings
+from .credits import account_name, amount_of, default_actor, find_account, grant, moment
+from .output import count, credits, exact, note, show, table
+from .queue import actor
+
+Add = Callable[..., argparse.ArgumentParser]
+
+_ACCOUNT = "a member's name, or member:NAME or group:NAME"
+_ONCE = "do this once only, however often it is run with this key"
+
+
+def grammar(add: Add) -> None:
+    """The commands of this file."""
+    giving = add("grant", give, "Give credits to a member or a group (minus takes back).")
+    giving.add_argument("account", nargs="?", metavar="ACCOUNT", help=_ACCOUNT)
+    giving.add_argument(
+        "amount", nargs="?", type=amount_of, metavar="AMOUNT", help="credits, such as 12.5"
+    )
+    giving.add_argument("--reason", type=_words, metavar="TEXT", help="why, for the statement")
+    giving.add_argument(
+        "--actor", type=_words, metavar="NAME", help="who gives (default: who runs this)"
+    )
+    giving.add_argument("--open", action="store_true", help="open accounts that are not there")
+    giving.add_argument("--key", metavar="TEXT", help=_ONCE)
+    giving.add_argument(
+        "--until", metavar="DATE", help="what is left then is taken back: 2027-07-01"
+    )
+    giving.add_argument(
+        "--file", metavar="FILE", help="grant what a CSV says: member, amount, reason (-: stdin)"
+    )
+    giving.add_argument(
+        "--dry-run", action="store_true", help="with --file: say line by line what would happen"
+    )
+    giving.add_argument(
+        "--again", action="store_true", help="with --file: also what was granted before"
+    )
+    back = add("refund", refund, "Give back all that a lease cost: its GPU was sick, say.")
+    back.add_argument("lease", metavar="LEASE", help="the lease's id")
+    undo = add("reverse", reverse, "Undo a transfer of the ledger by its opposite, once.")
+    undo.add_argument("transfer", metavar="TRANSFER", help="its id, or its first letters")
+    for command in (back, undo):
+        command.add_argument("--reason", type=_words, required=True, metavar="TEXT", help="why")
+    paying = add("payer", payer, "Say which account pays for a member who does not choose one.")
+    paying.add_argument("member", metavar="MEMBER", help="the member's name")
+    paying.add_argument("account", metavar="ACCOUNT", help="group:NAME, or the member's own name")
+
+
+def give(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Give credits to one account, or what a file says."""
+    if arguments.file is not None:
+        return _give_file(arguments, settings)
+    if arguments.dry_run or arguments.again:
+        raise ConfigError("--dry-run and --again are for --file FILE. Nothing was changed.")
+    for name in ("account", "amount", "reason"):
+        if getattr(arguments, name) is None:
+            what = "--reason TEXT" if name == "reason" else name.upper()
+            raise ConfigError(
+                f"{what} is missing: gpuspawner grant ACCOUNT AMOUNT --reason TEXT, or "
+                "gpuspawner grant --file FILE. Nothing was changed."
+            )
+    return grant(arguments, settings)
+
+
+def refund(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Give back all that a lease cost."""
+    broker = settings.open_broker()
+    try:
+        lease = broker.lease(arguments.lease)
+    except UnknownLease as error:
+        raise UnknownLease(f"{error.message}: gpuspawner leases --all lists them.") from None
+    before = lease.charged
+    broker.refund(lease.id, actor=actor(), reason=arguments.reason)
+    account = broker.account(lease.account)
+    value = {"lease": lease.id, "account": lease.account, "refunded": exact(before)}
+    text = (
+        f"Gave {credits(before)} credits back to {lease.account} for lease {lease.id} of "
+        f"{lease.server}. The balance is {credits(account.balance)} credits."
+    )
+    show(arguments.json, {**value, "balance": exact(account.balance)}, text)
+    return 0
+
+
+def reverse(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Undo a transfer."""
+    broker = settings.open_broker()
+    opposite = broker.reverse(arguments.transfer, actor=actor(), reason=arguments.reason)
+    moved = {p.account: p.amount for p in opposite.postings if not p.account.startswith("system:")}
+    words = [
+        f"{credits(abs(amount))} credits {'to' if amount > 0 else 'from'} {name}, whose balance is "
+        f"{credits(broker.account(name).balance)} now"
+        for name, amount in moved.items()
+    ]
+    value = {
+        "reversal": opposite.id,
+        "moved": {name: exact(amount) for name, amount in moved.items()},
+    }
+    text = f"Reversed: {'; '.join(words)}. The reversal is transfer {opposite.id}."
+    show(arguments.json, value, text)
+    return 0
+
+
+def payer(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Say which account pays for a member."""
+    broker = settings.open_broker()
+    member = find_account(broker, member_account(arguments.member))
+    name = account_name(arguments.account)
+    if name != member.name:
+        find_account(broker, name, "Open it with `gpuspawner grant ACCOUNT AMOUNT --open`.")
+    broker.keep_payer(arguments.member, name, actor=actor())
+    text = f"{name} pays for {arguments.member} from now on, unless they choose another account."
+    if name != member.name:
+        text += " It does so as long as they are in the group."
+    show(arguments.json, {"member": arguments.member, "account": name}, text)
+    return 0
+
+
+def _give_file(arguments: argparse.Namespace, settings: Settings) -> int:
+    if arguments.account is not None or arguments.key is not None:
+        raise ConfigError(
+            "With --file, accounts and amounts come from the file: leave out ACCOUNT, AMOUNT and "
+            "--key. Nothing was changed."
+        )
+    broker = settings.open_broker()
+    done = broker.grant_file(
+        _read(arguments.file),
+        actor=arguments.actor or default_actor(),
+        reason=arguments.reason or "",
+        dry_run=arguments.dry_run,
+        open_accounts=arguments.open,
+        again=arguments.again,
+        until=moment(arguments.until, broker.rate_zone),
+    )
+    show(arguments.json, _plain(done), _told(done, arguments.dry_run))
+    for problem in done.problems:
+        note(str(problem))
+    if done.problems:
+        note("Nothing was granted to anybody.")
+    return 1 if done.problems else 0
+
+
+def _told(done: Bulk, dry_run: bool) -> str:
+    headers = ("LINE", "ACCOUNT", "AMOUNT", "BALANCE", "THEN", "REASON")
+    rows = [
+        (
+            str(gift.row.number),
+            f"{gift.row.account} (new)" if gift.opened else gift.row.account,
+            credits(gift.row.amount),
+            credits(gift.before),
+            credits(gift.after),
+            gift.row.reason,
+        )
+        for gift in done.gifts
+    ]
+    if done.done:
+        verb = "Gave"
+    else:
+        verb = "Would give" if dry_run else "Would have given"
+    total = f"{verb} {credits(done.total)} credits to {count(len(rows), 'account')}."
+    return f"{table(headers, rows, right=headers[2:5])}\n\n{total}" if rows else total
+
+
+def _plain(done: Bulk) -> dict[str, Any]:
+    return {
+        "done": done.done,
+        "total": exact(done.total),
+        "lines": [
+            {
+                "line": gift.row.number,
+                "account": gift.row.account,
+                "amount": exact(gift.row.amount),
+                "before": exact(gift.before),
+                "after": exact(gift.after),
+                "reason": gift.row.reason,
+                "opened": gift.opened,
+            }
+            for gift in done.gifts
+        ],
+        "problems": [{"line": p.number or None, "what": p.sentence} for p in done.problems],
+    }
+
+
+def _read(name: str) -> bytes:
+    """The file, or a little more than may be granted at once. Raises InvalidRequest."""
+    try:
+        if name == "-":
+            return sys.stdin.buffer.read(MOST_BYTES + 1)
+        with Path(name).open("rb") as file:
+            return file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequest(f"{name} cannot be read: {error.strerror}.") from None
+
+
+def _words(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: say it in words")
+    return text.strip()
