@@ -116,6 +116,8 @@ def paths() -> dict[str, dict[str, Operation]]:
         "/api/leases/{lease}/refund": {
             "post": operation("refund", "Give back what it cost.", "Lease", LEASE, body="Needed")
         },
+        "/api/rates": {"get": operation("rates", "What GPU time costs.", "Rates")},
+        "/api/refills": {"get": operation("refills", "Credits that come again.", "Refills")},
         **_of_accounts(),
         **_of_the_line(),
         **_of_notices(),

@@ -133,6 +133,33 @@ ENDED = full(
 NOTICE = full(kind=TEXT, title=TEXT, body=TEXT, at=INSTANT, state=TEXT, error=TEXT)
 LEASED = full(uuid=TEXT, index=INTEGER, model=TEXT, memory_bytes=COUNT)
 
+RATE = {
+    "id": maybe(INTEGER),
+    "rate_per_hour": AMOUNT,
+    "model": TEXT,
+    "environment": TEXT,
+    "slots": maybe(COUNT),
+    "hours": maybe(TEXT),
+    "zone": maybe(TEXT),
+    "from": maybe(INSTANT),
+}
+RATE_TOLD = full(**RATE, actor=TEXT, reason=TEXT)
+REFILL = full(
+    id=TEXT,
+    rule=TEXT,
+    zone=TEXT,
+    starts_at=INSTANT,
+    mode={"enum": ["add", "top_up"]},
+    amount=AMOUNT,
+    cap=maybe(AMOUNT),
+    keep_seconds=maybe(COUNT),
+    audience=listed(TEXT),
+    reason=TEXT,
+    made_at=INSTANT,
+    made_by=TEXT,
+    next_at=maybe(INSTANT),
+)
+
 SCHEMAS: dict[str, Schema] = {
     "Anything": {"type": "object"},
     "Error": full(
@@ -236,6 +263,10 @@ SCHEMAS: dict[str, Schema] = {
         total=full(**USE),
     ),
     "Trail": full(as_of=INSTANT, changes=listed(full(id=INTEGER, **CHANGE)), next=maybe(INTEGER)),
+    "Rates": full(
+        as_of=INSTANT, next_change=maybe(INSTANT), rates=listed(either(full(**RATE), RATE_TOLD))
+    ),
+    "Refills": full(as_of=INSTANT, refills=listed(REFILL)),
     "Queue": either(
         full(
             as_of=INSTANT,

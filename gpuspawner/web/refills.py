@@ -1,0 +1,194 @@
+"""Recurring refills: those that there are, what the next would give, made and ended by admins."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from tornado import web
+
+from ..broker.admin import LONGEST_REASON
+from ..errors import GPUSpawnerError, InvalidRequest
+from ..ledger.refills import Mode, Refill
+from ..model import Account, format_credits
+from . import access
+from .api import APIHandler, amount, instant
+from .base import Handler
+from .fields import amount_of
+from .forms import FormPage
+from .pages import credit, moment
+
+FIELDS = ("rule", "zone", "mode", "amount", "cap", "keep", "audience", "reason")
+
+DONE = {"added": "The refill is made.", "ended": "The refill is ended: what was given stays."}
+
+SHOWN = 20
+"""Accounts in a preview."""
+
+
+class RefillsPage(FormPage):
+    """Every refill, and the form that makes one; for admins."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        self.need_admin()
+        await self.show_refills()
+
+    async def show_refills(self, refusal: GPUSpawnerError | None = None, **typed: str) -> None:
+        """Send the page; ``typed`` is what a refused form had in it."""
+        if refusal:
+            self.set_status(refusal.status_code)
+        self.show(
+            "refills.html",
+            user=self.user,
+            admin=True,
+            now=self.broker.clock(),
+            refills=await self.read(self.broker.refills),
+            done=DONE.get(self.get_query_argument("done", ""), ""),
+            error=refusal.message if refusal else "",
+            typed={**dict.fromkeys(FIELDS, ""), "zone": self.broker.rate_zone, **typed},
+            modes=tuple(Mode),
+            longest=LONGEST_REASON,
+            xsrf=self.xsrf,
+        )
+
+    @web.authenticated
+    async def post(self) -> None:
+        self.need_admin()
+        typed = {name: self.field(name).strip()[:2000] for name in FIELDS}
+        try:
+            wanted = _wanted(typed)
+            if not self.confirmed:
+                plan = partial(self.broker.plan_refill, actor=self.actor, **wanted)
+                await self._ask(await self.broker.run(plan), typed)
+                return
+            await self.broker.run(partial(self.broker.add_refill, actor=self.actor, **wanted))
+        except GPUSpawnerError as refusal:
+            await self.show_refills(refusal, **typed)
+            return
+        self.go("refills?done=added")
+
+    async def _ask(self, planned: Refill, typed: dict[str, str]) -> None:
+        members = {group: await access.members_of(self, group) for group in planned.groups}
+        coming, gifts = await self.broker.run(self.broker.preview_refill, planned, members)
+        now = self.broker.clock()
+        facts: list[tuple[str, Any]] = [
+            ("Rule", f"{planned.recurrence.rule} ({planned.recurrence.zone})"),
+            ("Next times", ", ".join(moment(at, now).striptags() for at in coming)),
+            ("If it came now", _told(gifts)),
+            ("Reason", planned.reason),
+        ]
+        self.ask(
+            "Make this refill?",
+            facts,
+            action="refills",
+            button="Make it",
+            back="refills",
+            fields=typed,
+            note="Each occurrence is given once, also when the service was down meanwhile.",
+            here="accounts",
+        )
+
+
+class EndRefillPage(RefillsPage):
+    """A refill, ended."""
+
+    async def get(self, refill_id: str) -> None:
+        self.go("refills")
+
+    @web.authenticated
+    async def post(self, refill_id: str) -> None:
+        self.need_admin()
+        try:
+            found = await self.broker.run(self.broker.refill, refill_id)
+            if not self.confirmed:
+                self.ask(
+                    "End this refill?",
+                    [("Rule", found.recurrence.rule), ("For", ", ".join(found.audience))],
+                    action=f"refills/{found.id}/end",
+                    button="End it",
+                    back="refills",
+                    note="What was given stays.",
+                    danger=True,
+                    here="accounts",
+                )
+                return
+            await self.broker.run(partial(self.broker.end_refill, found.id, actor=self.actor))
+        except GPUSpawnerError as refusal:
+            await self.show_refills(refusal)
+            return
+        self.go("refills?done=ended")
+
+
+class RefillsAPI(APIHandler):
+    """Every refill that is not ended, for admins."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        self.need_admin()
+        found = await self.read(self.broker.refills)
+        self.answer(
+            {
+                "as_of": instant(self.broker.clock()),
+                "refills": [refill_json(refill) for refill in found],
+            }
+        )
+
+
+def refill_json(refill: Refill) -> dict[str, Any]:
+    """A refill as JSON."""
+    return {
+        "id": refill.id,
+        "rule": refill.recurrence.rule,
+        "zone": refill.recurrence.zone,
+        "starts_at": instant(refill.recurrence.starts_at),
+        "mode": refill.mode.value,
+        "amount": amount(refill.amount),
+        "cap": amount(refill.cap) if refill.cap is not None else None,
+        "keep_seconds": int(refill.keep.total_seconds()) if refill.keep is not None else None,
+        "audience": list(refill.audience),
+        "reason": refill.reason,
+        "made_at": instant(refill.made_at),
+        "made_by": refill.made_by,
+        "next_at": instant(refill.next_at),
+    }
+
+
+def _wanted(typed: dict[str, str]) -> dict[str, Any]:
+    """What the form asks for. Raises InvalidRequest naming the field."""
+    try:
+        mode = Mode(typed["mode"] or Mode.ADD.value)
+    except ValueError:
+        raise InvalidRequest("The field 'mode' is add or top_up.", field="mode") from None
+    keep = typed["keep"]
+    if keep and not (keep.isascii() and keep.isdigit() and len(keep) < 6):
+        raise InvalidRequest(
+            f"The field 'keep' is {keep[:60]!r}: write a whole number of days, or nothing.",
+            field="keep",
+        )
+    return {
+        "rule": typed["rule"],
+        "zone": typed["zone"] or "UTC",
+        "mode": mode,
+        "amount": amount_of(typed["amount"]),
+        "cap": amount_of(typed["cap"], "cap") if typed["cap"] else None,
+        "keep": timedelta(days=int(keep)) if keep else None,
+        "audience": [name for name in typed["audience"].replace(",", " ").split() if name],
+        "reason": typed["reason"],
+    }
+
+
+def _told(gifts: list[tuple[Account, int]]) -> str:
+    """What would be given to whom, in a line."""
+    total = sum(gift for _, gift in gifts)
+    some = ", ".join(f"{account.name} {credit(gift)}" for account, gift in gifts[:SHOWN])
+    more = f", and {len(gifts) - SHOWN} more" if len(gifts) > SHOWN else ""
+    return f"{format_credits(total)} credits to {len(gifts)} accounts: {some}{more}"
+
+
+HANDLERS: list[tuple[str, type[Handler]]] = [
+    ("refills", RefillsPage),
+    ("refills/([0-9a-f]{1,32})/end", EndRefillPage),
+    ("api/refills", RefillsAPI),
+]
