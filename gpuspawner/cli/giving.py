@@ -165,10 +165,7 @@ def _told(done: Bulk, dry_run: bool) -> str:
         )
         for gift in done.gifts
     ]
-    if done.done:
-        verb = "Gave"
-    else:
-        verb = "Would give" if dry_run else "Would have given"
+    verb = "Gave" if done.done else "Would give" if dry_run else "Would have given"
     total = f"{verb} {credits(done.total)} credits to {count(len(rows), 'account')}."
     return f"{table(headers, rows, right=headers[2:5])}\n\n{total}" if rows else total
 

@@ -36,7 +36,7 @@ def grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> Non
         dest="audience",
         action="append",
         metavar="WHO",
-        help=f"{EVERYBODY} (the default), members:GROUP, member:NAME or group:NAME; may be repeated",
+        help=f"{EVERYBODY} (the default), members:GROUP, member:NAME, group:NAME; may be repeated",
     )
     making.add_argument(
         "--top-up", action="store_true", help="fill balances up to the amount, and add no more"

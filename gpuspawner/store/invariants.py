@@ -16,12 +16,22 @@ import sqlalchemy as sa
 
 from ..ledger import checks
 from ..ledger.checks import Books, PostingRow
-from ..ledger.entries import TransferKind
+from ..ledger.entries import TransferKind, is_system
 from ..model import Account, LeaseState
 from . import book
 from . import leases as lease_rows
 from .migrate import revision
-from .schema import OPEN_LEASE, accounts, lease_places, leases, metadata, postings, transfers
+from .schema import (
+    OPEN_LEASE,
+    accounts,
+    lease_places,
+    leases,
+    lots,
+    metadata,
+    postings,
+    refill_runs,
+    transfers,
+)
 
 AT_ONCE = 500
 """Leases, and 20 times as many postings, that are held in memory at one time."""
@@ -150,6 +160,44 @@ def _settled(connection: sa.Connection) -> Iterator[str]:
         yield from checks.check_settled(books)
 
 
+def _lots(connection: sa.Connection) -> Iterator[str]:
+    """What was taken back of an account's credits that ended is what their lots say."""
+    said = sa.select(lots.c.account, sa.func.sum(lots.c.taken)).group_by(lots.c.account)
+    moved = (
+        sa.select(postings.c.account, -sa.func.sum(postings.c.amount))
+        .join(transfers, transfers.c.id == postings.c.transfer_id)
+        .where(transfers.c.kind == TransferKind.EXPIRY.value)
+        .group_by(postings.c.account)
+    )
+    taken = {name: int(total) for name, total in connection.execute(moved) if not is_system(name)}
+    for name, total in connection.execute(said.order_by(lots.c.account)):
+        if int(total) != taken.pop(name, 0):
+            yield f"The lots of {name} say that {total} microcredits were taken back at their end."
+    for name, total in taken.items():
+        if total:
+            yield f"{total} microcredits of {name} were taken back, and there is no lot of theirs."
+
+
+def _refills(connection: sa.Connection) -> Iterator[str]:
+    """An occurrence of a refill gave what was written down of it, to so many accounts."""
+    given: dict[str, tuple[int, int]] = {}
+    query = _keyed(TransferKind.GRANT).where(transfers.c.key.startswith("refill:"))
+    for key, _, amount in _stream(connection, query):
+        name = ":".join(key.split(":")[:3])
+        count, total = given.get(name, (0, 0))
+        given[name] = (count + 1, total + amount)
+    runs = sa.select(*(refill_runs.c[n] for n in ("refill_id", "occurrence", "accounts", "total")))
+    for refill, occurrence, count, total in _stream(connection, runs):
+        found = given.pop(f"refill:{refill}:{occurrence:%Y%m%dT%H%M%S}", (0, 0))
+        if found != (count, total):
+            yield (
+                f"The refill {refill} of {occurrence:%Y-%m-%d %H:%M} UTC gave {total} "
+                f"microcredits to {count} accounts, but its postings {found[1]} to {found[0]}."
+            )
+    for name in given:
+        yield f"Credits were given for {name}, and nobody wrote down that it was."
+
+
 def _places(connection: sa.Connection) -> Iterator[str]:
     """A device is taken exactly as long as the lease on it is open."""
     joined = lease_places.join(leases, leases.c.id == lease_places.c.lease_id)
@@ -210,6 +258,8 @@ CHECKS: dict[str, Check] = {
     "holds": _holds,
     "charges of leases": _charges,
     "settlement of leases": _settled,
+    "credits that ended": _lots,
+    "refills": _refills,
 }
 """By the name that people read, quick ones first."""
 
@@ -218,6 +268,15 @@ FIRST = ("schema", "file")
 
 
 # Rows as the pure laws want them.
+
+
+def _keyed(kind: TransferKind) -> sa.Select[Any]:
+    """Key, account and amount of what transfers of a kind moved on accounts of people."""
+    return (
+        sa.select(transfers.c.key, postings.c.account, postings.c.amount)
+        .join(postings, postings.c.transfer_id == transfers.c.id)
+        .where(transfers.c.kind == kind.value, ~postings.c.account.startswith("system:"))
+    )
 
 
 def _stream(connection: sa.Connection, query: sa.Select[Any]) -> Iterator[Any]:

@@ -15,6 +15,7 @@ import pytest
 import sqlalchemy as sa
 
 from gpuspawner.broker import Broker
+from gpuspawner.model import MICRO
 from gpuspawner.store import Store, invariants
 from tests.support.brokers import Clock, open_broker, running
 from tests.support.command import Command
@@ -53,9 +54,12 @@ def used(database_url: str) -> Iterator[Broker]:
     broker.charge_all()
     broker.release(carl.id, ended_at=clock.now, reason="its start failed", failed=True)
     broker.grant("member:anna", 1, actor="admin", reason="a microcredit")
+    end = clock.now + timedelta(minutes=1)
+    broker.grant("member:bert", 5, actor="admin", reason="a minute's", until=end)
     running(broker, "dora")
     clock.forward(minutes=1)
     broker.charge_all()
+    broker.end_lots()
     yield broker
     broker.store.close()
 
@@ -119,6 +123,10 @@ WRONG = {
         "UPDATE leases SET charged = charged + 5 WHERE state = 'running'",
         "microcredits were charged, but its postings took",
     ),
+    "credits that ended": (
+        "UPDATE lots SET taken = taken - 1",
+        "The lots of member:bert say that 4 microcredits were taken back",
+    ),
     "settlement of leases": (
         "UPDATE leases SET ended_at = '2025-03-09 12:00:00' WHERE \"user\" = 'anna'",
         "has ended and owed",
@@ -138,6 +146,34 @@ def test_a_failed_start_that_was_charged(used: Broker) -> None:
     with unguarded(used) as connection:
         connection.exec_driver_sql("UPDATE leases SET outcome = '' WHERE outcome = 'failed'")
     assert "has ended and owed 333333 microcredits, but 0" in problems(used)["settlement of leases"]
+
+
+def test_refills_and_credits_that_end(used: Broker) -> None:
+    clock: Clock = used.clock  # type: ignore[assignment]
+    used.add_refill(
+        "FREQ=DAILY",
+        amount=10 * MICRO,
+        actor="admin",
+        reason="term",
+        audience=["everybody"],
+        starts_at=clock.now + timedelta(days=1),
+        keep=timedelta(days=1),
+    )
+    for _ in range(3):
+        clock.forward(days=1)
+        for due in used.due_refills():
+            used.give_refill(due.id)
+        used.end_lots()
+    assert problems(used) == {}
+    with unguarded(used) as connection:
+        connection.exec_driver_sql("UPDATE refill_runs SET total = total + 1")
+        connection.exec_driver_sql("UPDATE lots SET taken = taken - 1 WHERE taken > 0")
+    found = problems(used)
+    assert set(found) == {"refills", "credits that ended"}
+    assert (
+        "UTC gave 40000001 microcredits to 4 accounts, but its postings 40000000 to 4"
+        in (found["refills"])
+    )
 
 
 def test_a_key_that_was_posted_twice(used: Broker) -> None:

@@ -1,5 +1,5 @@
-"""Credits from a shell. Real: the command as a process, SQLite and PostgreSQL, files. Simulated: the
-devices."""
+"""Credits from a shell. Real: the command as a process, SQLite and PostgreSQL, files.
+Simulated: the devices."""
 
 from __future__ import annotations
 
