@@ -22,7 +22,7 @@ from typing import Any
 
 import psycopg2
 import sqlalchemy as sa
-from support.report import Report, Series, arguments, in_turns, pair
+from support.report import Report, Series, argument_parser, in_turns, pair
 
 from gpuspawner.ledger import rules
 from gpuspawner.ledger.entries import SYSTEM_USAGE, Posting, Transfer, TransferKind
@@ -34,6 +34,9 @@ from tests.support.postgres import PrivatePostgres
 
 DEBITS = 50
 """Debits a turn."""
+
+WARM_UP = 2
+"""Turns that are not counted."""
 
 ENTRIES = 100_000
 SESSIONS = 1000
@@ -58,7 +61,9 @@ Debit = Callable[[Transfer], None]
 
 
 def main() -> None:
-    options = arguments(__doc__, 40)
+    parser = argument_parser(__doc__, 40)
+    parser.add_argument("--entries", type=int, default=ENTRIES, help="of the long account")
+    options = parser.parse_args()
     report = Report("ledger", ("database", "what", "runs", "ours, ms", "bare, ms", "ratio"))
     report.figure("runs", options.runs)
     with tempfile.TemporaryDirectory() as folder, PrivatePostgres(durable=True) as server:
@@ -69,7 +74,7 @@ def main() -> None:
         for name, (ours, bare) in both.items():
             debits(report, name, ours, bare, options.runs)
         for name, (ours, _) in both.items():
-            page(report, name, ours)
+            page(report, name, ours, options.entries)
     report.print(options.json)
 
 
@@ -91,16 +96,17 @@ def debits(report: Report, name: str, ours_url: str, bare_url: str, runs: int) -
 
     with plain(bare_url) as insert:
         in_turns(
-            runs,
+            runs + WARM_UP,
             lambda turn: ours.append(timed(post, turn)),
             lambda turn: bare.append(timed(insert, turn)),
         )
     stores[0].close()
-    both = pair([1000 * s for s in ours[2:]], [1000 * s for s in bare[2:]])  # the first are warm-up
+    times = ([1000 * s for s in side[WARM_UP:]] for side in (ours, bare))
+    both = pair(*times)
     report.row(
         name,
         "a debit",
-        f"{runs - 2} x {DEBITS}",
+        f"{runs} x {DEBITS}",
         both.ours.text(3),
         both.baseline.text(3),
         both.ratios.text(3),
@@ -183,11 +189,11 @@ def bare_debit(
     return debit
 
 
-def page(report: Report, name: str, url: str) -> None:
+def page(report: Report, name: str, url: str, entries: int) -> None:
     """A statement page, the newest and one in the middle, of a long account."""
     broker = open_broker(url)
-    fill(broker.store)
-    marks = (None, ENTRIES // 2)
+    fill(broker.store, entries)
+    marks = (None, entries // 2)
     for before, what in zip(marks, ("newest page", "page in the middle"), strict=True):
         for folded in (False, True):
             times = []
@@ -197,30 +203,30 @@ def page(report: Report, name: str, url: str) -> None:
                 times.append(1000 * (time.perf_counter() - began))
             assert found.entries
             series = Series(tuple(times))
-            label = f"{what} of {ENTRIES} entries" + (", folded" if folded else "")
+            label = f"{what} of {entries} entries" + (", folded" if folded else "")
             report.row(name, label, str(PAGES), series.text(2), "", "")
             figure = f"{name}_{what.split()[-1]}_{'folded_' if folded else ''}page_ms"
             report.figure(figure, series.p90, MOST_PAGE_MS)
     broker.store.close()
 
 
-def fill(store: Store) -> None:
+def fill(store: Store, entries: int) -> None:
     """One account with so many entries, which a thousand sessions made."""
     lines, moved = [], []
     with store.write() as connection:
         book.open_account(connection, "member:long", T0)
         for number in range(SESSIONS):
-            at = T0 + timedelta(minutes=number * ENTRIES // SESSIONS)
+            at = T0 + timedelta(minutes=number * entries // SESSIONS)
             ended = replace(LEASE, id=f"long{number}", account="member:long", granted_at=at)
             ended = replace(ended, state=LeaseState.ENDED, started_at=at, ended_at=at)
             leases.insert(connection, ended)
-    for number in range(ENTRIES):
+    for number in range(entries):
         key = f"long:{number}"
         name = rules.transfer_id(key)
         at = T0 + timedelta(minutes=number)
         lines.append(
             {"id": name, "key": key, "kind": "charge", "at": at, "actor": "accounting"}
-            | {"reason": "1 x A100 of long", "lease_id": f"long{number * SESSIONS // ENTRIES}"}
+            | {"reason": "1 x A100 of long", "lease_id": f"long{number * SESSIONS // entries}"}
         )
         for account, amount in (("member:long", -1), ("system:usage", 1)):
             moved.append({"transfer_id": name, "account": account, "amount": amount})
@@ -232,7 +238,7 @@ def fill(store: Store) -> None:
             .where(accounts.c.name.in_(["member:long", "system:usage"]))
             .values(
                 balance=accounts.c.balance
-                + sa.case((accounts.c.name == "system:usage", ENTRIES), else_=-ENTRIES)
+                + sa.case((accounts.c.name == "system:usage", entries), else_=-entries)
             )
         )
         connection.exec_driver_sql("ANALYZE")  # a site's database does that by itself

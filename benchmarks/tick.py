@@ -23,7 +23,7 @@ from typing import Any
 import psycopg2
 import sqlalchemy as sa
 from psycopg2.extras import execute_values
-from support.report import Report, Series, arguments, in_turns, pair, quantile
+from support.report import Report, Series, argument_parser, in_turns, pair, quantile
 
 from gpuspawner.broker import Broker
 from gpuspawner.ledger.rules import transfer_id
@@ -42,7 +42,9 @@ DUE = RATE // 60
 
 
 def main() -> None:
-    options = arguments(__doc__, 15)
+    parser = argument_parser(__doc__, 15)
+    parser.add_argument("--leases", type=int, default=LEASES, help="that run")
+    options = parser.parse_args()
     report = Report("tick", ("database", "what", "runs", "ours, ms", "baseline, ms", "ratio"))
     report.figure("runs", options.runs)
     with tempfile.TemporaryDirectory() as folder, PrivatePostgres(durable=True) as server:
@@ -50,19 +52,19 @@ def main() -> None:
             ("sqlite", f"sqlite:///{folder}/ours.sqlite", f"sqlite:///{folder}/bare.sqlite"),
             ("postgresql", server.fresh_database(), server.fresh_database()),
         ):
-            ticks(report, name, ours, bare, options.runs)
+            ticks(report, name, ours, bare, options.runs, options.leases)
             grants(report, name, ours)
     report.notes.append("The grant's baseline is the same grant while nobody charges anything.")
     report.print(options.json)
 
 
-def ticks(report: Report, name: str, ours_url: str, bare_url: str, runs: int) -> None:
+def ticks(report: Report, name: str, ours_url: str, bare_url: str, runs: int, count: int) -> None:
     """The row of one database's ticks."""
     clock = Clock(T0)
     broker = open_broker(ours_url, clock)
     bare_store = Store(bare_url)
     for store in (broker.store, bare_store):
-        fill(store)
+        fill(store, count)
     bare_store.close()
     ours: list[float] = []
     bare: list[float] = []
@@ -71,30 +73,30 @@ def ticks(report: Report, name: str, ours_url: str, bare_url: str, runs: int) ->
     def charge(_: int) -> None:
         clock.forward(minutes=1)
         began = time.perf_counter()
-        assert broker.charge_all() == LEASES
+        assert broker.charge_all() == count
         ours.append(1000 * (time.perf_counter() - began))
 
     def write(_: int) -> None:
         minute[0] += 1
-        rows = baseline_rows(minute[0])
+        rows = baseline_rows(minute[0], count)
         began = time.perf_counter()
         write_plainly(bare_url, *rows)
         bare.append(1000 * (time.perf_counter() - began))
 
-    in_turns(runs, charge, write)
+    in_turns(runs + 1, charge, write)
     broker.store.close()
-    both = pair(ours[1:], bare[1:])
+    both = pair(ours[1:], bare[1:])  # the first is warm-up
     texts = (both.ours.text(0), both.baseline.text(0), both.ratios.text(2))
-    report.row(name, f"a tick over {LEASES} leases", str(runs - 1), *texts)
+    report.row(name, f"a tick over {count} leases", str(runs), *texts)
     report.figure(f"{name}_tick_ms_p50", both.ours.median, MOST_MS)
     report.figure(f"{name}_tick_ratio", both.ratios.median)
 
 
-def fill(store: Store) -> None:
+def fill(store: Store, count: int) -> None:
     """So many running leases of so many members, on a device each."""
     names = [member_account(f"member{number}") for number in range(MEMBERS)]
     rows, places = [], []
-    for number in range(LEASES):
+    for number in range(count):
         lease_id = transfer_id(str(number))[:16]
         owner = number % MEMBERS
         rows.append(
@@ -117,11 +119,11 @@ def fill(store: Store) -> None:
 Rows = tuple[list[Any], list[Any], list[Any], list[Any]]
 
 
-def baseline_rows(minute: int) -> Rows:
+def baseline_rows(minute: int, count: int) -> Rows:
     """Transfers, postings, sums of leases and moves of balances, as the driver wants them."""
     at = T0 + timedelta(minutes=minute)
     transfers, postings, sums, moves = [], [], [], []
-    for number in range(LEASES):
+    for number in range(count):
         lease_id = transfer_id(str(number))[:16]
         owner = f"member{number % MEMBERS}"
         key = f"charge:{lease_id}:{(minute - 1) * DUE}"
@@ -132,7 +134,7 @@ def baseline_rows(minute: int) -> Rows:
         postings.append((name, f"member:{owner}", -DUE))
         sums.append((minute * DUE, lease_id))
         moves.append((-DUE, f"member:{owner}"))
-    moves.append((LEASES * DUE, "system:usage"))
+    moves.append((count * DUE, "system:usage"))
     return transfers, postings, sums, moves
 
 

@@ -24,6 +24,9 @@ SHORTEST = {
     "queue_scale": (),
     "queue_replay": ("--trace", "TRACE"),
     "queue_estimates": ("--trace", "TRACE"),
+    "ledger": ("--entries", "2000"),
+    "tick": ("--leases", "200"),
+    "busy_year": ("--leases", "500", "--charge-minutes", "100000"),
 }
 """The benchmarks, and what makes them shorter than one run does."""
 
