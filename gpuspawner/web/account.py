@@ -6,11 +6,20 @@ import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 
 from markupsafe import Markup
 from tornado import web
 
-from ..errors import CannotStop, GPUSpawnerError, NotAllowed, UnknownAccount, UnknownLease
+from ..errors import (
+    CannotStop,
+    GPUSpawnerError,
+    InvalidRequest,
+    LedgerError,
+    NotAllowed,
+    UnknownAccount,
+    UnknownLease,
+)
 from ..model import Lease, LeaseState, member_account
 from ..scopes import READ_ACCOUNTS
 from ..store.statements import Entry
@@ -20,7 +29,7 @@ from .base import Handler
 from .corrections import refundable
 from .fields import LAST, account_of, whole
 from .forms import FormPage, part
-from .pages import Page
+from .pages import MemberPage, Page
 from .sessions import own_lease
 
 ITEMS = 100
@@ -191,6 +200,32 @@ class StopPage(FormPage):
         self.go(f"?stopped={lease_id}")
 
 
+class PayerForm(MemberPage):
+    """Which account pays for me when I do not say it."""
+
+    async def get(self) -> None:
+        self.redirect(self.context.prefix)
+
+    @web.authenticated
+    async def post(self) -> None:
+        keep = partial(
+            self.broker.keep_payer,
+            self.user,
+            str(self.get_body_argument("account", ""))[:300],
+            actor=self.user,
+            groups=self.groups,
+        )
+        try:
+            await self.broker.run(keep)
+        except LedgerError:  # not even the name of an account
+            await self.show_mine(InvalidRequest("Choose one of the accounts.", field="account"))
+            return
+        except GPUSpawnerError as refusal:
+            await self.show_mine(refusal)
+            return
+        self.redirect(f"{self.context.prefix}?kept=1", status=303)
+
+
 async def may_see(handler: Handler, lease_id: str) -> Lease:
     """A session of the one who asks, or of an account whose statement they may see.
 
@@ -264,6 +299,7 @@ def _is_number(cell: str) -> bool:
 _LEASE = "([0-9a-f]{1,64})"
 
 HANDLERS: list[tuple[str, type[Handler]]] = [
+    ("payer", PayerForm),
     ("statement", StatementPage),
     (r"statement\.csv", StatementCSV),
     (f"leases/{_LEASE}", ReceiptPage),

@@ -102,6 +102,8 @@ class MemberPage(Page):
             mine=mine,
             past=past,
             lasting=credits.lasting(mine.funds.account.available, overview),
+            payers=await self.read(self.broker.payers, self.user, self.groups),
+            kept=self.get_query_argument("kept", ""),
             stopped=self.get_query_argument("stopped", ""),
             overview=overview,
             devices=found,

@@ -132,6 +132,24 @@ def test_a_file_is_uploaded_and_confirmed(hub: PayingHub, browser: Browser) -> N
     assert hub.json("ada", "accounts/group:ml101/statement").status_code == 403
 
 
+def test_a_member_keeps_who_pays(hub: PayingHub) -> None:
+    hub.broker.grant_file(
+        b"group:ml101,20", actor="kim", reason="x", open_accounts=True, again=True
+    )
+    page = words(hub.page("ada"))
+    assert "Who pays for me" in page and "group:ml101" in page
+    done = words(send(hub, "ada", "payer", account="group:ml101"))
+    assert "Kept: group:ml101 pays when you do not say another one." in done
+    assert hub.broker.payers("ada", ["ml101"]).usual == "group:ml101"
+    for account in ("member:bob", "group:other", "system:grants", "x", ""):
+        refused = send(hub, "ada", "payer", account=account)
+        assert refused.status_code in (400, 403), account
+        assert hub.broker.payers("ada", ["ml101"]).usual == "group:ml101"
+    assert "Who pays for me" not in words(hub.page("cleo"))
+    stranger = send(hub, "cleo", "payer", account="group:ml101")
+    assert stranger.status_code == 403
+
+
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
