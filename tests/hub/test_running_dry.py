@@ -1,0 +1,155 @@
+"""Accounts that run dry while hub and service are killed. Real here: JupyterHub, proxy, the
+accounting service, kill -9; servers are local processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.ledger.rules import owed
+from gpuspawner.model import MICRO, Lease, LeaseState, NoticeKind
+from tests.support.brokers import problems
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import wait_for
+
+KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
+SOON = 60.0
+"""Seconds for what takes a few; the Hub looks every 30 seconds for services that are gone."""
+
+Start = Callable[..., PayingHub]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """A hub whose GPUs cost a credit a second, warned of 30 and 6 seconds before the end."""
+    hubs: list[PayingHub] = []
+
+    def start(credits: float, policy: object = "stop", grace: int = 3) -> PayingHub:
+        config = f"""
+c.Broker.opening_grant = {credits}
+c.Broker.grace_seconds = {grace}
+c.Broker.when_dry = {{"*": {policy!r}}}
+c.Accounting.warn_minutes = [0.5, 0.1]
+c.Accounting.credits_hook = {[sys.executable, "-c", KEEP, str(tmp_path / "told")]!r}
+"""
+        hubs.append(PayingHub(tmp_path / "hub", config, external_proxy=True))
+        hubs[0].start()
+        return hubs[0]
+
+    yield start
+    for hub in hubs:
+        found = problems(hub.broker.store)
+        hub.stop()
+        assert found == []
+
+
+def kill_service(hub: PayingHub) -> None:
+    service = hub.service()
+    assert service is not None
+    service.kill()
+    wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
+
+
+def kill_all(hub: PayingHub) -> None:
+    hub.kill9(services=True)
+    hub.start()
+
+
+def heard(hub: PayingHub) -> list[str]:
+    """The events that the hook heard of, in order."""
+    file = hub.folder.parent / "told"
+    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else []
+    return [f"{line['event']} {line['minutes']:g}" for line in lines]
+
+
+def told(hub: PayingHub, user: str = "ada") -> list[str]:
+    kinds = (NoticeKind.CREDITS_LOW, NoticeKind.STOPPED)
+    notices = [notice for notice in hub.broker.notices_of(user) if notice.kind in kinds]
+    return [notice.title.partition(" until ")[0] for notice in reversed(notices)]
+
+
+def ended(hub: PayingHub, lease: Lease) -> Lease:
+    def look() -> Lease | None:
+        now = hub.broker.lease(lease.id)
+        return now if now.state is LeaseState.ENDED else None
+
+    settled = wait_for(look, "the end of the lease", timeout=SOON)
+    assert settled.ended_at
+    assert settled.charged + settled.waived == owed(
+        settled.rate, settled.started_at, settled.ended_at
+    )
+    wait_for(lambda: hub.server("ada") is None, "the Hub to know")
+    return settled
+
+
+ALL = [
+    "Your credits last",
+    "Your credits have run out",
+    "Your server is stopped: the credits have run out",
+]
+
+
+def test_killed_at_the_warning_in_the_grace_and_at_the_stop(start: Start) -> None:
+    """Each is told once, and the server is stopped in the end."""
+    hub = start(20, grace=20)
+    lease = hub.start_server("ada", gpus=1)
+    wait_for(lambda: told(hub) == ALL[:1], "the warning", timeout=SOON)
+    kill_all(hub)
+    warned = wait_for(lambda: hub.broker.lease(lease.id).warned_at, "the grace", timeout=SOON)
+    assert (warned - lease.started_at).total_seconds() >= 20
+    kill_service(hub)
+    wait_for(lambda: hub.broker.lease(lease.id).outcome, "the order", timeout=90)
+    kill_all(hub)
+    settled = ended(hub, lease)
+    assert (settled.outcome, settled.end_reason) == ("credits", "the credits ran out")
+    assert (settled.ended_at - warned).total_seconds() >= 20
+    assert [title for title in told(hub) if title != ALL[0]] == ALL[1:]
+    assert len(told(hub)) <= 4, "one for each of the two warnings"
+    assert hub.broker.member("ada").balance == 20 * MICRO - settled.charged
+
+
+def test_an_overdraft_holds_though_nobody_is_there_to_stop_the_server(start: Start) -> None:
+    hub = start(8, {"overdraft": 5})
+    lease = hub.start_server("ada", gpus=1)
+    wait_for(lambda: hub.broker.lease(lease.id).warned_at, "the overdraft", timeout=SOON)
+    refused = hub.spawn("ada", {"gpus": 1}, "another")
+    assert refused.status_code == 402
+    assert "does not cover this" in refused.text
+    hub.kill9(services=True)
+    while (hub.broker.clock() - lease.started_at).total_seconds() < 20:
+        time.sleep(0.2)  # far beyond the bound
+    hub.start()
+    settled = ended(hub, lease)
+    assert settled.outcome == "credits"
+    assert hub.broker.member("ada").balance == -5 * MICRO
+    assert settled.charged == 13 * MICRO
+    assert settled.waived >= 7 * MICRO
+    assert told(hub)[-2:] == ALL[1:]
+    assert heard(hub)[-1] == "stop 0"
+
+
+def test_a_planned_session_ends_first(start: Start) -> None:
+    hub = start(5, "session")
+    lease = hub.start_server("ada", gpus=1, hours=0.25)
+    wait_for(lambda: hub.broker.lease(lease.id).warned_at, "its word", timeout=SOON)
+    kill_service(hub)
+    assert "goes on until its session ends at" in hub.broker.notices_of("ada")[0].body
+    assert hub.spawn("ada", {"gpus": 1}, "another").status_code == 402
+    hub.wait_pages()
+    time.sleep(8)  # longer than the grace
+    assert hub.server("ada") is not None
+    assert hub.broker.lease(lease.id).outcome == ""
+    assert "dry 0" in heard(hub) and "stop 0" not in heard(hub)
+
+
+def test_each_event_is_heard_once(start: Start) -> None:
+    hub = start(10, grace=1)
+    lease = hub.start_server("ada", gpus=1)
+    ended(hub, lease)
+    wait_for(lambda: len(heard(hub)) == 4, "the hook", timeout=10)
+    assert heard(hub) == ["low 0.5", "low 0.1", "dry 0", "stop 0"]
