@@ -179,7 +179,8 @@ class Giving(Core):
                 id=transfer.id, account=account, amount=amount, starts_at=since, ends_at=until
             )
             lots.insert(connection, lot)
-            if since < now:
+            # It may have been spent already, before others that were thought to be.
+            if until <= now or lots.closed_since(connection, account, since):
                 self._settle_lots(connection, account, now)
         return True
 

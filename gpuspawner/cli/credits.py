@@ -56,8 +56,12 @@ def statement(arguments: argparse.Namespace, settings: Settings) -> int:
     broker = settings.open_broker()
     name = account_name(arguments.account)
     account = find_account(broker, name)
-    lines = broker.statement(name, arguments.limit)
-    value = {**_plain(account), "lines": [_plain_line(line) for line in lines]}
+    lines, ending = broker.statement(name, arguments.limit), broker.lots_of(name)
+    value = {
+        **_plain(account),
+        "ending": [{"at": utc(lot.ends_at), "amount": exact(left)} for lot, left in ending],
+        "lines": [_plain_line(line) for line in lines],
+    }
     headers = ("TIME", "WHAT", "AMOUNT", "BALANCE", "BY", "LEASE", "TRANSFER", "REASON")
     rows = [
         (
@@ -73,6 +77,9 @@ def statement(arguments: argparse.Namespace, settings: Settings) -> int:
         for line in lines
     ]
     parts = [_sentence(account)]
+    parts += [
+        f"{credits(left)} of them end at {local(lot.ends_at)}." for lot, left in ending if left
+    ]
     if lines:
         parts += ["", table(headers, rows, right=("AMOUNT", "BALANCE"))]
     if len(lines) == arguments.limit:

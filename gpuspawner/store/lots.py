@@ -29,6 +29,9 @@ _INSERT = Prepared(sa.insert(lots), ("transfer_id", "account", "amount", "starts
 _account = lots.c.account == sa.bindparam("account")
 _NEWEST_END = Prepared(sa.select(sa.func.max(lots.c.ends_at)).where(_account))
 _FIRST_DUE = Prepared(sa.select(sa.func.min(lots.c.ends_at)).where(_account, OPEN_LOT))
+_NEWEST_CLOSED = Prepared(
+    sa.select(sa.func.max(lots.c.ends_at)).where(_account, lots.c.closed_at.isnot(None))
+)
 _DUE = sa.select(lots.c.account).where(OPEN_LOT, lots.c.ends_at <= sa.bindparam("now")).distinct()
 
 
@@ -68,6 +71,12 @@ def due(connection: sa.Connection, now: datetime) -> list[str]:
 def first_due(connection: sa.Connection, account: str) -> datetime | None:
     """When the first lot of an account ends whose end is not written down yet."""
     return _FIRST_DUE.rows(connection, account=account)[0][0]
+
+
+def closed_since(connection: sa.Connection, account: str, since: datetime) -> bool:
+    """Whether the account has a lot that ended after that and whose end is written down."""
+    ((newest,),) = _NEWEST_CLOSED.rows(connection, account=account)
+    return newest is not None and newest > since
 
 
 def newest_end(connection: sa.Connection, account: str) -> datetime | None:

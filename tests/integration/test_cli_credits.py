@@ -78,6 +78,9 @@ def test_a_file_opens_accounts_when_told_to_and_its_credits_can_end(
     broker.clock = utcnow  # the command's
     ((lot, _left),) = broker.lots_of("group:lab")
     assert lot.ends_at == datetime(2999, 1, 1, tzinfo=timezone.utc)
+    assert "2.00 of them end at 2999-01-01 00:00:00 UTC." in cli("statement", "group:lab").stdout
+    ending = cli.json("statement", "group:lab")["ending"]
+    assert ending == [{"at": "2999-01-01T00:00:00+00:00", "amount": "2.000000"}]
 
 
 @pytest.mark.parametrize(
