@@ -123,3 +123,24 @@ def test_the_service_takes_back_what_has_ended(hub: PayingHub) -> None:
     assert hub.broker.member("bob").balance == 7 * MICRO
     wait_for(lambda: hub.broker.member("bob").balance == 0, "the end", timeout=20)
     assert hub.broker.statement("member:bob")[0].kind == "expiry"
+
+
+def test_who_leaves_the_group_in_line_loses_its_budget_and_is_told(hub: PayingHub) -> None:
+    hub.broker.open_account("bob")
+    give(hub.broker, "member:bob", 5000)
+    hub.start_server("bob", gpus=2)
+    hub.start_server("bob", "other", gpus=1)
+    answer = hub.spawn("ada", {"gpus": 1, "account": COURSE})
+    assert answer.status_code == 202
+
+    def ticket() -> Any:
+        return next(iter(hub.broker.tickets_of("ada")), None)
+
+    waiting = wait_for(ticket, "her place in line")
+    assert (waiting.account, waiting.outcome) == (COURSE, "")
+    body = {"users": ["ada"]}
+    assert hub.api("DELETE", "/groups/course-ml/users", json=body).ok
+    ended = wait_for(lambda: ticket() if ticket().outcome else None, "its end", timeout=20)
+    assert ended.outcome == "refused"
+    assert "names 'group:course-ml', which you may not draw on" in ended.end_reason
+    assert hub.broker.account(COURSE).balance == 500 * MICRO
