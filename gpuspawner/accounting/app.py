@@ -34,6 +34,9 @@ from .tick import Tick
 NOTICES_EVERY = 2.0
 """Seconds between two looks for notices to send."""
 
+REPORTS_EVERY = 120.0
+"""Seconds between two looks for weeks of the past that nobody has added up yet."""
+
 SESSIONS_EVERY = 2.0
 """Seconds between two looks at the ends of sessions and at the stops that were ordered."""
 
@@ -216,6 +219,7 @@ class Accounting(Application):
                 self._rounds(tick, sessions, credits),
                 self._notices(tick, notifier),
                 self._pages(tick, notifier),
+                self._reports(tick),
                 self._hub_gone(stop),
             )
         ]
@@ -338,6 +342,11 @@ class Accounting(Application):
             await asyncio.Event().wait()
         finally:
             server.stop()
+
+    async def _reports(self, tick: Tick) -> None:
+        while True:
+            await asyncio.sleep(REPORTS_EVERY)
+            await web.remember(tick.broker)
 
     async def _hub_gone(self, stop: asyncio.Event) -> None:
         """End when the Hub that started us was killed: the next Hub starts its own."""

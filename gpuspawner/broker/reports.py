@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
 
@@ -18,10 +18,6 @@ from ..model import Lease
 from ..store import Store, book, leases, search, statements, usage
 from ..store.search import Accounts, Leases, Trail
 from ..store.statements import Items, Page
-
-KEPT_FOR = timedelta(hours=1)
-"""How long what was used in a stretch of the past is remembered: an admin may still give back
-what a session cost."""
 
 MOST_KEPT = 200
 """Stretches of time that are remembered."""
@@ -72,11 +68,6 @@ class Reports:
         key = rules.reversal_key(transfer_id)
         return self.store.run(lambda connection: book.of_key(connection, key))
 
-    def forget_use(self) -> None:
-        """What a session of the past cost was changed: add use up anew."""
-        with _KEEPING:
-            self._kept.clear()
-
     def find_accounts(
         self,
         text: str = "",
@@ -123,30 +114,62 @@ class Reports:
 
     def use(self, bounds: Sequence[datetime]) -> list[dict[Kind, Use]]:
         """What was used between each two of the moments, by kind."""
-        return [self._use(start, end) for start, end in pairwise(bounds)]
+        return [self._use(start, end)[0] for start, end in pairwise(bounds)]
 
-    def _use(self, start: datetime, end: datetime) -> dict[Kind, Use]:
+    def use_by(self, bounds: Sequence[datetime], name: str) -> list[dict[str, Use]]:
+        """The same by one of the names of a kind, such as ``user``.
+
+        A stretch that is over is remembered until what it cost is corrected.
+        """
+        self._must_be_correct()
+        return [self._use_by(start, end, name) for start, end in pairwise(bounds)]
+
+    def _use_by(self, start: datetime, end: datetime, name: str) -> dict[str, Use]:
+        known = self._kept.get((start, end))
+        if known is not None:
+            return known[name]
+        corrections = self._corrections
+        found, over = self._use(start, end)
+        sums = {each: _by(found, each) for each in Kind._fields}
+        with _KEEPING:
+            if over and corrections == self._corrections:
+                if len(self._kept) >= MOST_KEPT:
+                    self._kept.pop(next(iter(self._kept)))
+                self._kept[start, end] = sums
+        return sums[name]
+
+    def _use(self, start: datetime, end: datetime) -> tuple[dict[Kind, Use], bool]:
+        """What was used, and whether that is over: nothing of it is open."""
         now = self.clock()
-        kept = self._kept
-        known = kept.get((start, end))
-        if known and now - KEPT_FOR < known[0] <= now:
-            return known[1]
         window = self.store.run(lambda connection: usage.window(connection, start, end))
         parts = [(kind_of(x), use_of(x, start, end, now)) for x in window.crossing]
         found = together([*window.inside.items(), *(part for part in parts if any(part[1]))])
-        if end <= now and not window.is_open:  # it is over, and nothing of it is open
-            with _KEEPING:
-                if len(kept) >= MOST_KEPT:
-                    kept.pop(next(iter(kept)))
-                kept[start, end] = (now, found)
-        return found
+        return found, end <= now and not window.is_open
+
+    def _must_be_correct(self) -> None:
+        """Forget what is remembered if a session of the past was refunded since."""
+        corrections = self.store.run(usage.corrections)
+        with _KEEPING:
+            if corrections != self._corrections:
+                self._kept.clear()
+                self._corrections = corrections
+
+    _corrections = 0
 
     @cached_property
-    def _kept(self) -> dict[tuple[datetime, datetime], tuple[datetime, dict[Kind, Use]]]:
+    def _kept(self) -> dict[tuple[datetime, datetime], dict[str, dict[str, Use]]]:
         return {}
 
 
 _KEEPING = threading.Lock()
+
+
+def _by(found: dict[Kind, Use], name: str) -> dict[str, Use]:
+    sums: dict[str, Use] = {}
+    for kind, use in found.items():
+        key: str = getattr(kind, name)
+        sums[key] = sums[key].plus(use) if key in sums else use
+    return sums
 
 
 def _sum(uses: Iterable[Use]) -> Use:

@@ -42,7 +42,8 @@ class Use(NamedTuple):
 
     def plus(self, other: Use) -> Use:
         """Both together."""
-        return Use(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        micros, cost, sessions = other
+        return Use(self.micros + micros, self.cost + cost, self.sessions + sessions)
 
     @property
     def gpu_seconds(self) -> int:

@@ -33,6 +33,9 @@ from . import (
     usage,
 )
 from .base import Context, HubCalls
+from .usage import remember
+
+__all__ = ["make_app", "remember"]
 
 STATIC = Path(__file__).parent / "static"
 

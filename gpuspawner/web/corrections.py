@@ -77,7 +77,6 @@ class TransferPage(FormPage):
         except GPUSpawnerError as refusal:
             await self.show_transfer(found.id, refusal, reason[: 2 * LONGEST_REASON])
             return
-        await self.read(self.broker.forget_use)
         self.go(f"transfers/{done.id}?done=reversed")
 
     def _ask(self, found: Transfer, reason: str) -> None:
@@ -118,7 +117,6 @@ class RefundPage(FormPage):
             await self.broker.run(self.broker.refund, lease_id, actor=self.actor, reason=reason)
         except GPUSpawnerError as refusal:
             raise web.HTTPError(refusal.status_code) from refusal
-        await self.read(self.broker.forget_use)
         self.go(f"leases/{lease_id}?refunded=1")
 
     def _ask(self, found: Lease, reason: str) -> None:
@@ -163,7 +161,6 @@ class ReversalAPI(ChangingAPI):
             )
         except GPUSpawnerError as error:
             raise web.HTTPError(_conflict(error)) from error
-        await self.read(self.broker.forget_use)
         self.answer(transfer_json(done, None))
 
 
@@ -180,7 +177,6 @@ class RefundAPI(ChangingAPI):
             )
         except GPUSpawnerError as error:
             raise web.HTTPError(_conflict(error)) from error
-        await self.read(self.broker.forget_use)
         (told,) = figures.lease_figures(self.broker, [done], self.broker.clock())
         self.answer(lease(told))
 

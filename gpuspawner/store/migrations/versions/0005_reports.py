@@ -14,4 +14,4 @@ down_revision = "0004"
 
 def upgrade() -> None:
     op.create_index("leases_by_user", "leases", ["user", "granted_at"], unique=False)
-    op.create_index("leases_by_end", "leases", ["ended_at"], unique=False)
+    op.create_index("leases_by_end", "leases", ["ended_at", "started_at"], unique=False)
