@@ -233,7 +233,7 @@ def _on_a_full_disk(gate: Barrier, url: str) -> tuple[list[str], str, list[str]]
     broker = open_broker(url)
     broker.overview()
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, most))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, most))
     said: list[str] = []
     while len(said) < 2000 and set(said) <= {"lease"}:
         said.append(racers.outcome(partial(_come_and_go, broker, f"user{len(said)}")))
