@@ -151,10 +151,18 @@ class Queue(Places, QueueSettings):
         self.log.info("Ticket %s of %s ended (%s): %s", ticket_id, ticket.server, outcome, reason)
         return ended
 
-    def regroup(self, ticket_id: str, group: str, priority: int) -> Ticket:
+    def regrouped(self, ticket: Ticket, groups: frozenset[str]) -> dict[str, Any]:
+        """What is another thing for a ticket when its member is in these groups; asks no store."""
+        group, priority = self.standing_of(groups)
+        policy = self.policy_for(ticket.account, groups)
+        terms = {"group": group, "priority": priority}
+        terms |= {"when_dry": policy.when_dry, "overdraft": policy.overdraft}
+        return {name: value for name, value in terms.items() if getattr(ticket, name) != value}
+
+    def regroup(self, ticket_id: str, changes: Mapping[str, Any]) -> Ticket:
         """The member's groups changed while they wait: from now on another one has a say."""
         with self.store.write() as connection:
-            tickets.update(connection, ticket_id, group=group, priority=priority)
+            tickets.update(connection, ticket_id, **changes)
             return tickets.get(connection, ticket_id)
 
     # Steps of the above.

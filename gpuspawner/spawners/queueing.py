@@ -227,10 +227,9 @@ class Queueing:
             waiter.unsure = True
             return False
         waiter.unsure = False
-        standing = self.broker.standing_of(terms.groups)
-        if standing != (waiter.ticket.group, waiter.ticket.priority):
+        if changes := self.broker.regrouped(waiter.ticket, terms.groups):
             regroup = self.broker.regroup
-            waiter.ticket = await self.broker.run(regroup, waiter.ticket.id, *standing)
+            waiter.ticket = await self.broker.run(regroup, waiter.ticket.id, changes)
         return True
 
     async def _refuse(self, waiter: Waiter, error: GPUSpawnerError) -> None:

@@ -14,7 +14,7 @@ from gpuspawner.accounting.sessions import Sessions
 from gpuspawner.broker import Broker, Terms
 from gpuspawner.errors import CannotExtend, ConfigError, NoCredits
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, LeaseState, Request, ServerRef, member_account
+from gpuspawner.model import MICRO, LeaseState, Request, ServerRef, Ticket, member_account
 from tests.integration.dry.conftest import Make
 from tests.support.dry import MINUTE, server, titles
 from tests.support.rounds import (
@@ -252,6 +252,25 @@ def test_who_waits_in_line_keeps_the_policy(broker: Broker, clock: Clock) -> Non
     assert ticket.id in broker.turns(frozenset({ticket.id}))
     lease = broker.start_ticket(ticket.id)
     assert (lease.when_dry, lease.overdraft) == ("overdraft", 500_000)
+
+
+def test_who_leaves_the_group_while_waiting_leaves_its_overdraft(
+    broker: Broker, clock: Clock
+) -> None:
+    broker.opening_grant = 100
+    holders = [server(broker, "bob", name=str(number)) for number in range(2)]
+    terms = Terms(groups=frozenset({"lab"}), wait=True)
+    request = Request(devices=1, model="A100")
+    ticket = broker.ask(ServerRef("ada"), request, engine="local", terms=terms)
+    assert isinstance(ticket, Ticket)
+    assert broker.regrouped(ticket, frozenset({"lab"})) == {}
+    changes = broker.regrouped(ticket, frozenset({"course"}))
+    assert changes == {"when_dry": "session", "overdraft": 0}
+    broker.regroup(ticket.id, changes)
+    broker.release(holders[0].id, ended_at=clock.now, reason="stopped")
+    assert ticket.id in broker.turns(frozenset({ticket.id}))
+    lease = broker.start_ticket(ticket.id)
+    assert (lease.when_dry, lease.overdraft) == ("session", 0)
 
 
 @pytest.mark.parametrize(
