@@ -141,6 +141,7 @@ Index(
 Index("leases_by_account", leases.c.account, leases.c.granted_at)
 Index("leases_by_user", leases.c.user, leases.c.granted_at)
 Index("leases_by_end", leases.c.ended_at, leases.c.started_at)
+Index("leases_by_grant", leases.c.granted_at)
 Index("open_leases", leases.c.account, sqlite_where=OPEN_LEASE, postgresql_where=OPEN_LEASE)
 
 lease_places = Table(
