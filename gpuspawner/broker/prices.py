@@ -19,7 +19,6 @@ from ..model import format_credits
 from ..store import Store, closures
 from ..store import rates as rows
 
-
 QUOTED = timedelta(minutes=10)
 """How long the price that a form showed holds for whoever has it open."""
 
