@@ -73,8 +73,10 @@ def test_a_disk_that_fills_up_in_mid_tick(tmp_path: Path) -> None:
     # A mount that only this command sees, and that ends with it.
     mount = f'mount -t tmpfs -o size=32m tmpfs "{place}" && exec "$@"'
     done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", mount, "sh"]
-        + [sys.executable, str(script), str(place)],
+        [
+            *("unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", mount, "sh"),
+            *(sys.executable, str(script), str(place)),
+        ],
         cwd=REPO,
         env={
             "PYTHONPATH": str(REPO),
