@@ -193,7 +193,8 @@ def page(report: Report, name: str, url: str, entries: int) -> None:
     """A statement page, the newest and one in the middle, of a long account."""
     broker = open_broker(url)
     fill(broker.store, entries)
-    marks = (None, entries // 2)
+    newest = broker.store.run(lambda c: c.execute(sa.select(sa.func.max(postings.c.id))).scalar())
+    marks = (None, (newest or 0) - entries)  # an entry has two postings
     for before, what in zip(marks, ("newest page", "page in the middle"), strict=True):
         for folded in (False, True):
             times = []
