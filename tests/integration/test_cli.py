@@ -180,7 +180,7 @@ def test_unknown_accounts_are_named_and_opened_when_asked(cli: Command, broker: 
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (["grant", "ada", "1"], 2, "required: --reason"),
+        (["grant", "ada", "1"], 2, "--reason TEXT is missing"),
         (["grant", "ada", "1", "--reason", " "], 2, "it is empty"),
         (["grant", "ada", "nan", "--reason", "x"], 2, "'nan' is not an amount"),
         (["grant", "ada", "1e99", "--reason", "x"], 2, "more than 1,000,000,000 credits"),
