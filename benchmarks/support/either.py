@@ -15,7 +15,8 @@ def by_name(choices: dict[str, type[Spawner]]) -> type[Spawner]:
     whose key the member's name begins with."""
 
     class Either(Spawner):
-        """Stands for the classes that it makes; has no instances."""
+        """Stands for the classes that it makes; has no instances, and so starts nothing. Its
+        methods are there because JupyterHub wants them of every Spawner class."""
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             name = kwargs["user"].name

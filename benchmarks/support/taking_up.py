@@ -81,6 +81,7 @@ def watch() -> None:
         say(self, *args, **kwargs)
         TOLD.setdefault(id(self), time.perf_counter())
 
+    # Both for the life of this hub alone: there is no hook to measure them from outside.
     asyncio.Handle._run = timed_run  # type: ignore[method-assign]
     Progress.say = timed_say  # type: ignore[method-assign]
 

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 class Core(BrokerSettings, Prices, DryPolicies):
-    """The broker, as its parts see it; :class:`gpuspawner.broker.Broker` has all of it."""
+    """The broker, as its parts see it; :class:`gpuspawner.broker.Broker` has all of it.
+
+    What raises NotImplementedError here is what one part needs of another: declared, so that
+    types are checked, and defined in the part that follows in ``Broker``.
+    """
 
     store: Store
     clock: Callable[[], datetime]

@@ -71,8 +71,8 @@ def images_of(hub: Hub, catalog: Catalog | None) -> list[str]:
 
 
 def root_of(template: str) -> str:
-    """The directory that all members' directories lie in: ``/srv/work`` of
-    ``/srv/work/{username}``."""
+    """The directory that all members' directories lie in: ``/srv/workspaces`` of
+    ``/srv/workspaces/{username}``."""
     return os.path.dirname(template.partition("{")[0]) if "{" in template else template
 
 

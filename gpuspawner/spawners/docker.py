@@ -77,7 +77,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         ``{username}`` is the name made safe for Docker, as in ``volumes``. Example::
 
             c.GPUDockerSpawner.workspace = "gpuspawner-work-{username}"
-            c.GPUDockerSpawner.workspace = "/srv/work/{username}"
+            c.GPUDockerSpawner.workspace = "/srv/workspaces/{username}"
         """,
     )
 

@@ -319,6 +319,7 @@ class GPUSpawnerMixin(Acquiring):
             environment.default_url != "/lab" or not self.is_configured("default_url")
         ):
             self.default_url = environment.default_url
+        # By name: to the type checker "environment" is the trait, and not its value.
         configured: dict[str, Any] = getattr(self, "environment")  # noqa: B009
         self.set_trait("environment", {**configured, **environment.environment})
         self.chosen = environment

@@ -30,6 +30,7 @@ def end_waits_first(authenticator: Authenticator, queueing: Queueing) -> None:
             await _until_nothing_starts(user)
         await maybe_future(stock(user))
 
+    # A mark on our own function, so that the next spawner does not wrap it again.
     delete_user.ends_waits = True  # type: ignore[attr-defined]
     authenticator.delete_user = delete_user
 
