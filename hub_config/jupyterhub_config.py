@@ -43,8 +43,7 @@ c.ConfigurableHTTPProxy.auth_token = secret("CONFIGPROXY_AUTH_TOKEN")
 # What: environments, in containers that are made anew each time, with a workspace that stays.
 c.JupyterHub.spawner_class = "gpu-docker"
 c.GPUSpawnerMixin.catalog = str(Path(__file__).with_name("catalog.yaml"))
-# A volume for each member; or a directory: "/srv/workspaces/{username}".
-c.GPUDockerSpawner.workspace = "gpuspawner-work-{username}"
+c.GPUDockerSpawner.workspace = "gpuspawner-work-{username}"  # or "/srv/workspaces/{username}"
 c.DockerSpawner.network_name = "gpuspawner"
 c.DockerSpawner.use_internal_ip = True
 c.DockerSpawner.remove = True

@@ -205,7 +205,7 @@ def test_the_idle_culler_releases_and_settles(paying_hub: Factory) -> None:
     lease = hub.start_server("ada", gpus=1)
     settled = ended(hub, lease, timeout=30)
     assert settled.charged > 0
-    assert hub.server("ada") is None
+    wait_for(lambda: hub.server("ada") is None, "the hub to forget the server")
     assert hub.service("idle-culler") is not None
     assert "Culling server ada" in hub.log_text()
 

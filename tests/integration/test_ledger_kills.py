@@ -90,7 +90,7 @@ def test_killed_among_grants_holds_ticks_settlements_and_refunds(
     findings, rows = broker.audit()
     assert [finding.problem for finding in findings if finding.problem] == []
     assert problems(broker.store) == []
-    assert rows["leases"] > len(said["ended"]) > KILLS // 2, "there was work that could break"
+    assert rows["leases"] > len(said["ended"]) > KILLS // 4, "there was work that could break"
     kinds = broker.store.run(
         lambda c: set(c.exec_driver_sql("SELECT DISTINCT kind FROM transfers").scalars())
     )
