@@ -13,9 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, InvalidRequest, NotAllowed
-from .parse import WORKSPACE, parse
+from .kinds import WORKSPACE
+from .parse import parse
 from .reading import Origin, read_yaml, suggest
-from .values import MOST_HOURS, DeviceLimits, Environment, Mount, SessionHours
+from .values import (
+    MOST_HOURS,
+    DeviceLimits,
+    Environment,
+    Framework,
+    Link,
+    Mount,
+    SessionHours,
+)
 
 __all__ = [
     "MOST_HOURS",
@@ -23,6 +32,8 @@ __all__ = [
     "Catalog",
     "DeviceLimits",
     "Environment",
+    "Framework",
+    "Link",
     "Mount",
     "SessionHours",
     "load",
@@ -36,6 +47,8 @@ class Catalog:
     environments: tuple[Environment, ...]
     datasets: tuple[Mount, ...] = ()
     shared_folders: tuple[Mount, ...] = ()
+    folder: Path | None = None
+    """Where the files are that environments name; None when the catalog is no file."""
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], origin: str = "catalog.yaml") -> Catalog:
@@ -43,9 +56,14 @@ class Catalog:
         return cls._parsed(data, Origin(origin))
 
     @classmethod
-    def from_text(cls, text: str, origin: str = "catalog.yaml") -> Catalog:
-        """The catalog in YAML. Raises ConfigError naming ``origin``, the line and the key."""
-        data, lines = read_yaml(text, origin)
+    def from_text(
+        cls, text: str, origin: str = "catalog.yaml", folder: Path | None = None
+    ) -> Catalog:
+        """The catalog in YAML. Raises ConfigError naming ``origin``, the line and the key.
+
+        The files that environments name are looked for in ``folder``, if it is given.
+        """
+        data, lines = read_yaml(text, origin, folder)
         return cls._parsed({} if data is None else data, lines)
 
     @classmethod
@@ -72,7 +90,12 @@ class Catalog:
     @classmethod
     def _parsed(cls, data: object, origin: Origin) -> Catalog:
         environments, datasets, folders = parse(data, origin)
-        return cls(environments=environments, datasets=datasets, shared_folders=folders)
+        return cls(
+            environments=environments,
+            datasets=datasets,
+            shared_folders=folders,
+            folder=origin.folder,
+        )
 
     def get(self, slug: str) -> Environment:
         """The environment of this slug, whoever may use it.
@@ -115,9 +138,16 @@ class Catalog:
 
     def mounts_for(self, environment: Environment, groups: Collection[str]) -> tuple[Mount, ...]:
         """The datasets and shared folders for a server of a member of ``groups``."""
-        chosen = environment.datasets
-        datasets = (m for m in self.datasets if chosen is None or m.name in chosen)
-        return tuple(m for m in (*datasets, *self.shared_folders) if m.visible_to(groups))
+        offered = (
+            (self.datasets, environment.datasets),
+            (self.shared_folders, environment.shared_folders),
+        )
+        return tuple(
+            mount
+            for mounts, chosen in offered
+            for mount in mounts
+            if (chosen is None or mount.name in chosen) and mount.visible_to(groups)
+        )
 
     @staticmethod
     def _find(slug: str, among: tuple[Environment, ...]) -> Environment:
@@ -142,4 +172,4 @@ def load(path: str | os.PathLike[str]) -> Catalog:
             f"The catalog {name} cannot be read: {error.strerror}. Check the path and who may read "
             "it."
         ) from None
-    return Catalog.from_text(text, name)
+    return Catalog.from_text(text, name, Path(name).parent)

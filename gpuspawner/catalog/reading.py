@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path as Folder
 from typing import Any, TypeVar
 
 import yaml
@@ -32,6 +33,8 @@ class Origin:
 
     name: str
     lines: Mapping[Path, int] = field(default_factory=dict)
+    folder: Folder | None = None
+    """Where files that the values name are; None when nobody can say."""
 
     def error(self, path: Path, message: str) -> ConfigError:
         """A ConfigError about the value at ``path``, or about what encloses it."""
@@ -42,14 +45,15 @@ class Origin:
         return ConfigError(f"{where}: {message}")
 
 
-def read_yaml(text: str, name: str) -> tuple[Any, Origin]:
+def read_yaml(text: str, name: str, folder: Folder | None = None) -> tuple[Any, Origin]:
     """The values in ``text`` as plain Python values, and their origin.
 
     Raises ConfigError for what is no YAML, a key written twice, or a key that is no text.
     """
     reader = _YamlReader(text, name)
     try:
-        return reader.read()
+        data, lines = reader.read()
+        return data, Origin(name, lines, folder)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
@@ -74,7 +78,7 @@ class _YamlReader:
         self.merged: set[int] = set()
         self.enclosing: list[yaml.Node] = []
 
-    def read(self) -> tuple[Any, Origin]:
+    def read(self) -> tuple[Any, Mapping[Path, int]]:
         # Made here, because a character that YAML forbids raises in the constructor.
         self.loader = yaml.SafeLoader(self.text)
         try:
@@ -82,7 +86,7 @@ class _YamlReader:
             data = None if node is None else self.value(node, ())
         finally:
             self.loader.dispose()
-        return data, Origin(self.name, self.lines)
+        return data, self.lines
 
     def value(self, node: yaml.Node, path: Path) -> Any:
         if any(node is outer for outer in self.enclosing):

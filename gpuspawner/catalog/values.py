@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import date
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +32,67 @@ class SessionHours:
     """The most that a member may ask for; None leaves it to the spawner's configuration."""
 
 
+class Framework(NamedTuple):
+    """Something that comes with an environment, such as PyTorch 2.5.1."""
+
+    name: str
+    version: str
+
+
+class Link(NamedTuple):
+    """Where to read more."""
+
+    title: str
+    url: str
+    """``https://``, ``http://`` or ``mailto:``, or a path on the hub's own host."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """An entry of the catalog: an image with a name, and who may use it with what.
 
-    All sizes are bytes. ``None`` leaves a setting to the spawner's configuration.
+    All sizes are bytes. ``None`` leaves a setting to the spawner's configuration. Texts are
+    as the admin wrote them: pages escape them, and show Markdown through
+    :func:`gpuspawner.catalog.markdown.to_html`.
     """
 
     slug: str
     """The name that requests, leases and labels carry: ``[a-z0-9-]``."""
     display_name: str
+    summary: str = ""
+    """One line of plain text, for a card."""
     description: str = ""
+    """Markdown."""
+    logo: str = ""
+    """The name of a file beside the catalog, or a path on the hub's own host (``/...``)."""
     image: str = ""
     """Empty only in the built-in catalog of a hub without one: the spawner's own image."""
     default: bool = False
     """Whether the form chooses it unless the member chooses another."""
+    frameworks: tuple[Framework, ...] = ()
+    links: tuple[Link, ...] = ()
+    maintainer: str = ""
+    tested_on: date | None = None
+    packages: str = ""
+    """The name of a file beside the catalog: a list of packages, ``name==version`` a line."""
+    sample_notebook: str = ""
+    """The name of a notebook beside the catalog."""
+    changes: str = ""
+    """The name of a Markdown file beside the catalog: what is new."""
     devices: DeviceLimits = DeviceLimits()
     hours: SessionHours = SessionHours()
     models: tuple[str, ...] = ()
     """Parts of device models' names, such as ``A100``; empty allows any model."""
     min_memory: int = 0
     """Least memory of each device."""
+    min_driver: str = ""
+    """The oldest NVIDIA driver that it runs on, such as ``550.54``; empty is any."""
+    min_cuda: str = ""
+    """The oldest CUDA version that the driver must offer, such as ``12.4``; empty is any."""
+    cpu_variant: bool = True
+    """Whether it can be started without a device."""
+    sharing: str = "whole"
+    """How its servers hold devices; ``whole`` is the only way so far."""
     allowed_groups: frozenset[str] | None = None
     """Members of any of these groups may use it; None is everyone."""
     mem_limit: int | None = None
@@ -62,12 +103,30 @@ class Environment:
     """Environment variables on top of the spawner's."""
     datasets: tuple[str, ...] | None = None
     """Names of the datasets to mount; None mounts all, each for the groups it allows."""
+    shared_folders: tuple[str, ...] | None = None
+    """The same for the shared folders."""
     spawner_override: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Traits of the spawner to set for this environment, as the admin wrote them."""
 
     @property
     def cpu_only(self) -> bool:
         return self.devices.max == 0
+
+    @property
+    def card_text(self) -> str:
+        """The summary, or else the description's first paragraph as it is written."""
+        return self.summary or self.description.split("\n\n", 1)[0]
+
+    @property
+    def image_digest(self) -> str:
+        """``sha256:...`` when the image is pinned, else empty."""
+        return self.image.partition("@")[2]
+
+    @property
+    def image_tag(self) -> str:
+        """The image's tag, empty when it has none."""
+        name = self.image.partition("@")[0].rpartition("/")[2]
+        return name.partition(":")[2]
 
     def visible_to(self, groups: Collection[str]) -> bool:
         """Whether a member of ``groups`` may use this environment."""

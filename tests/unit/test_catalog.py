@@ -16,15 +16,17 @@ from gpuspawner.errors import ConfigError, InvalidRequest, NotAllowed
 
 SHIPPED = Path(__file__).parents[2] / "hub_config" / "catalog.yaml"
 
-FULL = """
+DIGEST = "0123456789abcdef" * 4
+
+FULL = f"""
 environments:
   - slug: pytorch
     display_name: PyTorch
     description: With CUDA.
-    image: registry.example.org:5000/lab/pytorch:2.5@sha256:0123
+    image: registry.example.org:5000/lab/pytorch:2.5@sha256:{DIGEST}
     default: true
-    devices: {default: 1, max: 4}
-    hours: {default: 4, max: 12.5}
+    devices: {{default: 1, max: 4}}
+    hours: {{default: 4, max: 12.5}}
     models: [A100, H100]
     min_memory: 40G
     allowed_groups: [research, course]
@@ -37,7 +39,7 @@ environments:
     datasets: [imagenet]
     spawner_override:
       http_timeout: 120
-      extra_host_config: {init: true}
+      extra_host_config: {{init: true}}
   - slug: base
     image: base
 datasets:
@@ -73,7 +75,7 @@ def test_every_key_of_an_environment_is_read() -> None:
         slug="pytorch",
         display_name="PyTorch",
         description="With CUDA.",
-        image="registry.example.org:5000/lab/pytorch:2.5@sha256:0123",
+        image="registry.example.org:5000/lab/pytorch:2.5@sha256:" + DIGEST,
         default=True,
         devices=DeviceLimits(default=1, max=4),
         hours=SessionHours(default=4.0, max=12.5),

@@ -1,0 +1,95 @@
+"""Files beside the catalog: logos, lists of packages, notebooks and changes.
+
+A catalog names them by paths relative to its own folder. None is read that lies outside of it,
+by ``..`` or through a symbolic link, or that is no ordinary file, or larger than its kind may be.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from .kinds import plain_path
+from .reading import shown
+
+MOST_BYTES = {
+    "logo": 200_000,
+    "packages": 1_000_000,
+    "sample_notebook": 2_000_000,
+    "changes": 200_000,
+}
+"""How large a file may be, by the key that names it."""
+
+LOGO_TYPES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".webp": "image/webp",
+    ".svg": "image/svg+xml",
+}
+"""What a logo may be, by its file's ending. A vector image can hold scripts: whoever serves it
+forbids them (``Content-Security-Policy: default-src 'none'; sandbox``)."""
+
+ENDINGS = {
+    "logo": tuple(LOGO_TYPES),
+    "packages": (".txt", ".lock"),
+    "sample_notebook": (".ipynb",),
+    "changes": (".md", ".txt"),
+}
+
+
+def named_file(key: str, value: object) -> str:
+    """A file's name as the catalog may give it. Raises ValueError with the end of a sentence."""
+    name = plain_path(value)
+    if not name.lower().endswith(ENDINGS[key]):
+        raise ValueError(f"is {shown(name)}. Name a file that ends in {' or '.join(ENDINGS[key])}.")
+    return name
+
+
+def find(folder: Path, key: str, name: str) -> Path:
+    """The file that a catalog in ``folder`` names. Raises ValueError with the end of a sentence."""
+    try:
+        inner = folder.resolve(strict=True)
+        path = (inner / plain_path(name)).resolve(strict=True)
+        found = path.stat()
+    except (OSError, RuntimeError) as error:  # the latter for links in a ring
+        why = error.strerror if isinstance(error, OSError) else "it is a ring of links"
+        raise ValueError(
+            f"names {shown(name)}, which cannot be read beside the catalog: {why}. Put the file "
+            "there, or leave the key out."
+        ) from None
+    if not path.is_relative_to(inner):
+        raise ValueError(
+            f"names {shown(name)}, a link that leads out of the catalog's folder. Put the file "
+            "itself there."
+        )
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"names {shown(name)}, which is no ordinary file. Name one.")
+    most = MOST_BYTES[key]
+    if found.st_size > most:
+        raise ValueError(
+            f"names {shown(name)}, a file of {found.st_size} bytes; {most} are the most. Make it "
+            "smaller."
+        )
+    return path
+
+
+def read(folder: Path, key: str, name: str) -> bytes:
+    """What is in the file. Raises ValueError as :func:`find` does, also when it is gone."""
+    path = find(folder, key, name)
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            return file.read(MOST_BYTES[key])
+    except OSError as error:
+        raise ValueError(f"names {shown(name)}, which cannot be read: {error.strerror}.") from None
+
+
+def read_text(folder: Path, key: str, name: str) -> str:
+    """The same as text. Raises ValueError."""
+    try:
+        return read(folder, key, name).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"names {shown(name)}, which is not text in UTF-8. Save it as UTF-8."
+        ) from None
