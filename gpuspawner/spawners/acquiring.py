@@ -16,13 +16,13 @@ from ..catalog import Environment
 from ..errors import MemberGone, ServerHasLease, TicketEnded
 from ..ledger.payers import check_payer
 from ..model import Lease, Request, ServerRef, Ticket
-from .base import GPUSpawnerBase
+from .form import GPUSpawnerForm
 from .progress import Progress
 from .queueing import Queueing
 from .removal import end_waits_first
 
 
-class Acquiring(GPUSpawnerBase):
+class Acquiring(GPUSpawnerForm):
     """The part of the mixin that asks the broker. Use :class:`GPUSpawnerMixin`, not this."""
 
     broker = AnyTrait(help="The broker; shared by all spawners of a hub through its settings.")

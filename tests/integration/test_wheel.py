@@ -47,7 +47,7 @@ PROBE = """
     from importlib.metadata import entry_points
     from gpuspawner.broker import Broker
     from gpuspawner.model import Request, ServerRef
-    from gpuspawner.spawners import base
+    from gpuspawner.spawners import form
     from gpuspawner.web import pages
 
     broker = Broker(device_source="simulated:2xT4")
@@ -61,7 +61,7 @@ PROBE = """
     print(json.dumps({
         "at": gpuspawner.__file__,
         "devices": len(lease.devices),
-        "form": bool(base._templates.get_template("form.html")),
+        "form": bool(form._templates.get_template("form.html")),
         "gpu": names,
         "files": sorted(
             path.suffix for path in pathlib.Path(gpuspawner.__file__).parent.rglob("*")

@@ -12,7 +12,7 @@ from gpuspawner.catalog import DeviceLimits, Environment
 from gpuspawner.ledger.pricing import Rate, Rates
 from gpuspawner.ledger.week import WeekHours
 from gpuspawner.model import MICRO, Account, Device
-from gpuspawner.spawners.prices import PriceLine, Prices
+from gpuspawner.pages.prices import PriceLine, Prices
 
 NOON = datetime(2026, 3, 2, 12, tzinfo=timezone.utc)
 """A Monday."""
