@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, NamedTuple
 
+from .markdown import first_words
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
@@ -114,8 +116,8 @@ class Environment:
 
     @property
     def card_text(self) -> str:
-        """The summary, or else the description's first paragraph as it is written."""
-        return self.summary or self.description.split("\n\n", 1)[0]
+        """The summary, or else the description's first paragraph; plain text."""
+        return self.summary or first_words(self.description)
 
     @property
     def image_digest(self) -> str:
