@@ -103,10 +103,21 @@ class Request:
 
 
 class Place(NamedTuple):
-    """A slot on a device. A tuple, because sets of all places under lease are made often."""
+    """A slot on a device."""
 
     uuid: str
     slot: int = 0
+
+    @property
+    def text(self) -> str:
+        """As one word, for whoever makes sets of very many: ``UUID:slot``."""
+        return f"{self.uuid}:{self.slot}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Place:
+        """The place that :attr:`text` names."""
+        uuid, _, slot = text.rpartition(":")
+        return cls(uuid, int(slot))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +195,8 @@ class Lease:
     """Microcredits by which it may take its account below zero."""
     waived: int = 0
     """Microcredits that it owed at its end and that were not charged: beyond the overdraft."""
+    refunded: int = 0
+    """Microcredits of what was charged that an admin gave back; ``charged`` is less by them."""
     told_dry: float | None = None
     """The last warning that the credits run low which was given, in minutes left."""
 

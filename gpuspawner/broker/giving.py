@@ -64,28 +64,34 @@ class Giving(Core):
                 self._note(connection, actor, "grant", account, detail, now)
         return done
 
-    def refund(self, lease_id: str, *, actor: str, reason: str) -> Lease:
-        """Give back all that a lease was charged: its device was sick, say. Once.
+    def refund(
+        self, lease_id: str, amount: int | None = None, *, actor: str, reason: str, key: str = ""
+    ) -> Lease:
+        """Give back so many microcredits of what a lease was charged, or all that is left of it:
+        its device was sick, say.
 
-        Raises UnknownLease, or InvalidRequest for a lease that goes on, that nothing was charged
-        for, or that was refunded before.
+        Never more than was charged, whatever came back before. The same ``key`` is done once.
+        Raises UnknownLease, InvalidRequest for a lease that goes on, that nothing was charged
+        for, or of which less is left, and LedgerError for a key that was used for another amount.
         """
         reason, now = checked_reason(reason, needed=True), self.clock()
         with self.store.write() as connection:
             lease = leases.get(connection, lease_id, lock=True)
-            _must_be_refundable(lease)
-            if book.reversed_of_lease(connection, lease.id, lease.account):
-                raise InvalidRequest(
-                    f"What lease {lease.id} was charged was reversed in part: reverse the rest of "
-                    "it too.",
-                    field="lease",
-                )
-            transfer = rules.refund(lease, at=now, actor=actor, reason=reason)
-            book.post(connection, transfer)
-            changes = {"charged": 0, "waived": 0, "outcome": REFUNDED}
+            key = rules.refund_key(lease.id, key or secrets.token_hex(8))
+            if (earlier := book.of_key(connection, key)) and amount is None:
+                return lease
+            if earlier is None:
+                amount = _refundable(connection, lease, amount)
+            assert amount is not None
+            transfer = rules.refund(lease, amount, key=key, at=now, actor=actor, reason=reason)
+            if not book.post(connection, transfer):
+                return lease
+            left = lease.charged - amount
+            outcome = lease.outcome if left else REFUNDED
+            changes = {"charged": left, "refunded": lease.refunded + amount, "outcome": outcome}
             leases.update(connection, lease.id, **changes)
             subject = f"lease {lease.id} of {lease.server}"
-            detail = f"{format_credits(lease.charged)} credits to {lease.account}: {reason}"
+            detail = f"{format_credits(amount)} credits to {lease.account}: {reason}"
             self._note(connection, actor, "refund", subject, detail, now)
             return leases.get(connection, lease.id)
 
@@ -227,6 +233,32 @@ class Giving(Core):
         )
 
 
+def _refundable(connection: sa.Connection, lease: Lease, amount: int | None) -> int:
+    """What is given back of what a lease was charged; None asks for all that is left of it.
+
+    Raises InvalidRequest.
+    """
+    _must_be_refundable(lease)
+    reversed_ = book.reversed_of_lease(connection, lease.id, lease.account)
+    left = min(lease.charged, lease.charged - reversed_)
+    if left <= 0:
+        raise InvalidRequest(
+            f"All that lease {lease.id} of {lease.server} was charged came back already: there is "
+            "nothing to refund.",
+            field="lease",
+        )
+    if amount is None:
+        return left
+    if not 0 < amount <= left:
+        raise InvalidRequest(
+            f"{format_credits(amount, 6)} credits cannot be given back for lease {lease.id} of "
+            f"{lease.server}: write more than 0 and at most {format_credits(left, 6)}, which is "
+            "what is left of its charges.",
+            field="amount",
+        )
+    return amount
+
+
 def _must_be_refundable(lease: Lease) -> None:
     """Raises InvalidRequest."""
     if lease.outcome == REFUNDED:
@@ -250,9 +282,18 @@ def _must_be_reversible(connection: sa.Connection, transfer: Transfer) -> None:
     """Raises InvalidRequest for what came back already."""
     if transfer.lease_id is None or transfer.kind is not TransferKind.CHARGE:
         return
-    if leases.get(connection, transfer.lease_id).outcome == REFUNDED:
+    lease = leases.get(connection, transfer.lease_id, lock=True)
+    if lease.outcome == REFUNDED:
         raise InvalidRequest(
             f"Lease {transfer.lease_id} was refunded: nothing is left to reverse.",
+            field="transfer",
+        )
+    left = lease.charged - book.reversed_of_lease(connection, lease.id, lease.account)
+    if -transfer.amount_for(lease.account) > left:
+        raise InvalidRequest(
+            f"Of what lease {lease.id} of {lease.server} was charged, "
+            f"{format_credits(max(0, left), 6)} credits are left, and this charge is more: refund "
+            "what is left of the lease instead.",
             field="transfer",
         )
 

@@ -135,21 +135,25 @@ def check_lease_postings(books: Books) -> Iterator[str]:
 
 
 def check_settled(books: Books) -> Iterator[str]:
-    """An ended lease was charged what it owed at its end; a failed start nothing, and so a server
-    that nobody came to, or could come to."""
+    """An ended lease was charged what it owed at its end, less what was given back; a failed start
+    nothing, and so a server that nobody came to, or could come to."""
     for lease in books.leases:
         if lease.state is not LeaseState.ENDED:
             continue
         if lease.ended_at is None:
             yield f"Lease {lease.id} has ended, but nobody wrote down when."
             continue
-        failed = lease.id in books.failed or lease.outcome in FREE
-        due = 0 if failed else owed(lease.rate, lease.started_at, lease.ended_at)
-        if lease.charged + lease.waived != due:
+        # What was refunded before parts could be is not written in the lease.
+        free = lease.id in books.failed or (lease.outcome in FREE and not lease.refunded)
+        due = 0 if free else owed(lease.rate, lease.started_at, lease.ended_at)
+        if lease.charged + lease.waived + lease.refunded != due:
+            given_back = f" and {lease.refunded} were given back" if lease.refunded else ""
             yield (
                 f"Lease {lease.id} has ended and owed {due} microcredits, but {lease.charged} "
-                "were charged."
+                f"were charged{given_back}."
             )
+        if lease.refunded < 0:
+            yield f"Lease {lease.id} got {lease.refunded} microcredits back."
         if lease.waived < 0 or (lease.waived and lease.when_dry != "overdraft"):
             yield (
                 f"Lease {lease.id} was let off {lease.waived} microcredits, and had no overdraft "

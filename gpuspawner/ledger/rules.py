@@ -221,11 +221,17 @@ def settle(lease: Lease, amount: int, ended_at: datetime) -> Transfer | None:
     return _move(source, target, abs(amount), kind, key, ended_at, ACTOR_BROKER, reason, lease.id)
 
 
-def refund(lease: Lease, *, at: datetime, actor: str, reason: str) -> Transfer:
-    """All that a lease was charged comes back, for an admin's reason. Once a lease."""
-    key, amount = f"refund:{lease.id}", lease.charged
+def refund(
+    lease: Lease, amount: int, *, key: str, at: datetime, actor: str, reason: str
+) -> Transfer:
+    """So many microcredits of what a lease was charged come back, for an admin's reason."""
     kind = TransferKind.REFUND
     return _move(SYSTEM_USAGE, lease.account, amount, kind, key, at, actor, reason, lease.id)
+
+
+def refund_key(lease_id: str, key: str) -> str:
+    """The key of a refund: what tells two refunds of one lease apart."""
+    return f"refund:{lease_id}:{key}"
 
 
 def reversal_key(transfer: str) -> str:

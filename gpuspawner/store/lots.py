@@ -103,7 +103,10 @@ def flow(connection: sa.Connection, account: str) -> Flow:
         .order_by(postings.c.id)
     )
     rows = connection.execute(query).all()
-    refunded = {lease: amount for _, amount, lease, is_back in rows if is_back}
+    refunded: dict[str, int] = {}
+    for _, amount, lease, is_back in rows:
+        if is_back:
+            refunded[lease] = refunded.get(lease, 0) + amount
     return Flow(_uses(connection, account, refunded), [(row[0], row[1]) for row in rows])
 
 

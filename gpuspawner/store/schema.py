@@ -123,6 +123,7 @@ leases = Table(
     Column("when_dry", Text, nullable=False, default="stop", server_default=text("'stop'")),
     Column("overdraft", BigInteger, nullable=False, default=0, server_default=text("0")),
     Column("waived", BigInteger, nullable=False, default=0, server_default=text("0")),
+    Column("refunded", BigInteger, nullable=False, default=0, server_default=text("0")),
     Column("told_dry", Float),
     CheckConstraint("state IN ('granted', 'running', 'ended')", name="leases_state"),
     CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="leases_end"),
