@@ -6,13 +6,11 @@ from functools import partial
 from typing import Any
 
 from .files import find, named_file, read_text
-from .kinds import day, line, long_text, server_path, url
+from .kinds import MOST_NAMED, day, line, long_text, server_path, url
 from .reading import Section, mapping, shown, text
 from .values import Framework, Link
 
 _FILES = ("packages", "sample_notebook", "changes")
-_MOST_NAMED = 50
-"""Frameworks, or links, of one environment."""
 
 
 def read_about(section: Section) -> dict[str, Any]:
@@ -36,9 +34,9 @@ def _named(section: Section, key: str, kind: Any) -> list[tuple[str, Any]]:
     """A mapping of names that people read, each value as ``kind`` makes it, in its order."""
     empty: dict[str, Any] = {}
     found = section.take(key, mapping, empty)
-    if len(found) > _MOST_NAMED:
+    if len(found) > MOST_NAMED:
         raise section.error(
-            key, f"'{key}' of {section.label} has {len(found)} lines; {_MOST_NAMED} are the most."
+            key, f"'{key}' of {section.label} has {len(found)} lines; {MOST_NAMED} are the most."
         )
     inner = Section(found, section.origin, (*section.path, key), f"'{key}' of {section.label}")
     for name in found:

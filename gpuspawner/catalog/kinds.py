@@ -19,6 +19,8 @@ MOST_LINE = 200
 """Characters of a text of one line."""
 MOST_TEXT = 20_000
 """Characters of a text of many lines."""
+MOST_NAMED = 50
+"""Frameworks, or links, of one environment."""
 
 FIRST_PAGES = {"lab": "/lab", "notebook": "/tree", "vscode": "/vscode/"}
 """Where a server opens, by what ``first_page`` calls it."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from .reading import Section, mapping
 
-_OWN_KEYS = ("image", "environment", "mem_limit", "cpu_limit", "shm_size", "default_url")
+OWN_KEYS = ("image", "environment", "mem_limit", "cpu_limit", "shm_size", "default_url")
 """Traits that an environment sets by a key of the same name."""
 
-_OWNED_TRAITS = {
+OWNED_TRAITS = {
     "allowed_images": "the catalog decides which images there are",
     "image_whitelist": "the catalog decides which images there are",
     "device_requests": "the lease decides which devices a server gets",
@@ -28,7 +28,7 @@ _OWNED_TRAITS = {
 }
 """Traits that no environment may set, and why."""
 
-_OWNED_INSIDE = {
+OWNED_INSIDE = {
     "extra_host_config": {
         "device_requests": "the lease decides which devices a server gets",
         "devices": "the lease decides which devices a server gets",
@@ -60,8 +60,8 @@ def read_override(section: Section) -> dict[str, Any]:
     override = section.take("spawner_override", mapping, empty)
     path = (*section.path, "spawner_override")
     for trait, value in override.items():
-        why = _OWNED_TRAITS.get(trait, "")
-        if trait in _OWN_KEYS:
+        why = OWNED_TRAITS.get(trait, "")
+        if trait in OWN_KEYS:
             why = "the environment has a key of that name"
         elif trait.startswith("gpu_"):
             why = "the spawner's configuration decides how GPUs get into servers"
@@ -71,7 +71,7 @@ def read_override(section: Section) -> dict[str, Any]:
                 f"'spawner_override' of {section.label} may not set {trait!r}: {why}. "
                 "Leave it out.",
             )
-        owned = _OWNED_INSIDE.get(trait, {})
+        owned = OWNED_INSIDE.get(trait, {})
         for key in owned.keys() & (value.keys() if isinstance(value, dict) else ()):
             raise section.origin.error(
                 (*path, trait, key),

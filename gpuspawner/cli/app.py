@@ -16,6 +16,8 @@ from .. import __version__
 from ..errors import ConfigError, GPUSpawnerError, StoreUnavailable
 from .audit import audit
 from .backup import backup, restore
+from .catalog import catalog
+from .catalog import grammar as catalog_grammar
 from .check import check
 from .config import DEFAULT_FILE, Settings, load, passwords, redact
 from .credits import accounts, statement
@@ -135,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
 
     refills_grammar(add("refills", refills, "List what is given again and again."), _common)
     rates_grammar(add("rates", rates, "List what GPU time costs, and change it."), _common)
+    catalog_grammar(add("catalog", catalog, "List the environments, and check them."), _common)
     _queue_actions(add("queue", queue, "List who waits in line, and why in this order."))
     for name, command, what in (
         ("pause", pause, "Give out no GPUs: what runs goes on, who waits waits on."),
