@@ -38,6 +38,7 @@ from .dry import Dry
 from .grants import Grants
 from .line import Line
 from .notices import Notices
+from .outlook import Outlooks
 from .reports import Reports
 from .sessions import Sessions
 from .watch import Look, Watch
@@ -50,7 +51,7 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants):
+class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlooks):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:

@@ -65,6 +65,12 @@ class Expected:
             self._estimator.withdrawn(ticket_id, now.timestamp())
         self._known -= gone
 
+    def guess(
+        self, newcomer: Waiting, ahead: int, now: float, most: float | None
+    ) -> Estimate | None:
+        """The estimate of a ticket if it were asked for now, of which nothing is kept."""
+        return self._estimator.guess(newcomer, now, ahead, most)
+
     def estimates(
         self, line: Sequence[Waiting], ahead: Ahead, latest: Mapping[str, float], now: float
     ) -> dict[str, Estimate]:

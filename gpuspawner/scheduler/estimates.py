@@ -168,6 +168,15 @@ class Estimator:
             self._keep(known, Look(now, pace, classes, estimate), keys)
         return estimate
 
+    def guess(
+        self, newcomer: Waiting, now: float, ahead: int, latest: float | None = None
+    ) -> Estimate | None:
+        """What :meth:`estimate` would say of a ticket that was asked for now; nothing is kept."""
+        pace = self._flow.seconds_for(ahead + newcomer.devices, newcomer.kinds, now)
+        keys, classes = _like(newcomer, 0.0, pace)
+        curve = self._curve(keys, now)
+        return None if curve is None else self._interval(curve, classes, pace, now, latest)
+
     # Steps of the above.
 
     def _curve(self, keys: tuple[Key, ...], now: float) -> Curve | None:

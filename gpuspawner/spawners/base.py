@@ -140,10 +140,6 @@ class GPUSpawnerBase(Hours, Spawner):
             raise spawn_exception(error) from None
         return {**super().run_options_from_form(rest), **choice.as_user_options()}
 
-    def options_from_query(self, query_data: Mapping[str, list[Any]]) -> dict[str, Any]:
-        """The same for ``opt-`` parameters of a link."""
-        return self.run_options_from_form(query_data)
-
     def resolve_options(self) -> tuple[Environment, Request]:
         """The environment and the request of this start, from ``user_options``.
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from datetime import timezone
-from typing import Any
 
 from jinja2 import Environment as Templates
 from jinja2 import PackageLoader
-from jupyterhub.utils import maybe_future
 
 from ..broker.payers import Payers
 from ..broker.view import Overview
@@ -17,20 +13,16 @@ from ..catalog import Catalog, Environment
 from ..errors import GPUSpawnerError, UnknownAccount
 from ..model import Account, DeviceStatus, format_credits, member_account
 from ..pages.prices import Prices, model_label
-from . import options
-from .base import GPUSpawnerBase
 from .hours import hour_choices, length, usual_label
+from .links import GPUSpawnerLinks
 from .payers import payer_choices
 
 _templates = Templates(
     loader=PackageLoader("gpuspawner.spawners"), autoescape=True, trim_blocks=True
 )
 
-_LIMITS = ("gpu_limit", "default_hours", "most_hours")
-"""Traits that decide what the form offers."""
 
-
-class GPUSpawnerForm(GPUSpawnerBase):
+class GPUSpawnerForm(GPUSpawnerLinks):
     """The part of the mixin that makes the form. Use :class:`GPUSpawnerMixin`, not this."""
 
     async def get_options_form(self) -> str:
@@ -46,29 +38,6 @@ class GPUSpawnerForm(GPUSpawnerBase):
                 return own + self.render_form(catalog, default_choice, overview, account, payers)
         except GPUSpawnerError as error:
             return own + _templates.get_template("unavailable.html").render(message=error.message)
-
-    async def _limits_of_groups(self) -> dict[str, Any]:
-        """What ``group_overrides`` will set at the start, of what the form shows."""
-        overrides = self.group_overrides
-        if callable(overrides):
-            overrides = await maybe_future(overrides(self))
-        found = {}
-        for name in sorted(overrides):
-            if self.group_names & set(overrides[name]["groups"]):
-                settings = overrides[name]["spawner_override"]
-                found.update({trait: settings[trait] for trait in _LIMITS if trait in settings})
-        return {trait: value(self) if callable(value) else value for trait, value in found.items()}
-
-    @contextmanager
-    def _set_for_now(self, values: Mapping[str, Any]) -> Iterator[None]:
-        before = {trait: getattr(self, trait) for trait in values}
-        try:
-            for trait, value in values.items():
-                self.set_trait(trait, value)
-            yield
-        finally:
-            for trait, value in before.items():
-                self.set_trait(trait, value)
 
     async def _account(self) -> Account:
         """The member's account; who comes for the first time gets the opening grant now."""
@@ -91,7 +60,7 @@ class GPUSpawnerForm(GPUSpawnerBase):
     ) -> str:
         """The form as HTML. Values that a member could have written are escaped."""
         environments = catalog.visible_to(self.group_names)
-        last = self._last_choice()
+        last = self.last_choice()
         chosen = next((e for e in environments if e.slug == last.environment), usual)
         limit = self.most_gpus()
         most = min(limit, max((e.devices.max for e in environments), default=0), overview.total)
@@ -124,11 +93,3 @@ class GPUSpawnerForm(GPUSpawnerBase):
             most_hours={slug: length(h.max) for slug, h in limits.items() if h.max is not None},
             show_environments=bool(self.catalog),
         )
-
-    def _last_choice(self) -> options.Choice:
-        """What this server was started with last time, if it can still be read."""
-        try:
-            stored = self.orm_spawner.user_options or {}
-            return options.parse(stored, foreign=True)
-        except GPUSpawnerError:
-            return options.Choice()
