@@ -14,8 +14,9 @@ from typing import Any
 
 from ..errors import ConfigError, InvalidRequest, NotAllowed
 from .kinds import WORKSPACE
+from .origin import Origin
 from .parse import parse
-from .reading import Origin, read_yaml, suggest
+from .reading import suggest
 from .values import (
     MOST_HOURS,
     DeviceLimits,
@@ -25,6 +26,7 @@ from .values import (
     Mount,
     SessionHours,
 )
+from .yaml_text import read_yaml
 
 __all__ = [
     "MOST_HOURS",

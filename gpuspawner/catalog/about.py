@@ -7,7 +7,8 @@ from typing import Any
 
 from .files import find, named_file, read_text
 from .kinds import MOST_NAMED, day, line, long_text, server_path, url
-from .reading import Section, mapping, shown, text
+from .origin import shown
+from .reading import Section, mapping, text
 from .values import Framework, Link
 
 _FILES = ("packages", "sample_notebook", "changes")

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from .kinds import plain_path
-from .reading import shown
+from .origin import shown
 
 MOST_BYTES = {
     "logo": 200_000,

@@ -9,7 +9,8 @@ from datetime import date, datetime
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from .reading import positive, shown, text, texts
+from .origin import shown
+from .reading import positive, text, texts
 from .values import MOST_HOURS
 
 WORKSPACE = "/home/jovyan/work"

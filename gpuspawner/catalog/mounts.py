@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .kinds import NAME, groups, inside, mode, source, target
-from .reading import Origin, Section, suggest, texts
+from .origin import Origin
+from .reading import Section, suggest, texts
 from .values import Mount
 
 

@@ -9,18 +9,9 @@ from typing import Any
 from . import kinds
 from .about import read_about
 from .mounts import check_targets, read_choice, read_dataset, read_shared_folder
+from .origin import Origin, shown
 from .overrides import read_override
-from .reading import (
-    Origin,
-    Section,
-    device_memory,
-    mapping,
-    positive,
-    shown,
-    size,
-    truth,
-    whole,
-)
+from .reading import Section, device_memory, mapping, positive, size, truth, whole
 from .values import DeviceLimits, Environment, Mount, SessionHours
 
 _REFUSED_VARIABLES = ("NVIDIA_", "CUDA_", "GPUSPAWNER_", "JUPYTERHUB_")
@@ -172,6 +163,8 @@ def _variables(section: Section) -> dict[str, str]:
             problem = "is set by gpuspawner for every server, and cannot be set here. Leave it out."
         elif not isinstance(value, str):
             problem = f"is {shown(value)}, not text. Put it in quotes."
+        elif "\0" in value:
+            problem = "holds a character that ends a text. Take it out."
         if problem:
             raise section.origin.error(
                 (*section.path, "environment", name),
