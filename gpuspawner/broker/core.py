@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ..model import Account, Lease, Place, Request, ServerRef, Ticket
+from ..model import Account, Lease, Request, ServerRef, Ticket
 from ..store import Store
 from .line import Line
 from .policies import DryPolicies
@@ -54,7 +54,7 @@ class Core(BrokerSettings, Prices, DryPolicies):
         """Take a ticket out of the line, for a reason that stays written."""
         raise NotImplementedError
 
-    def _grant_ticket(self, ticket: Ticket, look: Look, kept: frozenset[Place]) -> Lease:
+    def _grant_ticket(self, ticket: Ticket, look: Look, kept: frozenset[str]) -> Lease:
         raise NotImplementedError
 
     def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:

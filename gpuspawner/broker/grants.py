@@ -31,7 +31,7 @@ from ..model import (
     model_matches,
     parse_credits,
 )
-from ..store import book, closures, leases, notices, tickets
+from ..store import book, closures, granting, leases, notices, tickets
 from ..store.closures import GRANTING
 from . import view
 from .payers import Paying
@@ -40,7 +40,7 @@ from .queue import Queue, Terms, your_turn
 from .reads import Reads
 from .watch import Look
 
-PAUSED = Place(GRANTING)
+PAUSED = Place(GRANTING).text
 """Taken while granting is paused."""
 
 STOPPING = timedelta(minutes=2)
@@ -104,7 +104,7 @@ class Grants(Paying, Queue, Reads):
         self.log.info("Lease %s: %s got %s", lease.id, server, lease.uuids or "no device")
         return lease
 
-    def _grant_ticket(self, ticket: Ticket, look: Look, kept: frozenset[Place]) -> Lease:
+    def _grant_ticket(self, ticket: Ticket, look: Look, kept: frozenset[str]) -> Lease:
         """A lease for a ticket that waits, and the ticket's end, in one transaction.
 
         Nothing on the places ``kept`` for others. Raises TicketEnded if it waits no more.
@@ -147,26 +147,30 @@ class Grants(Paying, Queue, Reads):
         now: datetime,
         *,
         account: str,
-        kept: frozenset[Place] = frozenset(),
+        kept: frozenset[str] = frozenset(),
         shown_at: datetime | None = None,
         **terms: Any,
     ) -> Lease:
         """Choose the places, hold the credits and write the lease, in the caller's transaction."""
-        if leases.open_of(connection, server):
+        known = granting.read(connection, server, account)
+        if known.lease_id:
             raise ServerHasLease()
         places: tuple[Place, ...] = ()
         if request.devices:
-            taken = leases.places_taken(connection)
+            taken = known.taken
             if PAUSED in taken:
                 raise GrantingPaused(
                     why=closures.load(connection)[GRANTING].reason or "maintenance"
                 )
             places = look.fleet.choose(request, taken | kept if kept else taken)
         devices = tuple(_leased(place, look.fleet.by_uuid[place.uuid]) for place in places)
-        rates, priced = self.rates_in(connection), [look.fleet.by_uuid[x.uuid] for x in places]
+        rates = self.rates_in(connection) if known.has_rates else self.configured
+        priced = [look.fleet.by_uuid[x.uuid] for x in places]
         cards = (rates.card(at, request.environment) for at in priced_at(now, shown_at))
         rate = min(card.price(priced) for card in cards)
-        payer = self._payer_now(connection, account, now)
+        payer = known.account
+        if payer is None or known.is_paying or (known.first_due and known.first_due <= now):
+            payer = self._payer_now(connection, account, now)
         lead = self.lead(terms.get("seconds"))
         hold = rules.hold_for(rate, lead)
         self._check_credits(payer, hold, rate, lead)

@@ -135,9 +135,9 @@ class Line:
 
     # Parts of a sync.
 
-    def _sync_supply(self, fleet: Fleet, taken: frozenset[Place]) -> bool:
+    def _sync_supply(self, fleet: Fleet, taken: frozenset[str]) -> bool:
         before = self.supply
-        closed = {Place(uuid, 0) for uuid in self.closed if uuid in fleet.by_uuid}
+        closed = {Place(uuid).text for uuid in self.closed if uuid in fleet.by_uuid}
         free = fleet.free(taken | closed) - self.closed.keys()
         able = [
             d for d in fleet.devices if leasable(d) is None and d.uuid not in self.closed

@@ -27,6 +27,7 @@ from ..errors import (
 from ..ledger import rules
 from ..ledger.pricing import RateCard
 from ..model import Account, Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket
+from ..pool import texts
 from ..scheduler import Limits
 from ..store import closures, history, leases, notices, tickets
 from .line import kind_of, model_of
@@ -302,15 +303,16 @@ class Queue(Places, QueueSettings):
             return ticket
         return replace(ticket, last=True)
 
-    def _kept_for_others(self, ticket: Ticket) -> frozenset[Place]:
-        """Devices of other kinds than the one that the scheduler means for the ticket."""
+    def _kept_for_others(self, ticket: Ticket) -> frozenset[str]:
+        """Devices of other kinds than the one that the scheduler means for the ticket, as the
+        texts of their first places."""
         decision = self._decide()
         kind = decision.on.get(ticket.id)
         fleet = self.line.supply.fleet
         closed = {Place(uuid) for uuid in self.line.closed if uuid in fleet.by_uuid}
         if kind is None:
-            return frozenset(closed)
-        return frozenset(closed | {Place(d.uuid) for d in fleet.devices if kind_of(d) != kind})
+            return texts(closed)
+        return texts(closed | {Place(d.uuid) for d in fleet.devices if kind_of(d) != kind})
 
 
 def _must_be_within(limit: Limits, ticket: Ticket) -> None:

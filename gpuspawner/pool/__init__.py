@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .matching import suitable
 from .refusals import format_memory
-from .rules import Fleet, choose, free_places, leasable, occupied
+from .rules import Fleet, choose, free_places, leasable, occupied, texts
 
 __all__ = [
     "Fleet",
@@ -15,4 +15,5 @@ __all__ = [
     "leasable",
     "occupied",
     "suitable",
+    "texts",
 ]

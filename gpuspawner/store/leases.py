@@ -26,8 +26,11 @@ _left = leases.c.hold - leases.c.charged
 # As one text and not as rows: a grant reads it, and hundreds of new objects each time make
 # Python collect garbage more often, with the hub standing still meanwhile.
 _place = lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text)
-_closed = sa.select(sa.func.aggregate_strings(closures.c.subject + ":0", " ")).scalar_subquery()
-_PLACES = Prepared(sa.select(sa.func.aggregate_strings(_place, " "), _closed).where(OPEN_PLACE))
+_space = sa.literal_column("' '")  # not a parameter: those it cannot be compiled with
+PLACES = sa.select(sa.func.aggregate_strings(_place, _space)).where(OPEN_PLACE)
+CLOSED = sa.select(sa.func.aggregate_strings(closures.c.subject + ":0", _space))
+"""Together they are what :func:`places_taken` reads."""
+_PLACES = Prepared(PLACES.add_columns(CLOSED.scalar_subquery()))
 _TAKEN = Prepared(
     sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(OPEN_PLACE)
 )
@@ -57,10 +60,12 @@ _WITH_AN_END = Prepared(
         OPEN_LEASE, (leases.c.outcome != sa.literal_column("''")) | leases.c.seconds.isnot(None)
     )
 )
+PAYS = sa.and_(OPEN_LEASE, leases.c.started_at.isnot(None), leases.c.rate > sa.literal_column("0"))
+"""True of the leases that cost something while they run."""
 _paying = (
     sa.select(*_SELECTED[:_AT_PLACE], accounts.c.balance)
     .join(accounts, accounts.c.name == leases.c.account)
-    .where(OPEN_LEASE, leases.c.started_at.isnot(None), leases.c.rate > sa.literal_column("0"))
+    .where(PAYS)
     .order_by(leases.c.granted_at, leases.c.id)
 )
 _PAYING = Prepared(_paying)
@@ -71,7 +76,7 @@ _SUMS = Prepared(
         leases.c.warned_at.isnot(None) | leases.c.told_dry.isnot(None),
     )
     .join(accounts, accounts.c.name == leases.c.account)
-    .where(OPEN_LEASE, leases.c.started_at.isnot(None), leases.c.rate > sa.literal_column("0"))
+    .where(PAYS)
 )
 _PAID_BY = Prepared(_paying.where(leases.c.account == sa.bindparam("name")))
 _INSERT = Prepared(sa.insert(leases), ("user", "server_name", *_LEASE_FIELDS))
@@ -94,16 +99,11 @@ def taken(connection: sa.Connection) -> dict[Place, str]:
     return {Place(uuid, slot): lease for uuid, slot, lease in _TAKEN.rows(connection)}
 
 
-def places_taken(connection: sa.Connection) -> frozenset[Place]:
-    """Every place under an open lease, and what is closed to new ones (``granting`` for all)."""
-    (texts,) = _PLACES.rows(connection)
-    return frozenset(map(_read_place, " ".join(filter(None, texts)).split()))
-
-
-@lru_cache(maxsize=65536)
-def _read_place(text: str) -> Place:
-    uuid, _, slot = text.rpartition(":")
-    return Place(uuid, int(slot))
+def places_taken(connection: sa.Connection) -> frozenset[str]:
+    """The places of all open leases as texts, and the first place of all that is closed (the one
+    on "granting" for all)."""
+    (found,) = _PLACES.rows(connection)
+    return frozenset(" ".join(filter(None, found)).split())
 
 
 def insert(connection: sa.Connection, lease: Lease) -> None:

@@ -18,7 +18,9 @@ _COLUMNS = (
     *(rates.c.amount, rates.c.model, rates.c.environment, rates.c.slots, rates.c.hours),
     *(rates.c.zone, rates.c.since, rates.c.id, rates.c.set_at, rates.c.actor, rates.c.reason),
 )
-_HELD = Prepared(sa.select(*_COLUMNS).where(rates.c.removed_at.is_(None)).order_by(rates.c.id))
+HOLDS = rates.c.removed_at.is_(None)
+"""True of the rates that were not removed."""
+_HELD = Prepared(sa.select(*_COLUMNS).where(HOLDS).order_by(rates.c.id))
 
 
 def load(connection: sa.Connection) -> list[Rate]:

@@ -1,0 +1,74 @@
+"""What a grant must know of the store, read in one statement.
+
+A hub that starts a server does so beside its event loop, and each statement is a hand-over of
+Python's lock. So what a grant nearly always finds absent (rates that an admin set, other servers
+on the same account) is only said to be there or not; who needs it reads it then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+import sqlalchemy as sa
+
+from ..model import Account, ServerRef
+from .leases import CLOSED, HELD, PAYS, PLACES
+from .prepared import Prepared
+from .rates import HOLDS
+from .schema import OPEN_LEASE, OPEN_LOT, accounts, leases, lots, rates
+
+_of_account = sa.bindparam("account", type_=sa.Text)
+_server = (
+    leases.c.user == sa.bindparam("member"),
+    leases.c.server_name == sa.bindparam("server"),
+)
+_paying = sa.select(leases.c.id).where(PAYS, leases.c.account == _of_account)
+_due = sa.select(sa.func.min(lots.c.ends_at)).where(OPEN_LOT, lots.c.account == _of_account)
+_balance = sa.select(accounts.c.balance).where(accounts.c.name == _of_account)
+_held = HELD.where(leases.c.account == _of_account)
+_ALL = Prepared(
+    sa.select(
+        sa.select(leases.c.id).where(*_server, OPEN_LEASE).scalar_subquery(),
+        PLACES.scalar_subquery(),
+        CLOSED.scalar_subquery(),
+        sa.exists(sa.select(rates.c.id).where(HOLDS)),
+        _due.scalar_subquery(),
+        sa.exists(_paying),
+        _balance.scalar_subquery(),
+        _held.scalar_subquery(),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What there is before a grant, at one moment."""
+
+    lease_id: str | None
+    """The open lease of the server, if it has one."""
+    taken: frozenset[str]
+    """As :func:`gpuspawner.store.leases.places_taken` has it."""
+    has_rates: bool
+    """Whether an admin set any that hold or will."""
+    first_due: datetime | None
+    """When the first lot of the account ends whose end is not written down yet."""
+    is_paying: bool
+    """Whether the account pays for a server that runs."""
+    account: Account | None
+    """The account that is to pay, if it is open; less nothing that is owed and not charged."""
+
+
+def read(connection: sa.Connection, server: ServerRef, account: str) -> Known:
+    """What a grant to this server, paid by this account, must know."""
+    ((lease_id, places, closed, has_rates, due, is_paying, balance, held),) = _ALL.rows(
+        connection, member=server.user, server=server.name, account=account
+    )
+    return Known(
+        lease_id=lease_id,
+        taken=frozenset(f"{places or ''} {closed or ''}".split()),
+        has_rates=has_rates,
+        first_due=due,
+        is_paying=is_paying,
+        account=None if balance is None else Account(name=account, balance=balance, held=int(held)),
+    )
