@@ -119,6 +119,42 @@ class CannotStop(Refused):
     status_code = 409
 
 
+class WorkspaceFull(Refused):
+    """Your files take {used} of {limit}: nothing is left to work with. Start without a GPU, delete
+    what you do not need, and start with a GPU again."""
+
+    reason = "workspace_full"
+    status_code = 507
+
+
+class WorkspaceBusy(Refused):
+    """Your files cannot be used just now: {what}. Try again in a while, or ask your admin."""
+
+    reason = "workspace_busy"
+    status_code = 409
+
+
+class UnknownWorkspace(Refused):
+    """There is no workspace {name!r}: `gpuspawner workspaces` lists them."""
+
+    reason = "unknown_workspace"
+    status_code = 404
+
+
+class UnknownFolder(Refused):
+    """There is no shared folder {folder!r} that you may use."""
+
+    reason = "unknown_folder"
+    status_code = 404
+
+
+class FolderRefused(Refused):
+    """The shared folder was not changed: {why}."""
+
+    reason = "folder"
+    status_code = 409
+
+
 class GrantingPaused(Refused):
     """No GPUs are given out just now: {why}. You can start without a GPU."""
 
@@ -159,6 +195,12 @@ class AnotherHubGrants(Unavailable):
     Stop the other hub, or give this one a database of its own (c.Broker.database_url)."""
 
     reason = "another_hub"
+
+
+class QuotaUnavailable(Unavailable):
+    """A quota for {path} cannot be kept: {why}."""
+
+    reason = "quota_unavailable"
 
 
 class StartFailed(GPUSpawnerError):

@@ -35,6 +35,7 @@ from . import view
 from .admin import Admin
 from .bulk import BulkGrants
 from .dry import Dry
+from .folders import Folders
 from .grants import Grants
 from .line import Line
 from .notices import Notices
@@ -51,7 +52,7 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlooks):
+class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlooks, Folders):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:

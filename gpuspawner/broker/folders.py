@@ -1,0 +1,279 @@
+"""Folders that members share: made, offered, taken, left, handed on and deleted by themselves."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+import sqlalchemy as sa
+
+from ..errors import FolderRefused, NotAllowed, UnknownFolder
+from ..model import member_account
+from ..store import book, closures, folders
+from ..store.folders import Folder, Invited
+from ..workspaces.names import check_name, is_same, told_apart
+from .files import Files
+
+MOST_MEMBERS = 500
+"""Whom one folder can be shared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderMount:
+    """A shared folder as a server of somebody gets it."""
+
+    source: str
+    """A directory of the engine's machine, or a volume: made from the folder's id."""
+    name: str
+    """What it is called below ``~/shared``."""
+    write: bool
+    folder_id: str
+
+
+class Folders(Files):
+    """The part of the broker that keeps shared folders. ``actor`` is who asks."""
+
+    def folders(self, user: str) -> Sequence[Folder]:
+        """Those that a member owns or was invited to, the oldest first."""
+        return self.store.run(lambda connection: folders.of_user(connection, user))
+
+    def all_folders(self) -> Sequence[Folder]:
+        """Everybody's, the deleted ones too."""
+        return self.store.run(folders.every)
+
+    def folder(self, folder_id: str) -> Folder:
+        """One of them, whosever it is. Raises UnknownFolder."""
+        return self.store.run(lambda connection: folders.get(connection, folder_id))
+
+    def folder_place(self, folder_id: str) -> str:
+        """Where the files of a folder lie."""
+        return self.folder_source.replace("{id}", folder_id)
+
+    def folder_mounts(self, user: str) -> list[FolderMount]:
+        """What the next server of a member gets, those first that they have had longest."""
+        if not self.folder_source:
+            return []
+        had: list[tuple[datetime, Folder]] = []
+        for folder in self.folders(user):
+            if (since := folder.since(user)) is not None:
+                had.append((since, folder))
+        mine = [folder for _, folder in sorted(had, key=lambda x: (x[0], x[1].id))]
+        called = told_apart((folder.id, folder.name) for folder in mine)
+        return [
+            FolderMount(self.folder_place(f.id), called[f.id], f.writes(user), f.id) for f in mine
+        ]
+
+    # What members do.
+
+    def make_folder(self, name: str, *, actor: str) -> Folder:
+        """Make an empty folder. Raises InvalidRequest, or FolderRefused when they have too many."""
+        name = check_name(name)
+        if not self.folder_source or "{id}" not in self.folder_source:
+            raise FolderRefused(
+                "Members cannot make shared folders on this hub. Ask your admin, who can set "
+                "c.Broker.folder_source."
+            )
+        made = Folder(id=secrets.token_hex(8), name=name, owner=actor, made_at=self.clock())
+        with self.store.write() as connection:
+            self._must_be_new_folder(connection, name, actor)
+            folders.insert(connection, made)
+            self._note_folder(connection, made, "make folder", actor)
+        return made
+
+    def invite(self, folder_id: str, user: str, *, write: bool, actor: str) -> Folder:
+        """Offer a folder of one's own to another member, to read or to write too.
+
+        Who has accepted keeps it, with what they may do now. Raises UnknownFolder, NotAllowed
+        for who does not own it, and FolderRefused.
+        """
+        user, now = user.strip(), self.clock()
+        with self.store.write() as connection:
+            folder = self._own_folder(connection, folder_id, actor)
+            if user == folder.owner:
+                raise FolderRefused(why=f"{user} owns it, and has it already")
+            if not user or book.find(connection, member_account(user)) is None:
+                raise FolderRefused(
+                    why=f"nobody named {user[:60]!r} has signed in on this hub; write their name "
+                    "as they sign in"
+                )
+            before = folder.invited(user)
+            if before and before.write == write:
+                return folder
+            if not before and len(folder.members) >= MOST_MEMBERS:
+                raise FolderRefused(why=f"it is shared with {MOST_MEMBERS} members, the most")
+            accepted = before.accepted_at if before else None
+            folders.invite(connection, folder_id, Invited(user, write, actor, now, accepted))
+            how = "read and write" if write else "read"
+            self._note_folder(connection, folder, "invite", actor, f"{user}, to {how}")
+            return folders.get(connection, folder_id)
+
+    def accept(self, folder_id: str, *, actor: str) -> Folder:
+        """Take what was offered: the next server gets it. Raises UnknownFolder."""
+        with self.store.write() as connection:
+            folder = self._seen_folder(connection, folder_id, actor)
+            mine = folder.invited(actor)
+            if mine is None or mine.accepted_at is not None:
+                return folder  # it is theirs already
+            folders.invite(connection, folder_id, replace(mine, accepted_at=self.clock()))
+            self._note_folder(connection, folder, "accept folder", actor)
+            return folders.get(connection, folder_id)
+
+    def leave(self, folder_id: str, *, actor: str) -> None:
+        """Give a folder of somebody else's back, or say no to it. Raises UnknownFolder, and
+        FolderRefused for the owner."""
+        with self.store.write() as connection:
+            folder = self._seen_folder(connection, folder_id, actor)
+            if folder.owner == actor:
+                raise FolderRefused(
+                    why="you own it: hand it on to a member of it first, or delete it"
+                )
+            folders.uninvite(connection, folder_id, actor)
+            self._note_folder(connection, folder, "leave folder", actor)
+
+    def uninvite(self, folder_id: str, user: str, *, actor: str) -> Folder:
+        """Share a folder of one's own with somebody no more: their next server has it not.
+
+        Raises UnknownFolder, NotAllowed and FolderRefused.
+        """
+        with self.store.write() as connection:
+            folder = self._own_folder(connection, folder_id, actor)
+            if not folders.uninvite(connection, folder_id, user):
+                raise FolderRefused(why=f"it is not shared with {user[:60]!r}")
+            self._note_folder(connection, folder, "uninvite", actor, user)
+            return folders.get(connection, folder_id)
+
+    def hand_on(self, folder_id: str, user: str, *, actor: str, admin: bool = False) -> Folder:
+        """Make somebody else the owner: a member who has accepted it, or whom an admin says.
+
+        Who owned it keeps it as a member, unless they left the hub. Raises UnknownFolder,
+        NotAllowed and FolderRefused.
+        """
+        user = user.strip()
+        with self.store.write() as connection:
+            folder = self._own_folder(connection, folder_id, actor, admin=admin)
+            has_it = user == folder.owner or folder.since(user) is not None
+            if not admin and not has_it:
+                raise FolderRefused(
+                    why=f"{user[:60]!r} is no member of it: invite them, and hand it on when they "
+                    "have accepted"
+                )
+            if not user or book.find(connection, member_account(user)) is None:
+                raise FolderRefused(why=f"nobody named {user[:60]!r} has signed in on this hub")
+            if user == folder.owner and folder.left_at is None:
+                return folder
+            folders.uninvite(connection, folder_id, user)
+            if folder.left_at is None:
+                now = self.clock()
+                before = Invited(folder.owner, True, actor, now, now)
+                folders.invite(connection, folder_id, before)
+            folders.update(connection, folder_id, owner=user, left_at=None)
+            self._note_folder(
+                connection, folder, "hand on folder", actor, f"{folder.owner} to {user}"
+            )
+            return folders.get(connection, folder_id)
+
+    def delete_folder(
+        self, folder_id: str, name: str, *, actor: str, admin: bool = False
+    ) -> Folder:
+        """Take a folder away from everybody; ``name`` is its own, written out once more.
+
+        The files stay until an admin removes them for good, and an admin can bring it back.
+        Raises UnknownFolder, NotAllowed and FolderRefused.
+        """
+        with self.store.write() as connection:
+            folder = self._own_folder(connection, folder_id, actor, admin=admin)
+            if name.strip() != folder.name:
+                raise FolderRefused(
+                    why=f"to delete it, write its name, {folder.name}, and not {name[:60]!r}"
+                )
+            folders.update(connection, folder_id, deleted_at=self.clock())
+            self._note_folder(connection, folder, "delete folder", actor)
+            return folders.get(connection, folder_id)
+
+    # What admins do, and what the Hub says.
+
+    def bring_back(self, folder_id: str, *, actor: str) -> Folder:
+        """Undo a deletion. Raises UnknownFolder, and FolderRefused when it is not deleted."""
+        with self.store.write() as connection:
+            folder = folders.get(connection, folder_id, lock=True)
+            if folder.deleted_at is None:
+                raise FolderRefused(why="it is not deleted")
+            folders.update(connection, folder_id, deleted_at=None)
+            self._note_folder(connection, folder, "bring back folder", actor)
+            return folders.get(connection, folder_id)
+
+    def forget_folder(self, folder_id: str, *, actor: str) -> None:
+        """Forget a deleted folder, whose files are gone for good. Raises FolderRefused."""
+        with self.store.write() as connection:
+            folder = folders.get(connection, folder_id, lock=True)
+            if folder.deleted_at is None:
+                raise FolderRefused(why="it is not deleted: somebody may have files in it")
+            folders.remove(connection, folder_id)
+            self._note_folder(connection, folder, "remove folder", actor)
+
+    def member_left(self, user: str, *, actor: str = "gpuspawner") -> int:
+        """A member was removed at the Hub: what was shared with them is theirs no more.
+
+        Folders that they own wait for an admin who hands them on; whoever gets the same name
+        later has none of it. How many folders that concerns.
+        """
+        now, touched = self.clock(), 0
+        with self.store.write() as connection:
+            for folder in folders.of_user(connection, user):
+                if folder.owner == user and folder.left_at is None:
+                    folders.update(connection, folder.id, left_at=now)
+                    self._note_folder(connection, folder, "owner left", actor, user)
+                    touched += 1
+                elif folders.uninvite(connection, folder.id, user):
+                    self._note_folder(connection, folder, "member left", actor, user)
+                    touched += 1
+        return touched
+
+    # Steps of the above.
+
+    def _seen_folder(self, connection: sa.Connection, folder_id: str, user: str) -> Folder:
+        """A folder that this member may know of. Raises UnknownFolder for any other."""
+        folder = folders.get(connection, folder_id, lock=True)
+        mine = folder.owner == user and folder.left_at is None
+        if folder.deleted_at is not None or not (mine or folder.invited(user)):
+            raise UnknownFolder(folder=folder_id)
+        return folder
+
+    def _own_folder(
+        self, connection: sa.Connection, folder_id: str, user: str, *, admin: bool = False
+    ) -> Folder:
+        """A folder that this member may change. Raises UnknownFolder or NotAllowed."""
+        if admin:
+            folder = folders.get(connection, folder_id, lock=True)
+            if folder.deleted_at is not None:
+                raise FolderRefused(why="it is deleted: bring it back first")
+            return folder
+        folder = self._seen_folder(connection, folder_id, user)
+        if folder.owner != user:
+            raise NotAllowed(f"The folder {folder.name} is {folder.owner}'s: only they change it.")
+        return folder
+
+    def _must_be_new_folder(self, connection: sa.Connection, name: str, owner: str) -> None:
+        mine = [f for f in folders.of_user(connection, owner) if f.owner == owner]
+        if any(is_same(folder.name, name) for folder in mine):
+            raise FolderRefused(why=f"you have a folder named {name} already")
+        if len(mine) >= self.most_folders:
+            raise FolderRefused(
+                why=f"you have made {len(mine)}, and {self.most_folders} is the most: delete one "
+                "that you do not need"
+            )
+
+    def _note_folder(
+        self, connection: sa.Connection, folder: Folder, action: str, actor: str, detail: str = ""
+    ) -> None:
+        subject = f"folder {folder.id} ({folder.name})"
+        closures.note(
+            connection,
+            at=self.clock(),
+            actor=actor,
+            action=action,
+            subject=subject,
+            detail=detail,
+        )

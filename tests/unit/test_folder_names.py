@@ -1,0 +1,89 @@
+"""Names of folders. Real: nothing but the rule."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuspawner.errors import InvalidRequest
+from gpuspawner.workspaces.names import LONGEST, check_name, is_same, told_apart
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Thesis",
+        "Klausur 2026 (neu)",
+        "数据集",
+        "данные",
+        "بيانات",
+        "दस्तावेज़",
+        "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+        "Zoë's notes",
+        "1.2_final-version",
+        "🚀 launch",
+    ],
+)
+def test_names_in_any_script_are_kept(name: str) -> None:
+    assert check_name(f"  {name} ") == unicodedata.normalize("NFC", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("", "give the folder a name"),
+        ("   ", "give the folder a name"),
+        ("..", "begins with a letter or a digit"),
+        ("../etc", "'/' may not be in it"),
+        ("a/b", "'/' may not be in it"),
+        ("a\\b", "may not be in it"),
+        ("a:rw", "':' may not be in it"),
+        (".ssh", "begins with a letter or a digit"),
+        ("-rf", "begins with a letter or a digit"),
+        ("a\nb", "may not be in it"),
+        ("a\x00b", "may not be in it"),
+        ("a\u202etxt.exe", "may not be in it"),
+        ("\u200dnothing", "begins with a letter or a digit"),
+        ("{username}", "'{' may not be in it"),
+        ("<script>", "'<' may not be in it"),
+        ("x" * (LONGEST + 1), "60 is the most"),
+        (7, "is text"),
+        (None, "is text"),
+    ],
+)
+def test_what_is_no_name_is_refused_in_words(name: object, says: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_name(name)
+    assert says in refused.value.message
+    assert refused.value.message.isprintable()
+
+
+@given(st.text(max_size=80))
+def test_what_passes_is_one_part_of_a_path_and_stays_as_it_is(text: str) -> None:
+    try:
+        name = check_name(text)
+    except InvalidRequest as error:
+        assert error.message.isprintable()
+        return
+    assert check_name(name) == name
+    assert not set(name) & set("/\\:\x00") and name not in (".", "..")
+    assert len(f"{name} (01234567)".encode()) <= 255
+
+
+@given(
+    st.lists(
+        st.sampled_from(["Data", "data", "\uff24\uff21\uff34\uff21", "x", "x (00000001)"]),
+        max_size=9,
+    )
+)
+def test_folders_of_one_name_are_told_apart(names: list[str]) -> None:
+    ids = [f"{number:08x}" for number in range(len(names))]
+    called = told_apart(zip(ids, names, strict=True))
+    assert list(called) == ids
+    labels = list(called.values())
+    assert not any(is_same(one, other) for n, one in enumerate(labels) for other in labels[n + 1 :])
+    if names:
+        assert called[ids[0]] == names[0]
