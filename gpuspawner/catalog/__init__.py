@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, InvalidRequest, NotAllowed
+from .files import read_bytes
 from .kinds import WORKSPACE
 from .origin import Origin
 from .parse import parse
@@ -40,6 +41,9 @@ __all__ = [
     "SessionHours",
     "load",
 ]
+
+MOST_BYTES = 16_000_000
+"""The largest file that is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +170,16 @@ def load(path: str | os.PathLike[str]) -> Catalog:
     """The catalog in the file at ``path``. Raises ConfigError."""
     name = os.fspath(path)
     try:
-        text = Path(name).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{name}: this is not text in UTF-8. Save it as UTF-8.") from None
+        data = read_bytes(name, MOST_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"The catalog {name} cannot be read: {error.strerror}. Check the path and who may read "
             "it."
         ) from None
+    if len(data) > MOST_BYTES:
+        raise ConfigError(f"{name} has more than {MOST_BYTES} bytes: this is no catalog.")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: this is not text in UTF-8. Save it as UTF-8.") from None
     return Catalog.from_text(text, name, Path(name).parent)

@@ -79,10 +79,19 @@ def read(folder: Path, key: str, name: str) -> bytes:
     """What is in the file. Raises ValueError as :func:`find` does, also when it is gone."""
     path = find(folder, key, name)
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            return file.read(MOST_BYTES[key])
+        return read_bytes(path, MOST_BYTES[key])
     except OSError as error:
         raise ValueError(f"names {shown(name)}, which cannot be read: {error.strerror}.") from None
+
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """The first bytes of a file, or of what takes its place; waits for nobody. Raises OSError."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with open(path, "rb", opener=opener) as file:
+        return file.read(most) or b""
 
 
 def read_text(folder: Path, key: str, name: str) -> str:

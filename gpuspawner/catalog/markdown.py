@@ -58,5 +58,7 @@ def first_words(text: str, most: int = 200) -> str:
             )
             if words.strip():
                 words = " ".join(words.split())
-                return words if len(words) <= most else words[: most - 3].rstrip() + "..."
+                if len(words) > most:
+                    words = words[: most - 3].rpartition(" ")[0] + "..."
+                return words
     return ""

@@ -229,7 +229,7 @@ class _Values:
             return node.text
         try:
             return self.meaning.construct_object(yaml.ScalarNode(tag, node.text, node.mark))
-        except (ValueError, KeyError, AttributeError, ArithmeticError):  # such as 2025-13-01
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
             raise _error(
                 self.name,
                 node,

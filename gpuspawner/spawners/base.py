@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from jupyterhub.spawner import Spawner, SpawnException
@@ -14,7 +12,8 @@ from traitlets import Any as AnyTrait
 from traitlets import Integer, Unicode, Union, default
 
 from ..broker import Terms
-from ..catalog import Catalog, DeviceLimits, Environment, load
+from ..catalog import Catalog, DeviceLimits, Environment
+from ..catalog.watched import watched
 from ..errors import GPUSpawnerError, InvalidRequest
 from ..ledger.payers import check_payer
 from ..model import Request
@@ -35,7 +34,9 @@ class GPUSpawnerBase(Hours, Spawner):
         help="""
         The YAML file with the environments that members choose from.
 
-        Without one there is a single environment: the spawner's own image. Example::
+        Without one there is a single environment: the spawner's own image. An edit counts from
+        the next form or start on; one that is not right changes nothing, and is said in the log
+        and to admins on the form. Example::
 
             c.GPUSpawnerMixin.catalog = "/etc/jupyterhub/catalog.yaml"
         """,
@@ -77,16 +78,16 @@ class GPUSpawnerBase(Hours, Spawner):
     # The catalog.
 
     def load_catalog(self) -> Catalog:
-        """The catalog as the file is now. Raises ConfigError when it was never valid."""
+        """The catalog as the file is now, or as it last was right. Raises ConfigError."""
         if not self.catalog:
             return Catalog.single(devices=DeviceLimits(default=1, max=options.MOST_GPUS))
-        path = Path(self.catalog)
-        kept = self.user.settings.setdefault("gpuspawner_catalogs", {})
-        stamp = path.stat().st_mtime_ns if path.exists() else 0
-        if kept.get(path, (None, None))[0] != stamp:
-            kept[path] = (stamp, load(os.fspath(path)))
-        catalog: Catalog = kept[path][1]
-        return catalog
+        return watched(self.user.settings, self.catalog, self.log).current()
+
+    def catalog_problem(self) -> str:
+        """For an admin: why the newest edit of the catalog does not hold; else empty."""
+        if not self.catalog or not self.user.admin:
+            return ""
+        return watched(self.user.settings, self.catalog, self.log).problem
 
     @property
     def group_names(self) -> frozenset[str]:

@@ -74,6 +74,7 @@ class GPUSpawnerForm(GPUSpawnerLinks):
         who = [(choice.value, paying[choice.value]) for choice in offered] or [("", account)]
         return _templates.get_template("form.html").render(
             environments=environments,
+            catalog_problem=self.catalog_problem(),
             chosen=chosen,
             overview=overview,
             silent=[v.device for v in overview.devices if v.device.status is DeviceStatus.UNKNOWN],

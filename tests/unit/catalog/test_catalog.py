@@ -14,7 +14,7 @@ import pytest
 from gpuspawner.catalog import Catalog, DeviceLimits, Environment, Mount, SessionHours, load
 from gpuspawner.errors import ConfigError, InvalidRequest, NotAllowed
 
-SHIPPED = Path(__file__).parents[2] / "hub_config" / "catalog.yaml"
+SHIPPED = Path(__file__).parents[3] / "hub_config" / "catalog.yaml"
 
 DIGEST = "0123456789abcdef" * 4
 

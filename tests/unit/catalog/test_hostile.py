@@ -1,0 +1,169 @@
+"""Catalogs that nobody would write by hand: very large, repeating, endless, or made by chance."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gpuspawner.catalog import Catalog
+from gpuspawner.catalog.schema import schema
+from gpuspawner.errors import ConfigError
+
+KEYS = sorted(schema()["properties"]["environments"]["items"]["properties"])
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Catalog.from_text(text)
+    return caught.value.message
+
+
+def test_ten_thousand_environments_are_read_and_found() -> None:
+    text = "environments:\n" + "".join(
+        f"  - {{slug: e-{n}, image: 'lab:{n}', devices: {{max: 4}}, allowed_groups: [g{n % 7}]}}\n"
+        for n in range(10_000)
+    )
+    read = Catalog.from_text(text)
+    assert len(read.environments) == 10_000
+    assert read.get("e-9999").image == "lab:9999"
+    assert len(read.visible_to(["g3"])) == 1429
+
+
+def test_aliases_do_not_multiply_without_end() -> None:
+    """Nine levels of ten aliases each: a thousand million values in a few lines."""
+    bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
+    )
+    assert "aliases repeat too much of what is written" in refusal(bomb)
+    many = "a0: &a0 {k: x}\n" + "".join(
+        f"a{n}: &a{n} {{{', '.join(f'k{i}: *a{n - 1}' for i in range(10))}}}\n"
+        for n in range(1, 10)
+    )
+    assert "aliases repeat too much of what is written" in refusal(many)
+
+
+def test_merge_keys_do_not_multiply_at_all() -> None:
+    bomb = "a0: &a0 {k: x}\n" + "".join(
+        f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}], k{n}: x}}\n" for n in range(1, 30)
+    )
+    assert "the catalog has no 'environments'" in refusal(bomb)
+    wide = ", ".join(f"k{n}: x" for n in range(2000))
+    assert "aliases repeat too much" in refusal(f"a: &a {{{wide}}}\nb:\n" + "- {<<: *a}\n" * 2000)
+
+
+def test_a_large_catalog_may_share_what_its_environments_have_in_common() -> None:
+    shared = "  - &base {slug: base, image: lab, mem_limit: 4G, cpu_limit: 2, links: {A: /a}}\n"
+    text = (
+        "environments:\n"
+        + shared
+        + "".join(f"  - {{<<: *base, slug: e-{n}}}\n" for n in range(10_000))
+    )
+    assert Catalog.from_text(text).get("e-77").mem_limit == 4 * 2**30
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "- " * 100_000, "? " * 5000])
+def test_endless_nesting_is_refused(text: str) -> None:
+    assert re.match(r"catalog.yaml, line 1: this is (nested too deeply|not valid)", refusal(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: &a {<<: *a}", "a: &a [*a]", "a: &a {b: {<<: *a}}", "a: &a {b: &b {<<: *a}, c: *b}"],
+)
+def test_what_refers_to_itself_is_refused(text: str) -> None:
+    assert "refers to itself" in refusal(text)
+
+
+def test_only_mappings_are_merged() -> None:
+    assert refusal("<<: 1") == (
+        "catalog.yaml, line 1: only mappings can be merged with '<<'. Name one."
+    )
+    assert "only mappings can be merged" in refusal("<<: [{a: 1}, 2]")
+
+
+@pytest.mark.parametrize("key", ["cpu_limit", "mem_limit", "shm_size", "min_memory", "devices"])
+def test_numbers_beyond_all_bounds_are_refused(key: str) -> None:
+    for number in (
+        "0x" + "f" * 5000,
+        "9" * 4000,
+        "-" + "9" * 4000,
+        "1e308",
+        ".inf",
+        "0o" + "7" * 9,
+    ):
+        value = f"{{max: {number}}}" if key == "devices" else number
+        assert refusal(f"environments: [{{slug: a, image: b, {key}: {value}}}]").startswith(
+            "catalog.yaml, line 1: "
+        )
+
+
+# By chance.
+
+words = st.one_of(
+    st.sampled_from(["base", "a b", "", "../x", "x.md", "8G", "1", "<b>", "/lab", "12.4", "\x00"]),
+    st.text(max_size=12),
+)
+values: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.dates(), words),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(words, st.sampled_from(["default", "max", "source"])), inner),
+    ),
+    max_leaves=6,
+)
+entries = st.builds(
+    lambda said, more: said | more,
+    st.fixed_dictionaries({}, optional={"slug": words, "image": words}),
+    st.dictionaries(st.one_of(st.sampled_from(KEYS), words), values, max_size=5),
+)
+catalogs = st.fixed_dictionaries(
+    {"environments": st.lists(entries, max_size=3)},
+    optional={
+        "datasets": st.dictionaries(words, values, max_size=2),
+        "shared_folders": st.dictionaries(words, values, max_size=2),
+    },
+)
+
+
+def assert_read_or_refused(text: str) -> None:
+    """A catalog, or a sentence that names the file and, wherever there is one, the line."""
+    try:
+        Catalog.from_text(text)
+    except ConfigError as error:
+        assert error.message.startswith("catalog.yaml")
+        lines = text.count("\n") + text.count("\r") + 1
+        if found := re.match(r"catalog\.yaml, line (\d+): ", error.message):
+            # YAML counts these as ends of lines too.
+            lines += sum(text.count(end) for end in "\x85\u2028\u2029")
+            assert 1 <= int(found[1]) <= lines + 1
+        else:
+            general = ("this is not valid YAML", "the catalog is", "the catalog has no")
+            assert error.message.startswith(tuple(f"catalog.yaml: {words}" for words in general))
+
+
+@given(st.one_of(catalogs, values))
+def test_any_values_are_read_or_refused(data: Any) -> None:
+    assert_read_or_refused(yaml.safe_dump(data, allow_unicode=True))
+
+
+@given(st.text(max_size=200))
+@example("a: \x85b: [")
+@example("\ufeff")
+def test_any_text_is_read_or_refused(text: str) -> None:
+    assert_read_or_refused(text)
+
+
+PIECES = """
+environments: - slug:_a image:_b &x *x <<: { } [ ] , : ? !!int !!python/name:os.system !x | '
+--- ... %YAML_1.1 # 0x1 2025-13-01 on ~ =
+"""
+
+
+@given(st.lists(st.sampled_from(["\n", "  ", "\t", " ", *PIECES.split()]), max_size=30))
+def test_any_mixture_of_yaml_is_read_or_refused(pieces: list[str]) -> None:
+    assert_read_or_refused(" ".join(pieces).replace("_", " "))
