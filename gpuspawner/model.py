@@ -100,6 +100,10 @@ class Request:
     """Models that the environment runs on, each as above; empty is any."""
     memory_bytes: int = 0
     """Least memory of each device."""
+    min_driver: str = ""
+    """The oldest driver that the environment runs on; empty is any."""
+    min_cuda: str = ""
+    """The oldest CUDA version that the driver must offer; empty is any."""
 
 
 class Place(NamedTuple):

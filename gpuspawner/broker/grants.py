@@ -31,6 +31,7 @@ from ..model import (
     model_matches,
     parse_credits,
 )
+from ..pool import must_run
 from ..store import book, closures, granting, leases, notices, tickets
 from ..store.closures import GRANTING
 from . import view
@@ -251,12 +252,14 @@ class Grants(Paying, Queue, Reads):
 
 
 def _must_be_seen(look: Look, request: Request) -> None:
-    """Raises NoDeviceFree when nothing was ever seen: that is not to have no GPU."""
+    """Raises NoDeviceFree when nothing was ever seen: that is not to have no GPU; TooMuchAsked
+    when the driver that was seen is too old."""
     if request.devices and look.inventory.error and not look.devices:
         raise NoDeviceFree(
             f"The GPUs cannot be seen just now, so none is given out: {look.inventory.error}",
             unknown=0,
         )
+    must_run(request, look.inventory)
 
 
 def _leased(place: Place, device: Device) -> LeasedDevice:

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 from ..errors import NoDeviceFree
 from ..model import Request
+from ..pool import must_run
 from ..scheduler import Estimate, Waiting
 from ..store import closures
 from .places import Places
@@ -58,8 +59,10 @@ class Outlooks(Places):
 
     def must_fit(self, request: Request) -> None:
         """Raises TooMuchAsked when a request could never be granted, however long it waits."""
+        look = self.look()
+        must_run(request, look.inventory)
         with suppress(NoDeviceFree):  # it would fit, were it not for what runs there now
-            self.look().fleet.choose(request, frozenset())
+            look.fleet.choose(request, frozenset())
 
     # Steps of the above.
 

@@ -27,7 +27,7 @@ from ..errors import (
 from ..ledger import rules
 from ..ledger.pricing import RateCard
 from ..model import Account, Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket
-from ..pool import texts
+from ..pool import must_run, texts
 from ..scheduler import Limits
 from ..store import closures, history, leases, notices, tickets
 from .line import kind_of, model_of
@@ -256,6 +256,7 @@ class Queue(Places, QueueSettings):
 
     def _must_fit(self, look: Look, request: Request) -> None:
         """Raises TooMuchAsked when waiting would not help."""
+        must_run(request, look.inventory)
         if self.line.kinds(request):
             return
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from .matching import suitable
 from .refusals import format_memory
 from .rules import Fleet, choose, free_places, leasable, occupied, texts
+from .software import must_run
 
 __all__ = [
     "Fleet",
@@ -13,6 +14,7 @@ __all__ = [
     "format_memory",
     "free_places",
     "leasable",
+    "must_run",
     "occupied",
     "suitable",
     "texts",

@@ -94,6 +94,12 @@ def resolve(choice: Choice, environment: Environment, limit: int) -> Request:
         count = min(environment.devices.default, most)
     if count > most:
         raise TooMuchAsked(_too_many(count, most, environment, limit))
+    if not count and not environment.cpu_variant:
+        raise TooMuchAsked(
+            f"{environment.display_name} does not run without a GPU. "
+            + ("Ask for 1 or more." if most else "Choose another: you may have none here."),
+            field="gpus",
+        )
     if not count:
         return Request(environment=environment.slug)
     memory = max((choice.gpu_memory or 0) * 10**9, environment.min_memory)
@@ -103,6 +109,8 @@ def resolve(choice: Choice, environment: Environment, limit: int) -> Request:
         model=choice.gpu_model,
         models=environment.models,
         memory_bytes=memory,
+        min_driver=environment.min_driver,
+        min_cuda=environment.min_cuda,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -235,6 +236,16 @@ def test_what_is_said_is_asked_for_within_what_the_environment_needs() -> None:
 @pytest.mark.parametrize("choice", [Choice(gpus=0), Choice(gpus=0, gpu_model="A100")])
 def test_without_a_gpu_nothing_of_gpus_is_asked(choice: Choice) -> None:
     assert resolve(choice, PYTORCH, limit=8) == Request(environment="pytorch")
+
+
+def test_an_environment_may_need_a_gpu_and_a_driver() -> None:
+    needy = replace(PYTORCH, cpu_variant=False, min_driver="550.54", min_cuda="12.4")
+    assert resolve(Choice(), needy, 8).min_driver == "550.54"
+    assert resolve(Choice(gpus=2), needy, 8).min_cuda == "12.4"
+    with pytest.raises(TooMuchAsked, match="does not run without a GPU"):
+        resolve(Choice(gpus=0), needy, 8)
+    with pytest.raises(TooMuchAsked, match="Choose another: you may have none here"):
+        resolve(Choice(), needy, 0)
 
 
 def test_a_limit_below_the_default_gives_what_it_allows() -> None:
