@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, InvalidRequest, NotAllowed
+from .choices import ProfileChoice, ProfileOption
 from .files import read_bytes
-from .kinds import WORKSPACE
+from .kinds import MOST_HOURS, WORKSPACE
 from .origin import Origin
 from .parse import parse
 from .reading import suggest
 from .values import (
-    MOST_HOURS,
     DeviceLimits,
     Environment,
     Framework,
@@ -38,6 +38,8 @@ __all__ = [
     "Framework",
     "Link",
     "Mount",
+    "ProfileChoice",
+    "ProfileOption",
     "SessionHours",
     "load",
 ]

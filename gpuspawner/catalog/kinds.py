@@ -11,10 +11,12 @@ from urllib.parse import quote, urlsplit
 
 from .origin import shown
 from .reading import positive, text, texts
-from .values import MOST_HOURS
 
 WORKSPACE = "/home/jovyan/work"
 """Where every server finds the member's workspace."""
+
+MOST_HOURS = 8760
+"""The longest session that anything may ask for or allow: a year."""
 
 MOST_LINE = 200
 """Characters of a text of one line."""

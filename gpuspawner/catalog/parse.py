@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from . import kinds
 from .about import read_about
+from .choices import read_options
 from .mounts import check_targets, read_choice, read_dataset, read_shared_folder
-from .origin import Origin, shown
-from .overrides import read_override
-from .reading import Section, device_memory, mapping, positive, size, truth, whole
+from .origin import Origin
+from .reading import Section, device_memory, mapping, truth, whole
+from .servers import read_servers
 from .values import DeviceLimits, Environment, Mount, SessionHours
 
-_REFUSED_VARIABLES = ("NVIDIA_", "CUDA_", "GPUSPAWNER_", "JUPYTERHUB_")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_DEVICES = ("models", "min_memory", "min_driver", "min_cuda", "sharing", "hours")
 """Keys that mean nothing where no server gets a device."""
 
@@ -57,7 +55,7 @@ def _environment(section: Section, mounts: dict[str, list[str]]) -> Environment:
         slug=slug,
         display_name=section.take("display_name", kinds.line, slug),
         **read_about(section),
-        image=section.take("image", kinds.image),
+        **_servers(section),
         default=section.take("default", truth, False),
         devices=_devices(section),
         hours=_session_hours(section),
@@ -68,18 +66,20 @@ def _environment(section: Section, mounts: dict[str, list[str]]) -> Environment:
         cpu_variant=section.take("cpu_variant", truth, True),
         sharing=section.take("sharing", kinds.sharing, "whole"),
         allowed_groups=section.take("allowed_groups", kinds.groups, None),
-        mem_limit=section.take("mem_limit", size, None),
-        cpu_limit=section.take("cpu_limit", positive, None),
-        shm_size=section.take("shm_size", size, None),
-        default_url=_default_url(section),
-        environment=_variables(section),
         datasets=read_choice(section, "datasets", mounts["datasets"]),
         shared_folders=read_choice(section, "shared_folders", mounts["shared_folders"]),
-        spawner_override=read_override(section),
+        profile_options=read_options(section),
     )
     section.done()
     _check_devices(section, environment)
     return environment
+
+
+def _servers(section: Section) -> dict[str, Any]:
+    found = read_servers(section)
+    if "image" not in found:
+        raise section.missing("image")
+    return found
 
 
 def _check_devices(section: Section, environment: Environment) -> None:
@@ -97,17 +97,6 @@ def _check_devices(section: Section, environment: Environment) -> None:
             f"{section.label} says 'cpu_variant: false', but starts without a GPU unless a member "
             "asks for one. Leave it out, or write 'devices: {default: 1}'.",
         )
-
-
-def _default_url(section: Section) -> str:
-    """``default_url`` as it is, or what ``first_page`` means."""
-    page = section.take("first_page", kinds.first_page, "")
-    url = section.take("default_url", kinds.server_path, "")
-    if page and url:
-        raise section.error(
-            "first_page", f"{section.label} has both 'first_page' and 'default_url'. Keep one."
-        )
-    return page or url or "/lab"
 
 
 def _devices(section: Section) -> DeviceLimits:
@@ -150,27 +139,6 @@ def _session_hours(section: Section) -> SessionHours:
             "raise the other.",
         )
     return SessionHours(chosen, most)
-
-
-def _variables(section: Section) -> dict[str, str]:
-    empty: dict[str, Any] = {}
-    variables = section.take("environment", mapping, empty)
-    for name, value in variables.items():
-        problem = ""
-        if not _VARIABLE.fullmatch(name):
-            problem = "is no name of an environment variable. Use letters, digits and '_'."
-        elif name.upper().startswith(_REFUSED_VARIABLES):
-            problem = "is set by gpuspawner for every server, and cannot be set here. Leave it out."
-        elif not isinstance(value, str):
-            problem = f"is {shown(value)}, not text. Put it in quotes."
-        elif "\0" in value:
-            problem = "holds a character that ends a text. Take it out."
-        if problem:
-            raise section.origin.error(
-                (*section.path, "environment", name),
-                f"the variable {name!r} of {section.label} {problem}",
-            )
-    return variables
 
 
 def _check_environments(origin: Origin, environments: tuple[Environment, ...]) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from . import kinds
+from .choices import MOST_CHOICES, MOST_OPTIONS, NAME
 from .files import ENDINGS
 from .overrides import OWN_KEYS, OWNED_INSIDE, OWNED_TRAITS
-from .values import MOST_HOURS
 
 Schema = dict[str, Any]
 
@@ -52,7 +52,7 @@ def _environment() -> Schema:
         "type": "object",
         "additionalProperties": False,
         "required": ["slug", "image"],
-        "properties": _for_people() | _for_servers(),
+        "properties": _for_people() | _for_servers() | _for_grants(),
         "not": {"required": ["first_page", "default_url"]},
     }
 
@@ -86,11 +86,8 @@ def _for_people() -> Schema:
     }
 
 
-def _for_servers() -> Schema:
+def _for_grants() -> Schema:
     return {
-        "image": _says(
-            "The container image, by tag and, to pin it, by digest.", _text(_whole(kinds.IMAGE))
-        ),
         "devices": _says(
             "GPUs: chosen unless a member says how many, and the most. max: 0 is CPU-only.",
             _pair({"type": "integer", "minimum": 0}),
@@ -99,7 +96,7 @@ def _for_servers() -> Schema:
         "sharing": _says("GPUs are given out whole.", {"enum": ["whole"]}),
         "hours": _says(
             "Hours of a session: as usual, and the most.",
-            _pair({"type": "number", "exclusiveMinimum": 0, "maximum": MOST_HOURS}),
+            _pair({"type": "number", "exclusiveMinimum": 0, "maximum": kinds.MOST_HOURS}),
         ),
         "models": _says(
             "Only these GPU models, such as A100.", _names(_text(r"[A-Za-z0-9]"), least=1)
@@ -108,6 +105,18 @@ def _for_servers() -> Schema:
         "min_driver": _says("The oldest NVIDIA driver, in quotes.", _version()),
         "min_cuda": _says("The oldest CUDA version of the driver, in quotes.", _version()),
         "allowed_groups": _says("Only members of these groups.", _names(_text(r"\S"), least=1)),
+        "datasets": _says("Only these datasets.", _names(_text(r"\S"))),
+        "shared_folders": _says("Only these shared folders.", _names(_text(r"\S"))),
+        "profile_options": _options(),
+    }
+
+
+def _for_servers() -> Schema:
+    """What a choice can change too."""
+    return {
+        "image": _says(
+            "The container image, by tag and, to pin it, by digest.", _text(_whole(kinds.IMAGE))
+        ),
         "mem_limit": _size("Memory of a server."),
         "cpu_limit": _says("CPU cores of a server.", {"type": "number", "exclusiveMinimum": 0}),
         "shm_size": _size("/dev/shm of a server."),
@@ -128,9 +137,41 @@ def _for_servers() -> Schema:
                 },
             },
         ),
-        "datasets": _says("Only these datasets.", _names(_text(r"\S"))),
-        "shared_folders": _says("Only these shared folders.", _names(_text(r"\S"))),
         "spawner_override": _override(),
+    }
+
+
+def _options() -> Schema:
+    choice = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "display_name": _line("What members read. Without it: the name."),
+            "default": _says("Taken unless a member chooses.", {"type": "boolean"}),
+            **_for_servers(),
+        },
+        "not": {"required": ["first_page", "default_url"]},
+    }
+    named = {"propertyNames": {"pattern": rf"^(?:{NAME})$"}, "type": "object"}
+    option = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["choices"],
+        "properties": {
+            "display_name": _line("What members read. Without it: the name."),
+            "choices": {
+                **named,
+                "minProperties": 1,
+                "maxProperties": MOST_CHOICES,
+                "additionalProperties": choice,
+            },
+        },
+    }
+    return {
+        "description": "Choices within it, as in KubeSpawner's profile_options.",
+        **named,
+        "maxProperties": MOST_OPTIONS,
+        "additionalProperties": option,
     }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any, NamedTuple
 
+from ..errors import InvalidRequest
+from .choices import ProfileOption
 from .markdown import first_words
 
 
@@ -18,10 +20,6 @@ class DeviceLimits:
     """Chosen on the form unless the member chooses another number."""
     max: int = 1
     """The most that a member may ask for; 0 makes the environment CPU-only."""
-
-
-MOST_HOURS = 8760
-"""The longest session that anything may ask for or allow: a year."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +107,8 @@ class Environment:
     """The same for the shared folders."""
     spawner_override: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Traits of the spawner to set for this environment, as the admin wrote them."""
+    profile_options: tuple[ProfileOption, ...] = ()
+    """What a member may choose within it."""
 
     @property
     def cpu_only(self) -> bool:
@@ -129,6 +129,49 @@ class Environment:
         """The image's tag, empty when it has none."""
         name = self.image.partition("@")[0].rpartition("/")[2]
         return name.partition(":")[2]
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Its image, and those of the choices within it."""
+        chosen = (
+            choice.changes["image"]
+            for option in self.profile_options
+            for choice in option.choices
+            if "image" in choice.changes
+        )
+        return tuple(dict.fromkeys((self.image, *chosen)))
+
+    def with_options(self, chosen: Mapping[str, str]) -> Environment:
+        """The environment as these choices make it: names of choices by names of options.
+
+        What is not said is as usual. Raises InvalidRequest for what there is not.
+        """
+        self._check_options(chosen)
+        made: dict[str, Any] = {}
+        for option in self.profile_options:
+            wanted = chosen.get(option.name, option.usual.name)
+            choice = next((each for each in option.choices if each.name == wanted), None)
+            if choice is None:
+                names = ", ".join(each.name for each in option.choices)
+                raise InvalidRequest(
+                    f"{self.display_name} has no {wanted[:60]!r} for {option.name!r}. Choose one "
+                    f"of: {names}.",
+                    field="options",
+                )
+            for key, value in choice.changes.items():
+                if isinstance(value, Mapping):
+                    value = {**made.get(key, getattr(self, key)), **value}
+                made[key] = value
+        return replace(self, **made)
+
+    def _check_options(self, chosen: Mapping[str, str]) -> None:
+        known = [option.name for option in self.profile_options]
+        for name in chosen:
+            if name not in known:
+                there = f"There are: {', '.join(known)}." if known else "It has none."
+                raise InvalidRequest(
+                    f"{self.display_name} has no option {name[:60]!r}. {there}", field="options"
+                )
 
     def visible_to(self, groups: Collection[str]) -> bool:
         """Whether a member of ``groups`` may use this environment."""

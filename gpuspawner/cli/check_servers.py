@@ -67,7 +67,8 @@ def images_of(hub: Hub, catalog: Catalog | None) -> list[str]:
     if catalog is None:
         return [hub.spawner.image]
     ordered = sorted(catalog.environments, key=lambda e: e.cpu_only)
-    return list(dict.fromkeys(e.image or hub.spawner.image for e in ordered))
+    images = (image for environment in ordered for image in environment.images)
+    return list(dict.fromkeys(image or hub.spawner.image for image in images))
 
 
 def root_of(template: str) -> str:

@@ -157,6 +157,7 @@ class GPUSpawnerBase(Hours, Spawner):
             raise InvalidRequest(
                 "The image comes with the environment: choose that instead.", field="image"
             )
+        environment = environment.with_options(choice.options_in(environment))
         return environment, options.resolve(choice, environment, self.most_gpus())
 
     def terms(self, environment: Environment, request: Request) -> Terms:

@@ -26,7 +26,7 @@ PREFIX = "opt-"
 NOT_OURS = ("next", "display_name", "redirects", "_xsrf")
 """Parameters of an address that JupyterHub reads."""
 
-_LIMITS = ("gpu_limit", "default_hours", "most_hours")
+_LIMITS = ("gpu_limit", "default_hours", "most_hours", "workspace_quota")
 """Traits that decide what the form offers."""
 
 
@@ -99,6 +99,7 @@ class GPUSpawnerLinks(GPUSpawnerBase):
             environment = catalog.get_for(choice.environment, groups)
         else:
             environment = catalog.default_for(groups)
+        environment.with_options(choice.options_in(environment))
         if choice.account:
             check_payer(choice.account, self.user.name, groups)
         with self._set_for_now(await self._limits_of_groups()):

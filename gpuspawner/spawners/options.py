@@ -18,15 +18,20 @@ from ..errors import InvalidRequest, TooMuchAsked
 from ..ledger.payers import parse_account
 from ..model import Request
 
-FIELDS = ("environment", "gpus", "gpu_model", "gpu_memory", "hours", "wait", "account", "shown_at")
+FIELDS = (
+    *("environment", "gpus", "gpu_model", "gpu_memory", "hours", "wait", "account", "options"),
+    "shown_at",
+)
 """Names of the fields in the form, in links and in ``user_options``."""
 
 IGNORED = ("_xsrf",)
 MOST_GPUS = 1024
 LONGEST = 128
 LEAST_HOURS = 0.25
+MOST_OPTIONS = 2000
 
 _HOURS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{0,20})?|\.[0-9]{1,20}")
+_OPTION = re.compile(r"(?:[a-z0-9-]+\.)?[A-Za-z0-9_-]+=[A-Za-z0-9_-]+")
 _YES = ("yes", "true", "on", "1")
 _NO = ("no", "false", "off", "0")
 
@@ -36,6 +41,9 @@ class Choice:
     """The fields, parsed. None is "not said"."""
 
     environment: str | None = None
+    options: tuple[str, ...] | None = None
+    """Choices within an environment, each ``OPTION=CHOICE``, or ``ENVIRONMENT.OPTION=CHOICE``
+    as a form without scripts sends them for all of its environments."""
     gpus: int | None = None
     gpu_model: str | None = None
     gpu_memory: int | None = None
@@ -52,7 +60,19 @@ class Choice:
     def as_user_options(self) -> dict[str, Any]:
         """What JupyterHub stores: only what was said."""
         said = {name: getattr(self, name) for name in FIELDS}
+        if self.options is not None:
+            said["options"] = list(self.options)
         return {name: value for name, value in said.items() if value is not None}
+
+    def options_in(self, environment: Environment) -> dict[str, str]:
+        """Names of choices by names of options, of those that mean this environment."""
+        found = {}
+        for said in self.options or ():
+            name, _, choice = said.partition("=")
+            where, dot, option = name.rpartition(".")
+            if not dot or where == environment.slug:
+                found[option] = choice
+        return found
 
 
 def parse(fields: Mapping[str, Any], *, foreign: bool = False) -> Choice:
@@ -71,8 +91,10 @@ def parse(fields: Mapping[str, Any], *, foreign: bool = False) -> Choice:
                 f"The fields are {', '.join(FIELDS)}.",
                 field=unknown[0],
             )
+    environment = _text(fields, "environment")
     return Choice(
-        environment=_text(fields, "environment"),
+        environment=environment,
+        options=_meant(environment, _options(fields, "options")),
         gpus=_whole(fields, "gpus"),
         gpu_model=_text(fields, "gpu_model"),
         gpu_memory=_whole(fields, "gpu_memory"),
@@ -171,6 +193,34 @@ def _text(fields: Mapping[str, Any], name: str) -> str | None:
             f"The field {name!r} must be a short text, not {str(value)[:60]!r}.", field=name
         )
     return value.strip() or None
+
+
+def _options(fields: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
+    """Texts such as ``memory=large``, or a mapping of such."""
+    value = fields.get(name)
+    if isinstance(value, Mapping):
+        value = [f"{option}={c if isinstance(c, str) else '?'}" for option, c in value.items()]
+    said = [value] if isinstance(value, str) else value
+    if said is None:
+        return None
+    if not isinstance(said, (list, tuple)) or len(said) > MOST_OPTIONS:
+        raise InvalidRequest(f"The field {name!r} must be a list of choices.", field=name)
+    said = [each for each in said if each != ""]  # of a list on a form: as usual
+    for each in said:
+        if not isinstance(each, str) or len(each) > 2 * LONGEST or not _OPTION.fullmatch(each):
+            raise InvalidRequest(
+                f"The field {name!r} must hold texts such as 'memory=large', not {_said(each)}.",
+                field=name,
+            )
+    return tuple(said) or None
+
+
+def _meant(environment: str | None, said: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Those of the options that mean this environment, without its name."""
+    if not environment or not said:
+        return said
+    ours = [each for each in said if "." not in each or each.startswith(f"{environment}.")]
+    return tuple(each.rpartition(".")[2] for each in ours) or None
 
 
 def _whole(fields: Mapping[str, Any], name: str) -> int | None:

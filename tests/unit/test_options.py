@@ -59,6 +59,17 @@ PLAIN = Environment(slug="plain", display_name="Plain Python", devices=DeviceLim
         ({"account": ["group:course ml"]}, Choice(account="group:course ml")),
         ({"account": " member:anna "}, Choice(account="member:anna")),
         ({"account": [""]}, Choice()),
+        ({"options": ["memory=large"]}, Choice(options=("memory=large",))),
+        ({"options": "memory=large"}, Choice(options=("memory=large",))),
+        ({"options": {"memory": "large", "a": "b"}}, Choice(options=("memory=large", "a=b"))),
+        ({"options": ["x.memory=a", "y.memory=b"]}, Choice(options=("x.memory=a", "y.memory=b"))),
+        (
+            {"environment": ["y"], "options": ["x.memory=a", "", "y.memory=b"]},
+            Choice(environment="y", options=("memory=b",)),
+        ),
+        ({"environment": "z", "options": ["x.memory=a"]}, Choice(environment="z")),
+        ({"options": [""]}, Choice()),
+        ({"options": {}}, Choice()),
         (
             {"shown_at": ["2026-10-01T08:00:00+02:00"]},
             Choice(shown_at="2026-10-01T06:00:00+00:00"),
