@@ -10,6 +10,7 @@ import signal
 import ssl
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from ..errors import ConfigError, GPUSpawnerError, Unavailable
 from ..store.granter import hub_name
 from .credits import Credits
 from .hub import Hub
+from .leaving import Leaving
 from .notify import Notifier
 from .refilling import Refilling
 from .sessions import Sessions
@@ -34,8 +36,8 @@ from .tick import Tick
 NOTICES_EVERY = 2.0
 """Seconds between two looks for notices to send."""
 
-REPORTS_EVERY = 120.0
-"""Seconds between two looks for weeks of the past that nobody has added up yet."""
+TOTALS_EVERY = 60.0
+"""Seconds between two looks for leases that have ended and are in no total yet."""
 
 SESSIONS_EVERY = 2.0
 """Seconds between two looks at the ends of sessions and at the stops that were ordered."""
@@ -45,6 +47,9 @@ CREDITS_EVERY = 2.0
 
 REFILLS_EVERY = 5.0
 """Seconds between two looks for refills and for credits that have ended."""
+
+LEAVING_EVERY = 600.0
+"""Seconds between two looks for members with shared folders who have left the hub."""
 
 ENGINES: dict[str, Callable[[], Engine]] = {"docker": DockerEngine, "local": LocalEngine}
 
@@ -219,7 +224,7 @@ class Accounting(Application):
                 self._rounds(tick, sessions, credits),
                 self._notices(tick, notifier),
                 self._pages(tick, notifier),
-                self._reports(tick),
+                self._totals(tick),
                 self._hub_gone(stop),
             )
         ]
@@ -282,6 +287,7 @@ class Accounting(Application):
             self._every(SESSIONS_EVERY, tick, "Sessions", sessions.round),
             self._every(CREDITS_EVERY, tick, "Credits", credits.round),
             self._every(REFILLS_EVERY, tick, "Refills", Refilling(tick).round),
+            self._every(LEAVING_EVERY, tick, "Folders", Leaving(tick).round),
         )
 
     async def _every(
@@ -343,10 +349,10 @@ class Accounting(Application):
         finally:
             server.stop()
 
-    async def _reports(self, tick: Tick) -> None:
+    async def _totals(self, tick: Tick) -> None:
         while True:
-            await asyncio.sleep(REPORTS_EVERY)
-            await web.remember(tick.broker)
+            await self._round(tick, "Totals", partial(web.remember, tick.broker))
+            await asyncio.sleep(TOTALS_EVERY)
 
     async def _hub_gone(self, stop: asyncio.Event) -> None:
         """End when the Hub that started us was killed: the next Hub starts its own."""

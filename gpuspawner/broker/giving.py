@@ -7,7 +7,7 @@ admin does is in the audit trail too, in the same transaction.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime, timezone
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..ledger import rules
 from ..ledger.entries import Transfer, TransferKind
 from ..ledger.lots import Lot
 from ..model import Lease, LeaseState, format_credits
-from ..store import book, closures, leases, lots
+from ..store import book, closures, leases, lots, totals
 from .admin import checked_reason
 from .core import Core
 
@@ -89,6 +89,7 @@ class Giving(Core):
             left = lease.charged - amount
             outcome = lease.outcome if left else REFUNDED
             changes = {"charged": left, "refunded": lease.refunded + amount, "outcome": outcome}
+            totals.take_out(connection, lease)
             leases.update(connection, lease.id, **changes)
             subject = f"lease {lease.id} of {lease.server}"
             detail = f"{format_credits(amount)} credits to {lease.account}: {reason}"
@@ -139,11 +140,15 @@ class Giving(Core):
         now = self.clock()
         with self.store.read() as connection:
             book.account(connection, account)
-            known = lots.of_account(connection, account)
-            if not known:
-                return []
-            left = pure.left_of(known, lots.flow(connection, account), now)
-        return [(lot, left[lot.id]) for lot in known if lot.starts_at <= now < lot.over_at]
+            return self._lots_left(connection, account, now)
+
+    def ending_of(self, accounts: Collection[str]) -> dict[str, tuple[tuple[datetime, int], ...]]:
+        """When credits of these accounts end, and how many microcredits are left of them; of
+        accounts that have none of these, nothing."""
+        now = self.clock()
+        with self.store.read() as connection:
+            found = {name: self._ending(connection, name, now) for name in accounts}
+        return {name: ending for name, ending in found.items() if ending}
 
     def end_lots(self) -> int:
         """Take back what is left of credits that have ended; how many accounts had some.
@@ -189,6 +194,24 @@ class Giving(Core):
             if until <= now or lots.closed_since(connection, account, since):
                 self._settle_lots(connection, account, now)
         return True
+
+    def _lots_left(
+        self, connection: sa.Connection, account: str, now: datetime
+    ) -> list[tuple[Lot, int]]:
+        known = lots.of_account(connection, account)
+        if not known:
+            return []
+        left = pure.left_of(known, lots.flow(connection, account), now)
+        return [(lot, left[lot.id]) for lot in known if lot.starts_at <= now < lot.over_at]
+
+    def _ending(
+        self, connection: sa.Connection, account: str, now: datetime
+    ) -> tuple[tuple[datetime, int], ...]:
+        """When credits of an account end, and what is left of them. Quick where none do."""
+        if lots.first_due(connection, account) is None:
+            return ()
+        found = self._lots_left(connection, account, now)
+        return tuple((lot.ends_at, left) for lot, left in found if left)
 
     def _settle_lots(self, connection: sa.Connection, account: str, now: datetime) -> None:
         """Bring what was taken back from the account's lots in line with what is known now."""

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
-from itertools import pairwise
 
 import sqlalchemy as sa
 
 from ..ledger import rules
 from ..ledger.entries import Transfer
-from ..ledger.usage import Kind, Use, kind_of, together, use_of
+from ..ledger.usage import Use
 from ..model import Lease
-from ..store import Store, book, leases, search, statements, usage
+from ..store import Store, book, leases, search, statements, totals, usage
 from ..store.search import Accounts, Leases, Trail
 from ..store.statements import Items, Page
+from ..store.totals import Moved, Used
 
-MOST_KEPT = 200
-"""Stretches of time that are remembered."""
+MOST_LEFT = 1000
+"""Leases that have ended and are read one by one, until somebody adds them up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,71 +103,35 @@ class Reports:
 
     def use_of_account(self, account: str, bounds: Sequence[datetime]) -> list[Use]:
         """What an account paid for, between each two of the moments."""
+        return [_sum(used.values()) for used in self.use_by(bounds, "account", account)]
+
+    def use_by(
+        self, bounds: Sequence[datetime], by: str, name: str | None = None
+    ) -> list[dict[str, Use]]:
+        """What was used between each two of the moments, by one of the names of a kind, such as
+        ``user``; with ``name`` only what has this one."""
+        self._catch_up()
         now = self.clock()
-        found = self.store.run(lambda c: usage.of_account(c, account, bounds[0]))
-        return [
-            _sum(use_of(lease, start, end, now) for lease in found)
-            for start, end in pairwise(bounds)
-        ]
+        return self.store.run(lambda connection: usage.use(connection, bounds, by, now, name))
 
-    def use(self, bounds: Sequence[datetime]) -> list[dict[Kind, Use]]:
-        """What was used between each two of the moments, by kind."""
-        return [self._use(start, end)[0] for start, end in pairwise(bounds)]
-
-    def use_by(self, bounds: Sequence[datetime], name: str) -> list[dict[str, Use]]:
-        """The same by one of the names of a kind, such as ``user``.
-
-        A stretch that is over is remembered until what it cost is corrected.
-        """
-        self._must_be_correct()
-        return [self._use_by(start, end, name) for start, end in pairwise(bounds)]
-
-    def _use_by(self, start: datetime, end: datetime, name: str) -> dict[str, Use]:
-        known = self._kept.get((start, end))
-        if known is not None:
-            return known[name]
-        corrections = self._corrections
-        found, over = self._use(start, end)
-        sums = {each: _by(found, each) for each in Kind._fields}
-        with _KEEPING:
-            if over and corrections == self._corrections:
-                if len(self._kept) >= MOST_KEPT:
-                    self._kept.pop(next(iter(self._kept)))
-                self._kept[start, end] = sums
-        return sums[name]
-
-    def _use(self, start: datetime, end: datetime) -> tuple[dict[Kind, Use], bool]:
-        """What was used, and whether that is over: nothing of it is open."""
+    def until_now(self) -> tuple[Moved, Used, list[Lease]]:
+        """All credits that ever moved, all use of leases that have ended, and the open ones."""
+        self._catch_up()
         now = self.clock()
-        window = self.store.run(lambda connection: usage.window(connection, start, end))
-        parts = [(kind_of(x), use_of(x, start, end, now)) for x in window.crossing]
-        found = together([*window.inside.items(), *(part for part in parts if any(part[1]))])
-        return found, end <= now and not window.is_open
+        with self.store.read() as connection:
+            used = totals.all_used(connection, now)
+            return totals.all_moved(connection), used, leases.open_leases(connection)
 
-    def _must_be_correct(self) -> None:
-        """Forget what is remembered if a session of the past was refunded since."""
-        corrections = self.store.run(usage.corrections)
-        with _KEEPING:
-            if corrections != self._corrections:
-                self._kept.clear()
-                self._corrections = corrections
+    def add_up(self) -> int:
+        """Add some leases that have ended to the totals; how many there were."""
+        return self.store.run(totals.add_up, write=True)
 
-    _corrections = 0
-
-    @cached_property
-    def _kept(self) -> dict[tuple[datetime, datetime], dict[str, dict[str, Use]]]:
-        return {}
-
-
-_KEEPING = threading.Lock()
-
-
-def _by(found: dict[Kind, Use], name: str) -> dict[str, Use]:
-    sums: dict[str, Use] = {}
-    for kind, use in found.items():
-        key: str = getattr(kind, name)
-        sums[key] = sums[key].plus(use) if key in sums else use
-    return sums
+    def _catch_up(self) -> None:
+        """Nobody reads leases by the thousand, not even after an upgrade of a site of years."""
+        if self.store.run(lambda connection: totals.left(connection, MOST_LEFT)) < MOST_LEFT:
+            return
+        while self.add_up() == totals.AT_ONCE:
+            pass
 
 
 def _sum(uses: Iterable[Use]) -> Use:

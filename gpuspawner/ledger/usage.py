@@ -6,8 +6,8 @@ the parts of a lease in the weeks that it went through add up to the whole, to t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from datetime import datetime, timedelta
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta, timezone
 from typing import NamedTuple
 
 from ..model import Lease
@@ -15,6 +15,8 @@ from .rules import owed
 
 SEVERAL = "several models"
 """The model of a lease whose devices are not all alike."""
+
+DAY = timedelta(days=1)
 
 _MICROSECOND = timedelta(microseconds=1)
 
@@ -45,6 +47,11 @@ class Use(NamedTuple):
         micros, cost, sessions = other
         return Use(self.micros + micros, self.cost + cost, self.sessions + sessions)
 
+    def less(self, other: Use) -> Use:
+        """What is left of it without the other."""
+        micros, cost, sessions = other
+        return Use(self.micros - micros, self.cost - cost, self.sessions - sessions)
+
     @property
     def gpu_seconds(self) -> int:
         """GPU time in whole seconds."""
@@ -61,12 +68,27 @@ def kind_of(lease: Lease) -> Kind:
 def use_of(lease: Lease, start: datetime, end: datetime, now: datetime) -> Use:
     """What a lease used from ``start`` up to ``end``; one that is open, not beyond ``now``."""
     began, ended = lease.started_at, lease.ended_at or now
-    if began is None or ended <= start or began >= end:
+    if began is None or began >= end or ended < start or began < start == ended:
         return Use()
     since, until = max(began, start), min(ended, end)
     micros = len(lease.devices) * max(0, (until - since) // _MICROSECOND)
     before = _cost_up_to(lease, since) if since > began else 0
     return Use(micros, _cost_up_to(lease, until) - before, int(began >= start))
+
+
+def midnight(moment: datetime) -> datetime:
+    """When its day of UTC began."""
+    return moment.astimezone(timezone.utc).replace(hour=0, minute=0, second=0, microsecond=0)
+
+
+def days_of(lease: Lease) -> Iterator[tuple[datetime, Use]]:
+    """What a lease that has ended used on each day of UTC: together, all that it used."""
+    if lease.started_at is None or lease.ended_at is None:
+        return
+    day = midnight(lease.started_at)
+    while day <= lease.ended_at:
+        yield day, use_of(lease, day, day + DAY, lease.ended_at)
+        day += DAY
 
 
 def together(parts: Iterable[tuple[Kind, Use]]) -> dict[Kind, Use]:

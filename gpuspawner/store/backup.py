@@ -160,6 +160,11 @@ def prove(file: Path, copy: Path) -> dict[str, int]:
             (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
             if said != "ok":
                 raise BackupRefused(f"{refused}: it is damaged or was cut short ({said}).")
+            # SQLite takes what is missing of the last page for zeros, which may even be right.
+            sizes = (f"PRAGMA {name}" for name in ("page_count", "page_size"))
+            pages, size = (connection.execute(each).fetchone()[0] for each in sizes)
+            if copy.stat().st_size < pages * size:
+                raise BackupRefused(f"{refused}: it is cut short.")
             known = "SELECT 1 FROM sqlite_master WHERE name = ?"
             if not connection.execute(known, (VERSION_TABLE,)).fetchone():
                 raise BackupRefused(f"{refused}: it is no copy of a gpuspawner's database.")

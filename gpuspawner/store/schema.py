@@ -125,6 +125,8 @@ leases = Table(
     Column("waived", BigInteger, nullable=False, default=0, server_default=text("0")),
     Column("refunded", BigInteger, nullable=False, default=0, server_default=text("0")),
     Column("told_dry", Float),
+    # Over how many days of UTC its totals are spread; none until it has ended and was added up.
+    Column("days", Integer),
     CheckConstraint("state IN ('granted', 'running', 'ended')", name="leases_state"),
     CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="leases_end"),
     CheckConstraint("rate >= 0 AND hold >= 0 AND charged >= 0", name="leases_amounts"),
@@ -144,6 +146,16 @@ Index("leases_by_user", leases.c.user, leases.c.granted_at)
 Index("leases_by_end", leases.c.ended_at, leases.c.started_at)
 Index("leases_by_grant", leases.c.granted_at)
 Index("open_leases", leases.c.account, sqlite_where=OPEN_LEASE, postgresql_where=OPEN_LEASE)
+TO_ADD_UP = (leases.c.state == literal_column("'ended'")) & leases.c.days.is_(None)
+Index("leases_to_add_up", leases.c.id, sqlite_where=TO_ADD_UP, postgresql_where=TO_ADD_UP)
+LONG_LEASE = leases.c.days > literal_column("2")
+Index(
+    "long_leases",
+    leases.c.ended_at,
+    leases.c.started_at,
+    sqlite_where=LONG_LEASE,
+    postgresql_where=LONG_LEASE,
+)
 
 lease_places = Table(
     "lease_places",
@@ -229,6 +241,30 @@ postings = Table(
 )
 Index("postings_by_account", postings.c.account, postings.c.id)
 Index("postings_by_transfer", postings.c.transfer_id)
+
+totals = Table(
+    "totals",
+    metadata,
+    # What ended leases used and cost, by one of their names, in a day or a month of UTC.
+    Column("by", Text, primary_key=True),
+    Column("span", Text, primary_key=True),
+    Column("since", UTCDateTime, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("micros", BigInteger, nullable=False),
+    Column("cost", BigInteger, nullable=False),
+    Column("sessions", BigInteger, nullable=False),
+    CheckConstraint("span IN ('day', 'month', 'ever')", name="totals_span"),
+)
+
+moved = Table(
+    "moved",
+    metadata,
+    # Microcredits that came to and went from an account of the ledger's own, up to a posting.
+    Column("account", Text, ForeignKey("accounts.name"), primary_key=True),
+    Column("came", BigInteger, nullable=False),
+    Column("went", BigInteger, nullable=False),
+    Column("last", BigInteger, nullable=False),
+)
 
 closures = Table(
     "closures",

@@ -1,35 +1,175 @@
-"""Totals over everything that ever was, added up once and then only from what came since.
+"""Totals over everything that has ended, so that reports and metrics never read all leases.
 
-Postings are append-only and writers come one at a time, so a posting's number says which are
-new. A lease that has ended does not change its times any more.
+They are no part of what ends a lease, which a hub waits for: :func:`add_up` does it some time
+later, so many leases at once, and marks those that it has added up. Whoever asks reads the totals,
+and each lease that is not marked. A lease that is changed after its end is taken out again first.
+
+Postings are append-only and writers come one at a time, so a posting's number says which are new.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
-from typing import Any
+import json
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 
 from ..ledger.entries import SYSTEM_USAGE
+from ..ledger.usage import Kind, Use, days_of, kind_of
+from ..model import Lease
 from . import history
-from .schema import OPEN_LEASE, accounts, lease_places, leases, postings
+from . import leases as lease_rows
+from .prepared import Prepared
+from .schema import TO_ADD_UP, accounts, leases, moved, postings, totals
 
-KEEP = timedelta(days=1)
-"""Leases that were granted longer ago are added up once, the others each time."""
+AT_ONCE = 200
+"""Leases that are added up in one transaction."""
 
+POSTINGS_AT_ONCE = 50_000
+"""The same of postings."""
+
+RECENT = timedelta(days=1)
+"""The time of which the metrics tell how long people waited."""
+
+DAY, MONTH, EVER = "day", "month", "ever"
+"""The spans of time that totals are kept of."""
+
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+"""When the span "ever" begins."""
+
+OUTCOME, MODEL_AND_GROUP = "outcome", "model and group"
+"""What there are totals of "ever" by. A lease of two models is in both of them here."""
+
+_IDS = Prepared(
+    sa.select(leases.c.id)
+    .where(TO_ADD_UP)
+    .order_by(leases.c.id)
+    .limit(sa.bindparam("most", type_=sa.Integer))
+)
+_MARK = Prepared(sa.update(leases).where(leases.c.id == sa.bindparam("lease")), ("days",))
+_DAYS = Prepared(sa.select(leases.c.days).where(leases.c.id == sa.bindparam("lease")))
+_EVER = Prepared(
+    sa.select(totals.c.name, totals.c.micros, totals.c.sessions).where(
+        totals.c.by == sa.bindparam("what"), totals.c.span == EVER
+    )
+)
 _amount = postings.c.amount
-_NEW = sa.select(
-    sa.func.max(postings.c.id),
-    sa.func.coalesce(sa.func.sum(sa.case((_amount > 0, _amount), else_=0)), 0),
-    sa.func.coalesce(sa.func.sum(sa.case((_amount < 0, -_amount), else_=0)), 0),
-).where(postings.c.account == sa.bindparam("account"), postings.c.id > sa.bindparam("last"))
+_NEW = Prepared(
+    sa.select(
+        sa.func.coalesce(sa.func.sum(sa.case((_amount > 0, _amount), else_=0)), 0),
+        sa.func.coalesce(sa.func.sum(sa.case((_amount < 0, -_amount), else_=0)), 0),
+    ).where(
+        postings.c.account == sa.bindparam("account"),
+        postings.c.id > sa.bindparam("since"),
+        postings.c.id <= sa.bindparam("until"),
+    )
+)
+_NEWEST = Prepared(sa.select(sa.func.coalesce(sa.func.max(postings.c.id), 0)))
+_OWN = Prepared(
+    sa.select(accounts.c.name, accounts.c.balance, moved.c.came, moved.c.went, moved.c.last)
+    .select_from(accounts.outerjoin(moved, moved.c.account == accounts.c.name))
+    .where(accounts.c.name.startswith("system:"))
+)
 
 
-@dataclass(slots=True)
-class Moved:
+class Key(NamedTuple):
+    """Of which total a lease is a part."""
+
+    by: str
+    span: str
+    since: datetime
+    name: str
+
+
+# Adding up.
+
+
+def parts(lease: Lease) -> Iterator[tuple[Key, Use]]:
+    """All of what a lease that has ended adds to the totals."""
+    for day, use in days_of(lease):
+        for by, name in zip(Kind._fields, kind_of(lease), strict=True) if any(use) else ():
+            yield Key(by, DAY, day, name), use
+            yield Key(by, MONTH, day.replace(day=1), name), use
+    yield Key(OUTCOME, EVER, EPOCH, lease.outcome), Use(sessions=1)
+    if lease.started_at and lease.ended_at:
+        lasted = (lease.ended_at - lease.started_at) // timedelta(microseconds=1)
+        for device in lease.devices:
+            name = json.dumps([device.model, lease.group])
+            yield Key(MODEL_AND_GROUP, EVER, EPOCH, name), Use(micros=lasted)
+
+
+def add_up(connection: sa.Connection, most: int = AT_ONCE) -> int:
+    """Add up so many leases that have ended, and what moved since.
+
+    The number of leases; when it is ``most``, there may be more to do.
+    """
+    ids = [name for (name,) in _IDS.rows(connection, most=most)]
+    found = lease_rows.where(connection, leases.c.id.in_(ids)) if ids else []
+    _add(connection, (part for lease in found for part in parts(lease)))
+    _MARK.run_each(connection, [{"lease": x.id, "days": _number_of_days(x)} for x in found])
+    return len(found) if _add_up_moved(connection) else most
+
+
+def _add_up_moved(connection: sa.Connection) -> bool:
+    """Add up what so many postings moved; whether those were all."""
+    ((newest,),) = _NEWEST.rows(connection)
+    done = True
+    for name, _, came, went, last in _OWN.rows(connection):
+        until = min(newest, (last or 0) + POSTINGS_AT_ONCE)
+        done = done and until == newest
+        if until == last:
+            continue
+        ((more, less),) = _NEW.rows(connection, account=name, since=last or 0, until=until)
+        row = {"came": (came or 0) + int(more), "went": (went or 0) + int(less), "last": until}
+        _upsert(connection, moved, [{"account": name, **row}])
+    return done
+
+
+def take_out(connection: sa.Connection, lease: Lease) -> None:
+    """Before a lease is changed that has ended: it is added up anew. ``lease`` is as it was."""
+    ((days,),) = _DAYS.rows(connection, lease=lease.id)
+    if days is not None:
+        _add(connection, ((key, Use().less(use)) for key, use in parts(lease)))
+        _MARK.run(connection, lease=lease.id, days=None)
+
+
+def left(connection: sa.Connection, most: int) -> int:
+    """How many leases are still to be added up; counted up to ``most``."""
+    return len(_IDS.rows(connection, most=most))
+
+
+def _number_of_days(lease: Lease) -> int:
+    return sum(1 for _ in days_of(lease))
+
+
+def _add(connection: sa.Connection, some: Iterable[tuple[Key, Use]]) -> None:
+    sums: dict[Key, Use] = {}
+    for key, use in some:
+        sums[key] = sums[key].plus(use) if key in sums else use
+    rows = [{**key._asdict(), **sums[key]._asdict()} for key in sorted(sums)]
+    if rows:
+        _upsert(connection, totals, rows, add=("micros", "cost", "sessions"))
+
+
+def _upsert(
+    connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]], add: Iterable[str] = ()
+) -> None:
+    """Write these rows in the place of those with the same keys; numbers may be added to them."""
+    makers = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+    statement: Any = makers[connection.dialect.name](table)
+    keys = {column.name for column in table.primary_key}
+    new = {name: statement.excluded[name] for name in rows[0] if name not in keys}
+    new |= {name: table.c[name] + statement.excluded[name] for name in add}
+    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=new), rows)
+
+
+# What the metrics tell.
+
+
+class Moved(NamedTuple):
     """Microcredits that went from and to the ledger's own accounts, ever."""
 
     granted: int = 0
@@ -39,91 +179,49 @@ class Moved:
     refunded: int = 0
     left: int = 0
     """On all members' and groups' accounts together."""
-    _last: dict[str, int] = field(default_factory=dict)
-
-    def read(self, connection: sa.Connection) -> None:
-        """Add what came since the last time."""
-        own = sa.select(accounts.c.name, accounts.c.balance).where(
-            accounts.c.name.startswith("system:")
-        )
-        self.left = 0
-        for name, balance in connection.execute(own).all():
-            self.left -= balance
-            parameters = {"account": name, "last": self._last.get(name, 0)}
-            last, plus, minus = connection.execute(_NEW, parameters).one()
-            if last is None:
-                continue
-            self._last[name] = last
-            if name == SYSTEM_USAGE:
-                self.charged += int(plus)
-                self.refunded += int(minus)
-            else:
-                self.taken += int(plus)
-                self.granted += int(minus)
 
 
-Use = dict[tuple[str, str], float]
-"""Seconds of leased devices, by model and group."""
-
-
-@dataclass(slots=True)
-class Used:
+class Used(NamedTuple):
     """Leases that ended, and the GPU-seconds of those."""
 
-    seconds: Use = field(default_factory=dict)
-    ended: dict[str, int] = field(default_factory=dict)
+    seconds: dict[tuple[str, str], float]
+    """Of leased devices, by model and group."""
+    ended: dict[str, int]
     """How many, by outcome."""
-    waits: list[float] = field(default_factory=list)
+    waits: list[float]
     """Seconds that each lease of the last day had been asked for before, in order."""
-    _before: datetime | None = None
-    _old: Use = field(default_factory=dict)
-    _old_ended: dict[str, int] = field(default_factory=dict)
-    _open: frozenset[str] = frozenset()
-    """Leases granted before ``_before`` that were open when the old ones were added up."""
-
-    def read(self, connection: sa.Connection, now: datetime) -> None:
-        """Bring all figures up to ``now``."""
-        before = self._before
-        if before is None or not before <= now <= before + 2 * KEEP:
-            before = self._add_up_old(connection, now - KEEP)
-        later = (leases.c.ended_at >= before) & (leases.c.granted_at >= before)
-        wanted = sa.or_(later, leases.c.id.in_(self._open)) if self._open else later
-        recent, ended = _ended(connection, wanted)
-        self.seconds = _sum(self._old, recent)
-        self.ended = _sum(self._old_ended, ended)
-        starts = history.starts_since(connection, now - KEEP)
-        self.waits = sorted(
-            max(0.0, (start.granted_at - start.asked_at).total_seconds()) for start in starts
-        )
-
-    def _add_up_old(self, connection: sa.Connection, before: datetime) -> datetime:
-        earlier = leases.c.granted_at < before
-        self._old, self._old_ended = _ended(connection, earlier)
-        opened = sa.select(leases.c.id).where(OPEN_LEASE, earlier)
-        self._open = frozenset(connection.execute(opened).scalars())
-        self._before = before
-        return before
 
 
-def _ended(connection: sa.Connection, wanted: Any) -> tuple[Use, dict[str, int]]:
-    """GPU-seconds and numbers of those wanted leases that have ended."""
-    columns = (leases.c.started_at, leases.c.ended_at, lease_places.c.model, leases.c.group)
-    query = (
-        sa.select(*columns)
-        .select_from(leases.join(lease_places, lease_places.c.lease_id == leases.c.id))
-        .where(~OPEN_LEASE, leases.c.started_at.isnot(None), wanted)
-    )
-    seconds: Use = defaultdict(float)
-    rows = connection.execute(query, execution_options={"yield_per": 5000})
-    for started, ended, model, group in rows:
-        seconds[model, group] += max(0.0, (ended - started).total_seconds())
-    numbers = (
-        sa.select(leases.c.outcome, sa.func.count())
-        .where(~OPEN_LEASE, wanted)
-        .group_by(leases.c.outcome)
-    )
-    return seconds, {outcome: int(n) for outcome, n in connection.execute(numbers).all()}
+def all_moved(connection: sa.Connection) -> Moved:
+    """What moved until now."""
+    found = Moved()
+    ((newest,),) = _NEWEST.rows(connection)
+    for name, balance, came, went, last in _OWN.rows(connection):
+        ((more, less),) = _NEW.rows(connection, account=name, since=last or 0, until=newest)
+        came, went = (came or 0) + int(more), (went or 0) + int(less)
+        names = ("charged", "refunded") if name == SYSTEM_USAGE else ("taken", "granted")
+        sums = {names[0]: came, names[1]: went}
+        changes = {each: getattr(found, each) + amount for each, amount in sums.items()}
+        found = found._replace(left=found.left - balance, **changes)
+    return found
 
 
-def _sum(some: Any, others: Any) -> Any:
-    return dict(Counter(some) + Counter(others))
+def all_used(connection: sa.Connection, now: datetime) -> Used:
+    """What was used until now by leases that have ended."""
+    ended = {name: int(count) for name, _, count in _EVER.rows(connection, what=OUTCOME) if count}
+    micros = {name: int(sum_) for name, sum_, _ in _EVER.rows(connection, what=MODEL_AND_GROUP)}
+    for lease in lease_rows.where(connection, TO_ADD_UP):
+        for key, use in parts(lease):
+            if key.by == OUTCOME:
+                ended[key.name] = ended.get(key.name, 0) + 1
+            elif key.by == MODEL_AND_GROUP:
+                micros[key.name] = micros.get(key.name, 0) + use.micros
+    seconds = {_model_and_group(name): each / 1e6 for name, each in micros.items()}
+    starts = history.starts_since(connection, now - RECENT)
+    waits = (max(0.0, (x.granted_at - x.asked_at).total_seconds()) for x in starts)
+    return Used(seconds, ended, sorted(waits))
+
+
+def _model_and_group(name: str) -> tuple[str, str]:
+    model, group = json.loads(name)
+    return model, group

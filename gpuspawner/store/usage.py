@@ -1,111 +1,153 @@
-"""Who used what between two moments, added up by the database where that can be done exactly."""
+"""Who used what between two moments, from the totals of days and months, to the microcredit.
+
+Totals are of days of UTC, and people ask for days of their own zone: so what was used between the
+two midnights is added or taken away, lease by lease.
+"""
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+from itertools import pairwise
 
 import sqlalchemy as sa
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.expression import FunctionElement
 
-from ..ledger.usage import SEVERAL, Kind, Use
+from ..ledger.usage import DAY, Use, kind_of, midnight, use_of
 from ..model import Lease
 from . import leases as lease_rows
 from .prepared import Prepared
-from .schema import OPEN_LEASE, UTCDateTime, audit, lease_places, leases
+from .schema import LONG_LEASE, TO_ADD_UP, UTCDateTime, leases, totals
+from .totals import DAY as OF_DAY
+from .totals import MONTH as OF_MONTH
 
+Sums = dict[str, Use]
+"""What was used, by name."""
 
-class _Span(FunctionElement[int]):
-    """Microseconds between two times; SQLite counts them to the millisecond."""
-
-    type = sa.BigInteger()
-    inherit_cache = True
-
-
-@compiles(_Span, "sqlite")
-def _sqlite(element: Any, compiler: Any, **kwargs: Any) -> str:
-    since, until = (f"julianday({compiler.process(c, **kwargs)})" for c in element.clauses)
-    return f"CAST(ROUND(({until} - {since}) * 86400000.0) AS INTEGER) * 1000"
-
-
-@compiles(_Span)
-def _postgresql(element: Any, compiler: Any, **kwargs: Any) -> str:
-    since, until = (compiler.process(c, **kwargs) for c in element.clauses)
-    return f"CAST(EXTRACT(EPOCH FROM ({until} - {since})) * 1000000 AS BIGINT)"
-
-
-_of_lease = lease_places.c.lease_id == leases.c.id
-_devices = sa.select(sa.func.count()).where(_of_lease).scalar_subquery()
-_first, _last = sa.func.min(lease_places.c.model), sa.func.max(lease_places.c.model)
-_model = sa.select(sa.case((_first != _last, SEVERAL), else_=_first)).where(_of_lease)
 _start, _end = (sa.bindparam(name, type_=UTCDateTime()) for name in ("start", "end"))
-_ended = sa.and_(leases.c.ended_at > _start, leases.c.started_at < _end)
-_inside = sa.and_(_ended, leases.c.started_at >= _start, leases.c.ended_at <= _end)
-_EACH = (
+_SUMS = (
     sa.select(
-        leases.c.user,
-        leases.c.group,
-        leases.c.account,
-        leases.c.environment,
-        sa.func.coalesce(_model.scalar_subquery(), "").label("model"),
-        (_devices * _Span(leases.c.started_at, leases.c.ended_at)).label("span"),
-        leases.c.charged,
+        totals.c.name,
+        sa.func.sum(totals.c.micros),
+        sa.func.sum(totals.c.cost),
+        sa.func.sum(totals.c.sessions),
     )
-    .where(_inside)
-    # With a limit SQLite works each lease out once, and not again for every column of the sum.
-    .limit(2**62)
-    .subquery()
-)
-_KEY = (_EACH.c.user, _EACH.c.group, _EACH.c.account, _EACH.c.environment, _EACH.c.model)
-_INSIDE = Prepared(
-    sa.select(*_KEY, sa.func.sum(_EACH.c.span), sa.func.sum(_EACH.c.charged), sa.func.count())
-    .select_from(_EACH)
-    .group_by(*_KEY)
-)
-
-
-class Window(NamedTuple):
-    """All that is needed to say who used what between two moments."""
-
-    inside: dict[Kind, Use]
-    """Of the leases that began and ended between them."""
-    crossing: list[Lease]
-    """The others: those that began before it or ended after it, or have not ended yet."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the sum may still change: something has not ended yet."""
-        return any(lease.ended_at is None for lease in self.crossing)
-
-
-def window(connection: sa.Connection, start: datetime, end: datetime) -> Window:
-    """What was used from ``start`` up to ``end``."""
-    inside = {
-        Kind(*row[:5]): Use(int(row[5]), int(row[6]), int(row[7]))
-        for row in _INSIDE.rows(connection, start=start, end=end)
-    }
-    crosses = sa.and_(
-        leases.c.ended_at > start,
-        leases.c.started_at < end,
-        sa.or_(leases.c.started_at < start, leases.c.ended_at > end),
+    .where(
+        totals.c.by == sa.bindparam("what"),
+        totals.c.span == sa.bindparam("span"),
     )
-    return Window(inside, [*lease_rows.where(connection, crosses), *_opened(connection, end)])
+    .group_by(totals.c.name)
+)
+_BY_NAME = Prepared(_SUMS.where(totals.c.since >= _start, totals.c.since < _end))
 
 
-def corrections(connection: sa.Connection) -> int:
-    """A number that is another one once a session of the past was refunded or a charge reversed."""
-    query = sa.select(sa.func.max(audit.c.id)).where(audit.c.action.in_(("refund", "reverse")))
-    return int(connection.execute(query).scalar() or 0)
+def use(
+    connection: sa.Connection,
+    bounds: Sequence[datetime],
+    by: str,
+    now: datetime,
+    name: str | None = None,
+) -> list[Sums]:
+    """What was used between each two of the moments, by one of the names of a kind.
+
+    What is still open counts up to ``now``. ``name``: only what has this one.
+    """
+    late = [*lease_rows.open_leases(connection), *lease_rows.where(connection, TO_ADD_UP)]
+    late = [lease for lease in late if name is None or getattr(kind_of(lease), by) == name]
+    before = {moment: _since_midnight(connection, moment, by, name) for moment in set(bounds)}
+    found = []
+    for start, end in pairwise(bounds):
+        sums = _whole_days(connection, midnight(start), midnight(end), by, name)
+        _add(sums, before[end].items())
+        _add(sums, ((each, Use().less(part)) for each, part in before[start].items()))
+        _add(sums, _parts(late, start, end, now, by))
+        found.append({each: part for each, part in sums.items() if any(part)})
+    return found
 
 
-def of_account(connection: sa.Connection, account: str, since: datetime) -> list[Lease]:
-    """The account's leases that ran after ``since``, oldest first."""
-    late = sa.or_(OPEN_LEASE, leases.c.ended_at > since)
-    mine = sa.and_(leases.c.account == account, leases.c.started_at.isnot(None), late)
-    return lease_rows.where(connection, mine)
+def _whole_days(
+    connection: sa.Connection, start: datetime, end: datetime, by: str, name: str | None
+) -> Sums:
+    """What was added up of the days from ``start`` up to ``end``; by months where that is less."""
+    first, last = _month_from(start), end.replace(day=1)
+    spans = [(OF_DAY, start, end)]
+    if first < last:
+        spans = [(OF_DAY, start, first), (OF_MONTH, first, last), (OF_DAY, last, end)]
+    sums: Sums = {}
+    for span, since, until in spans:
+        if name is None:
+            rows = _BY_NAME.rows(connection, what=by, span=span, start=since, end=until)
+        else:
+            rows = _of_name(connection, by, span, since, until, name)
+        _add(sums, ((row[0], Use(*map(int, row[1:]))) for row in rows))
+    return sums
 
 
-def _opened(connection: sa.Connection, end: datetime) -> list[Lease]:
-    running = lease_rows.open_leases(connection)
-    return [lease for lease in running if lease.started_at and lease.started_at < end]
+def _of_name(
+    connection: sa.Connection, by: str, span: str, since: datetime, until: datetime, name: str
+) -> list[tuple[str, int, int, int]]:
+    """The same of one name: each day is looked up, and nobody else's are read."""
+    moments = []
+    while since < until:
+        moments.append(since)
+        since = since + DAY if span == OF_DAY else _month_from(since + DAY)
+    query = _SUMS.where(totals.c.since.in_(moments), totals.c.name == name)
+    values = {"what": by, "span": span}
+    return [(n, m, c, s) for n, m, c, s in connection.execute(query, values)] if moments else []
+
+
+def _since_midnight(connection: sa.Connection, moment: datetime, by: str, name: str | None) -> Sums:
+    """What was added up of a day until ``moment``; of its shorter part the leases are read."""
+    day = midnight(moment)
+    if moment == day:
+        return {}
+    early = moment - day <= timedelta(hours=12)
+    start, end = (day, moment) if early else (moment, day + DAY)
+    some = _where(connection, _added_up_between(day, start, end), by, name)
+    sums: Sums = {}
+    _add(sums, _parts(some, start, end, moment, by))
+    if early:
+        return sums
+    whole = _whole_days(connection, day, day + DAY, by, name)
+    _add(whole, ((each, Use().less(part)) for each, part in sums.items()))
+    return whole
+
+
+def _added_up_between(day: datetime, start: datetime, end: datetime) -> sa.ColumnElement[bool]:
+    """True of the leases in the totals that ran between two moments of a day.
+
+    Those that lasted no longer than two days ended soon after, which their index finds.
+    """
+    soon = sa.and_(leases.c.ended_at >= start, leases.c.ended_at < day + 2 * DAY)
+    longer = sa.and_(LONG_LEASE, leases.c.ended_at >= start, leases.c.started_at < end)
+    ids = sa.union(
+        sa.select(leases.c.id).where(soon, leases.c.started_at < end, leases.c.days <= 2),
+        sa.select(leases.c.id).where(longer),
+    )
+    return leases.c.id.in_(ids)
+
+
+def _where(
+    connection: sa.Connection, condition: sa.ColumnElement[bool], by: str, name: str | None
+) -> list[Lease]:
+    """The leases of which it is true, of this name only."""
+    if name is not None and by in leases.c:
+        condition = condition & (leases.c[by] == name)
+    return lease_rows.where(connection, condition)
+
+
+def _parts(
+    some: Iterable[Lease], start: datetime, end: datetime, now: datetime, by: str
+) -> Iterable[tuple[str, Use]]:
+    return ((getattr(kind_of(lease), by), use_of(lease, start, end, now)) for lease in some)
+
+
+def _add(sums: Sums, some: Iterable[tuple[str, Use]]) -> None:
+    for name, part in some:
+        sums[name] = sums[name].plus(part) if name in sums else part
+
+
+def _month_from(moment: datetime) -> datetime:
+    """The first moment of a month that is not before ``moment``, which is a midnight."""
+    if moment.day == 1:
+        return moment
+    return (moment.replace(day=1) + 32 * DAY).replace(day=1)

@@ -2,12 +2,11 @@
 
 ``metrics`` is for who holds the scope ``custom:gpuspawner:read:metrics``, and for admins. All
 figures are the store's, so that they are right after a restart of whatever part. What grows for
-years is added up once; after that only what came since is read.
+years is read from totals.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime, timedelta
@@ -23,7 +22,7 @@ from ..errors import NotAllowed
 from ..ledger import rules
 from ..model import MICRO, Lease, LeaseState
 from ..scopes import READ_METRICS
-from ..store import totals
+from ..store.totals import Moved, Used
 from .base import Handler
 
 NO_SCOPE = (
@@ -37,16 +36,12 @@ class Site(Collector):
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
-        self._moved = totals.Moved()
-        self._used = totals.Used()
-        self._one = threading.Lock()
 
     def text(self) -> bytes:
         """All metrics in Prometheus' own format. Raises StoreUnavailable."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        with self._one:  # the totals are added up by one at a time
-            text: bytes = generate_latest(registry)
+        text: bytes = generate_latest(registry)
         return text
 
     def describe(self) -> Iterable[Metric]:
@@ -56,23 +51,19 @@ class Site(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every metric, read now."""
         now = self.broker.clock()
-        with self.broker.store.read() as connection:
-            self._moved.read(connection)
-            self._used.read(connection, now)
-        opened = self.broker.open_leases()
-        yield from self._credits(opened)
-        yield from self._leases(opened)
-        yield from self._use(opened, now)
+        moved, used, opened = self.broker.until_now()
+        yield from self._credits(moved, opened)
+        yield from self._leases(used, opened)
+        yield from self._use(used, opened, now)
         yield from self._devices()
-        yield from self._line(now)
+        yield from self._line(used, now)
         yield _gauge(
             "gpuspawner_charge_lag_seconds",
             "For how long the running lease was not charged that waits longest for it",
             max((_uncharged(lease, now) for lease in opened), default=0.0),
         )
 
-    def _credits(self, opened: Collection[Lease]) -> Iterator[Metric]:
-        moved = self._moved
+    def _credits(self, moved: Moved, opened: Collection[Lease]) -> Iterator[Metric]:
         for name, what, total in (
             ("granted", "Credits that were given to members and groups", moved.granted),
             ("taken", "Credits that admins took back, or that expired", moved.taken),
@@ -86,7 +77,7 @@ class Site(Collector):
             "gpuspawner_credits_balance", "Credits on all accounts together", moved.left / MICRO
         )
 
-    def _leases(self, opened: Collection[Lease]) -> Iterator[Metric]:
+    def _leases(self, used: Used, opened: Collection[Lease]) -> Iterator[Metric]:
         family = GaugeMetricFamily("gpuspawner_leases", "Open leases", labels=["state"])
         states = Counter(lease.state for lease in opened)
         for state in (LeaseState.GRANTED, LeaseState.RUNNING):
@@ -95,12 +86,12 @@ class Site(Collector):
         ended = CounterMetricFamily(
             "gpuspawner_leases_ended", "Leases that ended, by how", labels=["outcome"]
         )
-        for outcome, count in sorted(self._used.ended.items()):
+        for outcome, count in sorted(used.ended.items()):
             ended.add_metric([outcome or "stopped"], count)
         yield ended
 
-    def _use(self, opened: Collection[Lease], now: datetime) -> Iterator[Metric]:
-        seconds = dict(self._used.seconds)
+    def _use(self, used: Used, opened: Collection[Lease], now: datetime) -> Iterator[Metric]:
+        seconds = dict(used.seconds)
         for lease in opened:
             for device in lease.devices if lease.started_at else ():
                 lasted = (now - lease.started_at).total_seconds() if lease.started_at else 0.0
@@ -125,7 +116,7 @@ class Site(Collector):
         yield family
         yield _gauge("gpuspawner_devices_seen", "1 when the GPUs can be seen", not overview.error)
 
-    def _line(self, now: datetime) -> Iterator[Metric]:
+    def _line(self, used: Used, now: datetime) -> Iterator[Metric]:
         waiting = self.broker.waiting()
         yield _gauge("gpuspawner_queue_length", "Tickets that wait", len(waiting))
         oldest = max((now - ticket.created_at for ticket in waiting), default=timedelta())
@@ -134,7 +125,7 @@ class Site(Collector):
             "How long the ticket has waited that waits longest",
             max(0.0, oldest.total_seconds()),
         )
-        waits = self._used.waits
+        waits = used.waits
         family = GaugeMetricFamily(
             "gpuspawner_queue_wait_seconds",
             "How long those waited whose GPUs were granted in the last 24 hours",

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, timedelta
-from itertools import pairwise
 from typing import Any
 from urllib.parse import urlencode
 
 from tornado import web
 
 from ..broker import Broker
-from ..errors import GPUSpawnerError, InvalidRequest, NotAllowed
+from ..errors import InvalidRequest, NotAllowed
 from ..ledger.usage import Use
 from ..scopes import READ_USAGE
+from ..store.totals import AT_ONCE
 from . import weeks
 from .account import CSVHandler, table
 from .api import APIHandler, amount, instant
@@ -44,8 +43,8 @@ NAMELESS = {
 COLUMNS = ("gpu_seconds", "gpu_hours", "credits", "sessions")
 """Of a report as CSV, after what it is by."""
 
-PAUSE = 0.5
-"""Seconds between two weeks that are added up before anybody asks."""
+PAUSE = 0.1
+"""Seconds between two portions of leases that are added up."""
 
 NO_SCOPE = (
     f"Reports of use are for admins and for whoever has the scope {READ_USAGE}. Your own use is "
@@ -74,31 +73,22 @@ class Report:
 
 def report(broker: Broker, by: str, first: date, last: date) -> Report:
     """Add use up by one thing. Blocks."""
-    parts = list(weeks.split(first, last))
-    bounds = [weeks.midnight(start) for start, _ in parts]
-    found = broker.use_by([*bounds, weeks.midnight(last + timedelta(days=1))], BY[by])
+    starts = [start for start, _ in weeks.split(first, last)] if by == "week" else [first]
+    bounds = [weeks.midnight(day) for day in (*starts, last + timedelta(days=1))]
+    found = broker.use_by(bounds, BY[by])
     if by == "week":
-        rows = [
-            Row(start.isoformat(), _sum(used.values()))
-            for (start, _), used in zip(parts, found, strict=True)
-        ]
+        used = zip(starts, found, strict=True)
+        rows = [Row(start.isoformat(), _sum(sums.values())) for start, sums in used]
     else:
-        sums: dict[str, Use] = {}
-        for used in found:
-            for key, use in used.items():
-                sums[key] = sums[key].plus(use) if key in sums else use
-        rows = [Row(key, use) for key, use in sums.items()]
+        rows = [Row(name, use) for name, use in found[0].items()]
         rows.sort(key=lambda row: (-row.use.micros, -row.use.cost, row.name))
     total = _sum(row.use for row in rows)
     return Report(by, first, last, tuple(rows), total)
 
 
 async def remember(broker: Broker) -> None:
-    """Add up the weeks of the last year before anybody asks: one after the other, unhurried."""
-    bounds = weeks.last_weeks(broker.clock(), 54)
-    for start, end in pairwise(bounds[:-1]):
-        with suppress(GPUSpawnerError):  # whoever asks for the report will hear of it
-            await broker.run(broker.use_by, [start, end], "user")
+    """Add up what has ended since the last time, a few leases at once: a hub waits for none."""
+    while await broker.run(broker.add_up) == AT_ONCE:
         await asyncio.sleep(PAUSE)
 
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpuspawner.broker import Broker, Terms
 from gpuspawner.ledger import rules
 from gpuspawner.model import MICRO, Request, ServerRef
-from gpuspawner.store import book, totals
+from gpuspawner.store import book
 from gpuspawner.web.metrics import Site
 from tests.support.brokers import Clock, open_broker, running
 
@@ -96,7 +96,7 @@ def test_the_line(broker: Broker) -> None:
 
 
 def test_totals_that_go_on_are_those_that_are_added_up_anew(broker: Broker) -> None:
-    """Over ten days of leases: what is kept from scrape to scrape and what a new service reads."""
+    """Over ten days of leases: totals of the store, and what no total has yet."""
     clock: Clock = broker.clock  # type: ignore[assignment]
     broker.opening_grant = 10_000
     site = Site(broker)
@@ -109,7 +109,10 @@ def test_totals_that_go_on_are_those_that_are_added_up_anew(broker: Broker) -> N
         if day == 6:
             stopped(broker, long.id)
         clock.forward(hours=12 + day)
-        assert read(site) == pytest.approx(read(Site(broker)))
+        before = read(site)
+        if day % 3 == 0:
+            assert broker.add_up()
+        assert read(Site(broker)) == pytest.approx(before)
     cost = broker.store.run(lambda c: book.account(c, "system:usage").balance)
     assert read(site)["gpuspawner_credits_charged_total"] == pytest.approx(cost / MICRO)
     used = sum(value for name, value in read(site).items() if "gpu_seconds_total" in name)
@@ -128,16 +131,30 @@ def test_totals_that_go_on_are_those_that_are_added_up_anew(broker: Broker) -> N
 
 def test_the_clock_that_was_set_back_counts_nothing_twice(broker: Broker) -> None:
     clock: Clock = broker.clock  # type: ignore[assignment]
-    used = totals.Used()
-    for _ in range(3):
+    for number in range(3):
         lease = running(broker, "anna")
         clock.forward(hours=1)
         stopped(broker, lease.id)
-        with broker.store.read() as connection:
-            used.read(connection, clock.now)
+        assert broker.add_up() == 1
+        _, used, _ = broker.until_now()
+        assert sum(used.seconds.values()) == 3600 * (number + 1)
         clock.forward(hours=-30)
-    assert sum(used.seconds.values()) == 3 * 3600
     assert used.ended == {"": 3}
+
+
+def test_what_was_given_back_is_not_counted_twice(broker: Broker) -> None:
+    clock: Clock = broker.clock  # type: ignore[assignment]
+    lease = running(broker, "anna")
+    clock.forward(hours=1)
+    stopped(broker, lease.id)
+    broker.add_up()
+    broker.refund(lease.id, actor="kim", reason="a sick GPU")
+    for _ in range(2):
+        moved, used, opened = broker.until_now()
+        assert (moved.charged, moved.refunded, opened) == (4 * MICRO, 4 * MICRO, [])
+        assert used.ended == {"refunded": 1}
+        assert sum(used.seconds.values()) == 3600
+        broker.add_up()
 
 
 def test_the_dashboard_names_metrics_that_there_are(broker: Broker) -> None:

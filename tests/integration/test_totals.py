@@ -1,0 +1,150 @@
+"""Totals of what has ended, against the leases and postings that they are of. Real: both databases,
+threads that add up, refund and end leases at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.broker import Broker
+from gpuspawner.ledger.usage import Kind, Use
+from gpuspawner.store import checked_totals, totals
+from gpuspawner.store.schema import leases
+from gpuspawner.store.schema import totals as rows_of_totals
+from tests.support.brokers import Clock, acquire, open_broker, running
+
+NEW_YEAR = datetime(2024, 12, 31, 22, 30, tzinfo=timezone.utc)
+
+
+@pytest.fixture
+def broker(database_url: str) -> Iterator[Broker]:
+    """Twelve sessions around the end of a year; the last one goes on."""
+    clock = Clock(NEW_YEAR)
+    broker = open_broker(
+        database_url,
+        clock,
+        device_source="simulated:3xT4,3xA100-80GB",
+        gpu_rates={"*": "0.333333", "A100": "3.7"},
+        opening_grant=50_000,
+        refresh_seconds=0,
+    )
+    failed = acquire(broker, "dora")
+    broker.release(failed.id, reason="its start failed", failed=True)
+    for number in range(11):
+        lease = running(broker, f"user{number % 3}", 1 + number % 2, model="A100")
+        clock.forward(minutes=37, seconds=number / 7)
+        broker.release(lease.id, ended_at=clock(), reason="stopped")
+    running(broker, "user0", 1, model="T4")
+    clock.forward(minutes=5)
+    broker.charge_all()
+    yield broker
+    broker.store.close()
+
+
+def audited(broker: Broker) -> dict[str, str]:
+    findings, _ = broker.audit()
+    return {finding.name: finding.problem for finding in findings if finding.problem}
+
+
+def ever(broker: Broker) -> dict[str, dict[str, Use]]:
+    """What was used in ten years, by each name of a kind."""
+    bounds = [NEW_YEAR - timedelta(days=999), NEW_YEAR + timedelta(days=2999)]
+    return {name: broker.use_by(bounds, name)[0] for name in Kind._fields}
+
+
+def test_what_ends_later_is_added_to_what_is_there(broker: Broker) -> None:
+    expected, told = ever(broker), broker.until_now()
+    steps = []
+    while step := broker.store.run(lambda c: totals.add_up(c, 5), write=True):
+        steps.append(step)
+        assert ever(broker) == expected
+        assert broker.until_now() == told
+        assert audited(broker) == {}
+    assert steps == [5, 5, 2]
+    with broker.store.read() as connection:
+        days = sa.select(rows_of_totals.c.since).where(rows_of_totals.c.span == "month").distinct()
+        months = sorted(at.month for at in connection.execute(days).scalars())
+    assert months == [1, 12]
+
+
+def test_what_moved_is_added_up_in_portions(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(totals, "POSTINGS_AT_ONCE", 7)
+    told = broker.until_now()
+    assert told[0].charged > 0 < told[0].refunded + told[0].granted
+    steps = 0
+    while broker.add_up() == totals.AT_ONCE:
+        steps += 1
+        assert broker.until_now() == told
+        assert audited(broker) == {}
+    assert steps > 3
+    running(broker, "user1", model="A100")
+    broker.grant("member:user1", -5, actor="kim", reason="taken back")
+    assert broker.until_now()[0].taken == 5
+    broker.add_up()
+    assert broker.until_now()[0] == told[0]._replace(taken=5, left=told[0].left - 5)
+
+
+def test_the_audit_names_a_total_that_is_wrong(broker: Broker) -> None:
+    broker.add_up()
+    assert audited(broker) == {}
+    for by in (*Kind._fields, totals.OUTCOME, totals.MODEL_AND_GROUP):
+        of_it = rows_of_totals.c.by == by
+        column = rows_of_totals.c["sessions" if by == totals.OUTCOME else "micros"]
+        more = sa.update(rows_of_totals).where(of_it).values({column: column + 1})
+        for wrong in (more, sa.delete(rows_of_totals).where(of_it)):
+            with broker.store.engine.connect() as connection, connection.begin() as change:
+                broker.store.begin(connection, write=True)
+                connection.execute(wrong)
+                found = list(checked_totals.use(connection))
+                change.rollback()
+            assert found
+            assert all(sentence.startswith(f"The total by {by} of ") for sentence in found)
+
+
+def test_the_audit_sees_a_lease_that_was_changed_behind_the_totals(broker: Broker) -> None:
+    broker.add_up()
+    query = sa.update(leases).where(leases.c.user == "user1").values(group="lab")
+    broker.store.run(lambda c: c.execute(query), write=True)
+    assert "The total by group of " in audited(broker)["totals of use"]
+    credits = sa.text("UPDATE moved SET came = came + 7 WHERE account = 'system:usage'")
+    broker.store.run(lambda c: c.execute(credits), write=True)
+    assert "The totals of system:usage say that " in audited(broker)["totals of credits"]
+
+
+def test_many_add_up_while_leases_end_and_are_refunded(broker: Broker) -> None:
+    """Whoever comes first: each lease is in the totals once, as it is in the end."""
+    clock: Clock = broker.clock  # type: ignore[assignment]
+    paid = [lease.id for lease in broker.leases_of(None, 100) if lease.ended_at and lease.charged]
+
+    def add_up(_: int) -> int:
+        return sum(broker.store.run(lambda c: totals.add_up(c, 2), write=True) for _ in range(9))
+
+    def refund(lease_id: str) -> None:
+        broker.refund(lease_id, actor="kim", reason="a sick GPU")
+
+    def end(number: int) -> None:
+        lease = running(broker, f"new{number}", model="A100")
+        broker.release(lease.id, ended_at=clock(), reason="stopped")
+
+    with ThreadPoolExecutor(6) as pool:
+        work = [pool.submit(add_up, n) for n in range(3)]
+        work += [pool.submit(refund, lease_id) for lease_id in paid]
+        work += [pool.submit(end, n) for n in range(4)]
+        for each in work:
+            each.result(timeout=60)
+    while broker.add_up():
+        pass
+    assert audited(broker) == {}
+    expected: dict[str, int] = {}
+    for lease in broker.leases_of(None, 100):
+        if lease.started_at:
+            expected[lease.account] = expected.get(lease.account, 0) + lease.charged
+    used = ever(broker)["account"]
+    assert {name: use.cost for name, use in used.items()} == expected
+    assert sum(use.sessions for use in used.values()) == 11 + 1 + 4
