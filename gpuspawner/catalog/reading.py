@@ -18,6 +18,10 @@ T = TypeVar("T")
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+MOST_COMPARED = 500
+"""Names that a misspelt word is held against; it is somebody who waits for the answer."""
+MOST_NAMED = 30
+"""Names in one sentence."""
 _LEAST_SIZE = 1_000_000
 _MOST_SIZE = 2**60
 _MOST_WHOLE = 1_000_000
@@ -177,9 +181,14 @@ def texts(value: object) -> tuple[str, ...]:
 
 
 def suggest(word: str, known: Iterable[str], what: str = "Known") -> str:
-    """``Did you mean 'image'?``, or else all that there is."""
+    """``Did you mean 'image'?``, or else what there is; of very many only some."""
     names = list(known)
-    close = difflib.get_close_matches(word.lower(), names, n=3, cutoff=0.6)
+    word = word.lower()[:100]
+    alike = names if len(names) <= MOST_COMPARED else [n for n in names if n[:2] == word[:2]]
+    close = difflib.get_close_matches(word, alike[:MOST_COMPARED], n=3, cutoff=0.6)
     if close:
         return f"Did you mean {' or '.join(repr(name) for name in close)}?"
-    return f"{what}: {', '.join(names)}." if names else "There is none."
+    if not names:
+        return "There is none."
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{what}: {', '.join(names[:MOST_NAMED])}{more}."

@@ -16,7 +16,7 @@ from .overrides import OWN_KEYS, OWNED_INSIDE, OWNED_TRAITS
 
 Schema = dict[str, Any]
 
-_ID = "https://json-schema.org/draft/2020-12/schema"
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _PRINTABLE = r"^[^\u0000-\u001f\u007f]*\S[^\u0000-\u001f\u007f]*$"
 _NO_UP = r"^(?!.*(?:^|/)\.\.(?:/|$))(?!.*\\)"
 """The beginning of a pattern for paths without ``..``."""
@@ -25,7 +25,7 @@ _NO_UP = r"^(?!.*(?:^|/)\.\.(?:/|$))(?!.*\\)"
 def schema() -> Schema:
     """The schema of a whole catalog."""
     return {
-        "$schema": _ID,
+        "$schema": _DIALECT,
         "title": "gpuspawner's catalog of environments",
         "type": "object",
         "additionalProperties": False,
