@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from datetime import date
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -326,3 +328,19 @@ def test_mounts_are_right_or_wrong_for_both(lines: str, right: bool) -> None:
     text = entry("") + lines + "\n"
     assert (by_parser(text) == "") is right
     assert (by_schema(text) == []) is right
+
+
+def test_every_key_is_in_the_readme() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("## The catalog\n")[2].partition("\n## ")[0]
+    items = schema()["properties"]
+    mounts = items["shared_folders"]["additionalProperties"]["properties"]
+    for key in {*items, *items["environments"]["items"]["properties"], *mounts}:
+        assert f"`{key}`" in section, key
+
+
+def test_the_example_in_the_readme_is_right_for_both() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(environments:.*?)```", readme, flags=re.DOTALL)
+    assert by_parser(text) == ""
+    assert by_schema(text) == []
