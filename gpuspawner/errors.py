@@ -120,8 +120,7 @@ class CannotStop(Refused):
 
 
 class WorkspaceFull(Refused):
-    """Your files take {used} of {limit}: nothing is left to work with. Start without a GPU, delete
-    what you do not need, and start with a GPU again."""
+    """Your files take {used} of {limit}: start without a GPU, make room, then start again."""
 
     reason = "workspace_full"
     status_code = 507

@@ -84,6 +84,11 @@ class Hub:
         except (KeyError, TypeError) as error:
             raise _strange_answer() from error
 
+    async def has_member(self, user: str) -> bool:
+        """Whether the Hub has a user of this name."""
+        response = await self._ask("GET", f"/users/{_quote(user)}", missing_is_answer=True)
+        return response.code != 404
+
     async def members_of(self, group: str) -> frozenset[str] | None:
         """The names of a group's members; None when the Hub has no such group."""
         response = await self._ask("GET", f"/groups/{_quote(group)}", missing_is_answer=True)

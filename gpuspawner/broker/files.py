@@ -94,8 +94,10 @@ class Files(FileSettings, Core):
         """What sets and reads quotas."""
         return Quotas(self.xfs_quota)
 
-    def use_workspace(self, source: str, user: str, quota: int | None) -> Workspace:
-        """A member's server is about to get it. Raises WorkspaceBusy while an admin has it.
+    def use_workspace(self, source: str, user: str, quota: int | None) -> bool:
+        """A member's server is about to get it; whether it is new to us.
+
+        Raises WorkspaceBusy while an admin has it.
 
         The server has its lease by now: whoever claims the workspace meanwhile sees that.
         """
@@ -106,10 +108,10 @@ class Files(FileSettings, Core):
                 raise WorkspaceBusy(what=known.busy)
             fresh = known is not None and abs(now - known.seen_at) < SEEN_EVERY
             if known and fresh and (known.user, known.quota) == (user, quota):
-                return known
+                return False
             made = Workspace(source=source, user=user, seen_at=now, quota=quota)
             workspaces.put(connection, made)
-            return made
+            return known is None
 
     def keep_quota(self, source: str, quota: int | None) -> None:
         """Have the file system keep a directory's quota in bytes; None takes it away.

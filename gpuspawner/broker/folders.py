@@ -16,6 +16,9 @@ from ..store.folders import Folder, Invited
 from ..workspaces.names import check_name, is_same, told_apart
 from .files import Files
 
+LONGEST_USER = 255
+"""Characters of a member's name at the Hub."""
+
 MOST_MEMBERS = 500
 """Whom one folder can be shared with."""
 
@@ -42,6 +45,15 @@ class Folders(Files):
     def all_folders(self) -> Sequence[Folder]:
         """Everybody's, the deleted ones too."""
         return self.store.run(folders.every)
+
+    def folder_people(self) -> list[str]:
+        """Everybody who owns a folder or was invited to one, but for owners who left."""
+        people = set[str]()
+        for folder in self.all_folders():
+            people.update(some.user for some in folder.members)
+            if folder.left_at is None:
+                people.add(folder.owner)
+        return sorted(people)
 
     def folder(self, folder_id: str) -> Folder:
         """One of them, whosever it is. Raises UnknownFolder."""
@@ -93,11 +105,7 @@ class Folders(Files):
             folder = self._own_folder(connection, folder_id, actor)
             if user == folder.owner:
                 raise FolderRefused(why=f"{user} owns it, and has it already")
-            if not user or book.find(connection, member_account(user)) is None:
-                raise FolderRefused(
-                    why=f"nobody named {user[:60]!r} has signed in on this hub; write their name "
-                    "as they sign in"
-                )
+            _must_have_signed_in(connection, user)
             before = folder.invited(user)
             if before and before.write == write:
                 return folder
@@ -159,8 +167,7 @@ class Folders(Files):
                     why=f"{user[:60]!r} is no member of it: invite them, and hand it on when they "
                     "have accepted"
                 )
-            if not user or book.find(connection, member_account(user)) is None:
-                raise FolderRefused(why=f"nobody named {user[:60]!r} has signed in on this hub")
+            _must_have_signed_in(connection, user)
             if user == folder.owner and folder.left_at is None:
                 return folder
             folders.uninvite(connection, folder_id, user)
@@ -221,7 +228,7 @@ class Folders(Files):
         """
         now, touched = self.clock(), 0
         with self.store.write() as connection:
-            for folder in folders.of_user(connection, user):
+            for folder in folders.every(connection):
                 if folder.owner == user and folder.left_at is None:
                     folders.update(connection, folder.id, left_at=now)
                     self._note_folder(connection, folder, "owner left", actor, user)
@@ -276,4 +283,13 @@ class Folders(Files):
             action=action,
             subject=subject,
             detail=detail,
+        )
+
+
+def _must_have_signed_in(connection: sa.Connection, user: str) -> None:
+    known = user.isprintable() and 0 < len(user) <= LONGEST_USER
+    if not known or book.find(connection, member_account(user)) is None:
+        raise FolderRefused(
+            why=f"nobody named {user[:60]!r} has signed in on this hub; write their name as they "
+            "sign in"
         )

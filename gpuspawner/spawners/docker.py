@@ -13,7 +13,7 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.utils import kwargs_from_env
 from dockerspawner import DockerSpawner
 from jupyterhub.traitlets import ByteSpecification
-from traitlets import CaselessStrEnum, Unicode
+from traitlets import CaselessStrEnum
 
 from ..engines import DockerEngine
 from ..engines.docker import sighting_of
@@ -21,19 +21,18 @@ from ..engines.injection import MODES
 from ..errors import EngineUnavailable, StartFailed
 from .base import spawn_exception
 from .container import ContainerSettings, build
+from .files import GPUDockerFiles
 from .gone import Proof
 from .injecting import injection_mode
 from .keeping import Kept, Plain, keep, leave_plain
 from .limits import allowed_ulimits
-from .mixin import GPUSpawnerMixin
 from .pulling import Pulls, split_image
-from .storage import Storage
 
 THREADS = 16
 """Docker calls that may run at once; the stock spawner has one thread for all members."""
 
 
-class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
+class GPUDockerSpawner(GPUDockerFiles, DockerSpawner):
     """Leases GPUs to containers on this machine's Docker Engine."""
 
     engine_name = "docker"
@@ -63,33 +62,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         ``extra_host_config`` wins. Example::
 
             c.GPUDockerSpawner.shm_size = "16G"
-        """,
-    )
-
-    workspace = Unicode(
-        "",
-        config=True,
-        help="""
-        Where a member's own files are kept: a named volume, or a directory of the host when
-        it starts with "/". It is created with the right owner and mounted at
-        ``workspace_target``. Empty: only what ``volumes`` says.
-
-        ``{username}`` is the name made safe for Docker, as in ``volumes``. Example::
-
-            c.GPUDockerSpawner.workspace = "gpuspawner-work-{username}"
-            c.GPUDockerSpawner.workspace = "/srv/workspaces/{username}"
-        """,
-    )
-
-    workspace_target = Unicode(
-        "/home/jovyan/work",
-        config=True,
-        help="""
-        Where the workspace is in the container.
-
-        Example::
-
-            c.GPUDockerSpawner.workspace_target = "/home/jovyan/work"
         """,
     )
 
@@ -143,8 +115,9 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         if method == "create_container" and self._plain:
             return await self._call(method, *args, **self._plain.applied(kwargs))
         if method == "create_container":
+            await self.find_folders()
             kwargs = build(kwargs, self._held(), await self._container_settings())
-            await self._storage().prepare(self.image)
+            await self.storage().prepare(self.image)
         elif method != "start":
             return await self._call(method, *args, **kwargs)
         # The call outlives a cancelled spawn: keep hold of it, so that the release waits
@@ -193,15 +166,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             injection=await injection_mode(self, lease.uuids),
             shm_size=chosen or self.shm_size,
             ulimits=await allowed_ulimits(self),
-            binds=[*self._storage().binds(), *self._kept.binds],
+            binds=[*self.storage().binds(), *self._kept.binds],
             image=self._kept.image,
             environment=self.with_lease_environment({}),
         )
-
-    def _storage(self) -> Storage:
-        mounts = self.load_catalog().mounts_for(self.chosen, self.group_names)
-        source = self._render_templates(self.workspace) if self.workspace else ""
-        return Storage(self, source, self.workspace_target, mounts)
 
     # Start.
 

@@ -70,6 +70,13 @@ class GPUSpawnerMixin(Acquiring):
         """Why a server that started is not there any more, in words; for log and member."""
         return ""
 
+    def looks_first(self, request: Request) -> bool:
+        """Whether a start has to look at the member's files before it asks for a lease."""
+        return False
+
+    async def look_at_files(self) -> None:
+        """Refuse a start that the member's files leave no room for."""
+
     # 1. Acquire.
 
     def run_pre_spawn_hook(self) -> Any:
@@ -82,7 +89,7 @@ class GPUSpawnerMixin(Acquiring):
             self.apply_environment(environment)
         except GPUSpawnerError as error:
             raise spawn_exception(error) from error
-        if is_recovered(self):
+        if is_recovered(self) and not self.looks_first(request):
             # Not only when the event loop comes back to this spawn: where very many are asked
             # for at once, it first takes up all the others.
             self._ask(request, terms)
@@ -91,6 +98,8 @@ class GPUSpawnerMixin(Acquiring):
     async def _acquire_then_hook(self, request: Request, terms: Terms) -> None:
         try:
             await recovered(self)
+            if self.looks_first(request):
+                await self.look_at_files()
             self.lease = await self._acquire(request, terms)
         except GPUSpawnerError as error:
             raise spawn_exception(error) from error

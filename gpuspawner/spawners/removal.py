@@ -13,6 +13,8 @@ from typing import Any
 from jupyterhub.auth import Authenticator
 from jupyterhub.utils import maybe_future
 
+from ..broker import Broker
+from ..errors import GPUSpawnerError
 from .queueing import Queueing
 
 PATIENCE = 10.0
@@ -32,6 +34,29 @@ def end_waits_first(authenticator: Authenticator, queueing: Queueing) -> None:
 
     # A mark on our own function, so that the next spawner does not wrap it again.
     delete_user.ends_waits = True  # type: ignore[attr-defined]
+    delete_user.forgets_folders = getattr(stock, "forgets_folders", False)  # type: ignore
+    authenticator.delete_user = delete_user
+
+
+def forget_folders(authenticator: Authenticator, broker: Broker) -> None:
+    """Have the authenticator's ``delete_user`` take from the member what was shared with them.
+
+    At once, and not only when the accounting service looks: the next who gets that name is
+    somebody else.
+    """
+    stock = authenticator.delete_user
+    if not broker.folder_source or getattr(stock, "forgets_folders", False):
+        return
+
+    async def delete_user(user: Any) -> None:
+        await maybe_future(stock(user))
+        try:
+            await broker.run(broker.member_left, user.name)
+        except GPUSpawnerError as error:
+            broker.log.error("What was shared with %s is theirs still: %s", user.name, error)
+
+    delete_user.forgets_folders = True  # type: ignore[attr-defined]
+    delete_user.ends_waits = getattr(stock, "ends_waits", False)  # type: ignore[attr-defined]
     authenticator.delete_user = delete_user
 
 

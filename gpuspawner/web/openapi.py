@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .. import __version__
+from . import openapi_folders
 from .api import APIHandler
 from .base import Handler
 from .openapi_schemas import SCHEMAS, choices, ref
@@ -121,6 +122,7 @@ def paths() -> dict[str, dict[str, Operation]]:
         **_of_accounts(),
         **_of_the_line(),
         **_of_notices(),
+        **_of_folders(),
         "/api/openapi.json": {"get": operation("openapi", "This document.", "Anything")},
     }
 
@@ -234,9 +236,41 @@ def _of_notices() -> dict[str, dict[str, Operation]]:
     }
 
 
+def _of_folders() -> dict[str, dict[str, Operation]]:
+    folder = in_path("folder", openapi_folders.ID, "The folder's id.")
+    changes = {
+        "invite": ("Share it with a member, to read or to write too.", "Invitation"),
+        "accept": ("Take what was offered: my next server has it.", "Why"),
+        "leave": ("Give it back, or say no to it.", "Why"),
+        "uninvite": ("Share it with a member no more.", "Member"),
+        "hand-on": ("Make another member its owner.", "Member"),
+        "delete": ("Take it from everybody; its name is written once more.", "Name"),
+        "restore": ("Bring a deleted one back, for admins.", "Why"),
+    }
+    return {
+        "/api/folders": {
+            "get": operation(
+                "folders",
+                "Shared folders: mine, and those that I am invited to.",
+                "Folders",
+                query("all", {"enum": ["0", "1"]}, "1: everybody's, for admins."),
+            ),
+            "post": operation("makeFolder", "Make a shared folder.", "Folder", body="NewFolder"),
+        },
+        **{
+            f"/api/folders/{{folder}}/{action}": {
+                "post": operation(
+                    f"{action.replace('-', '')}Folder", summary, "Folder", folder, body=body
+                )
+            }
+            for action, (summary, body) in changes.items()
+        },
+    }
+
+
 def document(prefix: str, channels: Collection[str] = ()) -> dict[str, Any]:
     """The whole document, for a service that lies below ``prefix`` and has these channels."""
-    schemas = {**SCHEMAS, "Choices": choices(channels)}
+    schemas = {**SCHEMAS, **openapi_folders.SCHEMAS, "Choices": choices(channels)}
     return {
         "openapi": "3.1.0",
         "info": {

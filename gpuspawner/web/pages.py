@@ -20,7 +20,8 @@ from ..broker.view import clock
 from ..errors import GPUSpawnerError, InvalidRequest
 from ..model import LeasedDevice, format_credits, member_account
 from ..store.closures import GRANTING, Closure
-from . import credits, figures
+from ..workspaces.sizes import format_bytes
+from . import credits, figures, files
 from .api import instant
 from .base import Handler
 from .chart import Chart, chart
@@ -72,7 +73,13 @@ class Page(Handler):
     def show(self, template: str, **values: Any) -> None:
         """Send a page."""
         context = self.context
-        values = {"prefix": context.prefix, "hub": context.hub_url, "paused": self.paused, **values}
+        values = {
+            "prefix": context.prefix,
+            "hub": context.hub_url,
+            "paused": self.paused,
+            "shares": bool(self.broker.folder_source),
+            **values,
+        }
         self.finish(TEMPLATES.get_template(template).render(values))
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
@@ -95,12 +102,16 @@ class MemberPage(Page):
         overview, found = await self.read(figures.devices, self.broker, self.user, False)
         tickets = await self.read(figures.own_tickets, self.broker, self.user)
         past = await self.read(credits.of_account, self.broker, member_account(self.user))
+        had, offered = await self.read(files.folders_of, self.broker, self.user)
         self.show(
             "member.html",
             user=self.user,
             admin=self.admin,
             mine=mine,
             past=past,
+            files=await self.read(self.broker.files_of, self.user),
+            folders=had,
+            offered=offered,
             lasting=credits.lasting(mine.funds.account.available, overview),
             payers=await self.read(self.broker.payers, self.user, self.groups),
             kept=self.get_query_argument("kept", ""),
@@ -310,6 +321,7 @@ def _environment() -> jinja2.Environment:
         "until": until,
         "ends": ends,
         "memory": memory,
+        "bytes": format_bytes,
         "points": points,
         "subject": subject,
         "hours": lambda seconds: f"{seconds / 3600:g}",

@@ -22,9 +22,10 @@ def check_name(text: object, field: str = "name") -> str:
     name = unicodedata.normalize("NFC", text).strip(" ")
     if not name:
         raise InvalidRequest(f"The field {field!r} is empty: give the folder a name.", field=field)
-    if len(name) > LONGEST:
+    longest = max(len(name), len(text))
+    if longest > LONGEST:
         raise InvalidRequest(
-            f"The field {field!r} has {len(name)} characters: {LONGEST} is the most.", field=field
+            f"The field {field!r} has {longest} characters: {LONGEST} is the most.", field=field
         )
     wrong = next((character for character in name if not _may_stand(character)), "")
     if wrong or not _may_begin(name[0]) or name[-1] in _JOINERS:

@@ -29,6 +29,7 @@ _INHERIT = 0x200
 """FS_XFLAG_PROJINHERIT: what is made in the directory is of its project."""
 
 _SAFE = re.compile(r"/[^\s\"'\\]*")
+_LEFT_ALONE = "skipping special file"
 _TOLD = re.compile(r"^\S+\s+(\d+)\s+\d+\s+(\d+)\s", re.MULTILINE)
 
 
@@ -135,9 +136,11 @@ class Quotas:
             raise QuotaUnavailable(path=mount, why=why) from None
         except (OSError, subprocess.TimeoutExpired) as error:
             raise QuotaUnavailable(path=mount, why=f"xfs_quota did not answer ({error})") from error
-        # It exits with 0 when it could not do what it was told: its words decide.
-        if done.returncode or done.stderr.strip():
-            raise QuotaUnavailable(path=mount, why=_why(done.stderr or done.stdout))
+        # It exits with 0 when it could not do what it was told: its words decide. Of symlinks,
+        # sockets and devices, which it rightly leaves alone, it says that it did.
+        wrong = [x for x in done.stderr.splitlines() if x.strip() and _LEFT_ALONE not in x]
+        if done.returncode or wrong:
+            raise QuotaUnavailable(path=mount, why=_why(wrong or done.stdout.splitlines()))
         return done.stdout
 
 
@@ -169,8 +172,8 @@ def _path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
-def _why(said: str) -> str:
-    line = next((text for text in said.strip().splitlines()), "it said nothing")
+def _why(lines: list[str]) -> str:
+    said, line = "\n".join(lines), next(iter(lines), "it said nothing")
     if "Operation not permitted" in said or "ermission denied" in said:
         return NOT_ROOT
     if "No such device or address" in said or "cannot setup path" in said:

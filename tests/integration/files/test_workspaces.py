@@ -25,7 +25,7 @@ def test_a_workspace_is_kept_from_servers_while_it_is_claimed(broker: Broker) ->
     with pytest.raises(WorkspaceBusy, match="workspaces free /srv/w/anna"):
         broker.claim_workspace("/srv/w/anna", "somebody else too")
     assert broker.free_workspace("/srv/w/anna") and not broker.free_workspace("/srv/w/anna")
-    assert broker.use_workspace("/srv/w/anna", "anna", None).busy == ""
+    assert not broker.use_workspace("/srv/w/anna", "anna", None)
 
 
 def test_whose_server_runs_keeps_their_workspace(broker: Broker) -> None:
@@ -75,12 +75,16 @@ def test_a_server_and_an_admin_never_have_it_at_once(broker: Broker) -> None:
 def test_what_is_known_of_a_workspace_is_written_when_it_changes(
     broker: Broker, clock: Clock
 ) -> None:
-    first = broker.use_workspace("work-anna", "anna", 10)
+    assert broker.use_workspace("work-anna", "anna", 10)
+    first = broker.workspaces()
     clock.forward(minutes=30)
-    assert broker.use_workspace("work-anna", "anna", 10) == first
-    assert broker.use_workspace("work-anna", "anna", 20).seen_at == clock.now
+    assert not broker.use_workspace("work-anna", "anna", 10)
+    assert broker.workspaces() == first
+    assert not broker.use_workspace("work-anna", "anna", 20)
+    assert broker.workspaces()[0].seen_at == clock.now
     clock.forward(hours=2)
-    assert broker.use_workspace("work-anna", "anna", 20).seen_at == clock.now
+    assert not broker.use_workspace("work-anna", "anna", 20)
+    assert broker.workspaces()[0].seen_at == clock.now
     [known] = broker.workspaces()
     assert (known.source, known.quota, known.is_volume) == ("work-anna", 20, True)
 

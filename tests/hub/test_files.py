@@ -1,0 +1,298 @@
+"""Members' files: a full workspace, and folders that they share. Real: a hub with its service, its
+proxy, containers of a Docker Engine, directories of this machine, Chromium."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from playwright.sync_api import Browser, expect
+
+from gpuspawner.broker import Broker
+from tests.support.axe import troubles
+from tests.support.browser import screenshot
+from tests.support.engine import PrivateEngine
+from tests.support.gpu_hub import GPUHub, message_of, text_of
+from tests.support.hub import ADMIN, ADMIN_PASSWORD, USER_PASSWORD
+from tests.support.images import INSTANT, ensure_images
+from tests.support.processes import free_port, wait_for
+
+WIDE = {"width": 1280, "height": 800}
+PHONE = {"width": 390, "height": 844}
+expect.set_options(timeout=60_000)
+
+CONFIG = """
+c.GPUDockerSpawner.workspace = "{files}/work/{{username}}"
+c.GPUDockerSpawner.workspace_quota = "5M"
+c.Spawner.group_overrides = {{
+    "large": {{"groups": ["large"], "spawner_override": {{"workspace_quota": "1G"}}}},
+}}
+c.JupyterHub.load_groups = {{"large": {{"users": ["lara"]}}}}
+c.Broker.folder_source = "{files}/folders/{{id}}"
+c.Broker.most_folders = 4
+c.Accounting.reconcile_seconds = 1
+import gpuspawner
+gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
+"""
+
+
+class FilesHub(GPUHub):
+    """A hub whose members' directories lie in ``files``."""
+
+    files: Path
+    broker: Broker
+
+    def write(self, user: str, size: int) -> None:
+        """As if a server of theirs had written a file of this many bytes."""
+        (self.files / "work" / user).mkdir(parents=True, exist_ok=True)
+        (self.files / "work" / user / "large").write_bytes(os.urandom(size))
+
+    def rest(self, user: str, method: str, path: str = "", **body: Any) -> requests.Response:
+        """The service's JSON for folders, with a token of this member."""
+        headers = {"Authorization": f"token {self.user_token(user)}"}
+        url = f"{self.url}/services/gpu/api/folders{path}"
+        sent = {"json": body} if method == "POST" else {}
+        return requests.request(method, url, headers=headers, timeout=60, **sent)
+
+    def shell(self, user: str, command: str) -> tuple[int, str]:
+        """A command in the container of this member's server: its exit code and what it says."""
+        client = self.engine.client
+        [found] = [c for c in self.containers() if c["Labels"]["gpuspawner.member"] == user]
+        made = client.exec_create(found["Id"], ["sh", "-c", command])
+        said = client.exec_start(made["Id"]).decode(errors="replace").strip()
+        return int(client.exec_inspect(made["Id"])["ExitCode"]), said
+
+
+@pytest.fixture(scope="module")
+def hub(engine: PrivateEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FilesHub]:
+    ensure_images(engine, [INSTANT])
+    folder = tmp_path_factory.mktemp("files")
+    config = CONFIG.format(files=folder / "files", port=free_port())
+    with FilesHub(folder / "hub", engine, config) as hub:
+        hub.files = folder / "files"
+        hub.broker = Broker(database_url=hub.database_url, folder_source="/nowhere/{id}")
+        page = f"{hub.url}/services/gpu/static/gpu.css"
+        wait_for(lambda: requests.get(page, timeout=5).ok, "the service's pages", timeout=60)
+        for user in ("anna", "bert", "carl"):
+            hub.browser_of(user)
+        yield hub
+        hub.broker.store.close()
+    engine.clean()
+    shutil.rmtree(folder / "files", ignore_errors=True)
+
+
+# A full workspace.
+
+
+def test_a_full_workspace_opens_a_server_without_a_gpu_to_clean_up(hub: FilesHub) -> None:
+    hub.write("anna", 6_000_000)
+    before = hub.records()
+    refused = hub.spawn("anna", {"gpus": 1})
+    assert refused.status_code == 507
+    assert message_of(refused) == (
+        "Your files take 5.7 MB of 5.0 MB: start without a GPU, make room, then start again."
+    )
+    assert hub.records() == before and hub.containers() == []
+    form = text_of(hub.open_page("anna", "/hub/spawn").text)
+    assert "Your files take 5.7 MB of 5.0 MB. Start without a GPU, make room" in form
+
+    assert hub.spawn("anna", {"gpus": 0}).status_code == 201
+    hub.wait_server("anna")
+    page = text_of(hub.open_page("anna", "/services/gpu/").text)
+    assert "5.7 MB of 5.0 MB are used. Start without a GPU, make room" in page
+    assert hub.shell("anna", "rm /home/jovyan/work/large")[0] == 0
+    hub.stop_server("anna")
+    assert hub.spawn("anna", {"gpus": 1}).status_code == 201
+    hub.wait_server("anna")
+    assert len(hub.open_leases("anna")[0].devices) == 1
+    hub.stop_server("anna")
+    assert "of 5.0 MB." in text_of(hub.open_page("anna", "/hub/spawn").text)
+
+
+def test_a_group_has_a_quota_of_its_own(hub: FilesHub) -> None:
+    hub.browser_of("lara")
+    hub.write("lara", 6_000_000)
+    assert "of 1.0 GB." in text_of(hub.open_page("lara", "/hub/spawn").text)
+    assert hub.spawn("lara", {"gpus": 1}).status_code == 201
+    hub.wait_server("lara")
+    hub.stop_server("lara")
+    [known] = [some for some in hub.broker.workspaces() if some.user == "lara"]
+    assert (known.source, known.quota) == (str(hub.files / "work" / "lara"), 2**30)
+
+
+def test_what_symlinks_point_to_is_not_counted(hub: FilesHub) -> None:
+    outside = hub.files / "outside"
+    outside.mkdir(exist_ok=True)
+    (outside / "huge").write_bytes(os.urandom(8_000_000))
+    hub.write("bert", 1000)
+    mine = hub.files / "work" / "bert"
+    (mine / "out").symlink_to(outside)
+    (mine / "huge").symlink_to(outside / "huge")
+    (mine / "root").symlink_to("/")
+    assert hub.spawn("bert", {"gpus": 1}).status_code == 201
+    hub.wait_server("bert")
+    hub.stop_server("bert")
+
+
+def test_an_admin_who_has_a_workspace_in_hand_keeps_servers_away(hub: FilesHub) -> None:
+    source = str(hub.files / "work" / "carl")
+    assert hub.spawn("carl", {"gpus": 0}).status_code == 201
+    hub.wait_server("carl")
+    hub.stop_server("carl")
+    hub.broker.claim_workspace(source, "an admin archives them")
+    try:
+        refused = hub.spawn("carl", {"gpus": 0})
+        assert refused.status_code == 409
+        assert message_of(refused) == (
+            "Your files cannot be used just now: an admin archives them. Try again in a while, "
+            "or ask your admin."
+        )
+        assert hub.containers() == [] and hub.open_leases("carl") == []
+    finally:
+        hub.broker.free_workspace(source)
+    assert hub.spawn("carl", {"gpus": 0}).status_code == 201
+    hub.wait_server("carl")
+    hub.stop_server("carl")
+
+
+# Shared folders.
+
+
+def test_a_folder_is_shared_read_and_left(hub: FilesHub) -> None:
+    made = hub.rest("anna", "POST", name="Daten für alle").json()
+    place = hub.files / "folders" / made["id"]
+    assert not place.exists()
+    hub.spawn("anna", {"gpus": 0})
+    hub.wait_server("anna")
+    shared = "'/home/jovyan/shared/Daten für alle'"
+    assert hub.shell("anna", f"echo hello > {shared}/note; ls -1 /home/jovyan/shared") == (
+        0,
+        "Daten für alle",
+    )
+    assert (place / "note").read_text() == "hello\n"
+
+    offered = hub.rest("anna", "POST", f"/{made['id']}/invite", member="bert", write=False)
+    assert offered.ok, offered.text
+    [mine] = hub.rest("bert", "GET").json()["folders"]
+    assert (mine["mounted_as"], mine["write"], mine["mine"]) == (None, False, False)
+    hub.rest("bert", "POST", f"/{made['id']}/accept").raise_for_status()
+    hub.spawn("bert", {"gpus": 0})
+    hub.wait_server("bert")
+    code, said = hub.shell("bert", f"cat {shared}/note; echo mine > {shared}/note")
+    assert code != 0 and said.startswith("hello") and "Read-only file system" in said
+    hub.rest("anna", "POST", f"/{made['id']}/uninvite", member="bert").raise_for_status()
+    hub.stop_server("bert")
+    hub.spawn("bert", {"gpus": 0})
+    hub.wait_server("bert")
+    assert hub.shell("bert", "ls /home/jovyan/shared 2>/dev/null")[1] == ""
+    for user in ("anna", "bert"):
+        hub.stop_server(user)
+    assert (place / "note").read_text() == "hello\n"
+
+
+@pytest.mark.parametrize("name", ["../../etc", "a/b", "a:ro", "..", "x\n", "{username}", ""])
+def test_no_name_becomes_a_path(hub: FilesHub, name: str) -> None:
+    before = [some.id for some in hub.broker.all_folders()]
+    refused = hub.rest("carl", "POST", name=name)
+    assert (refused.status_code, refused.json()["error"]) == (400, "invalid_request")
+    assert "'name'" in refused.json()["message"]
+    assert [some.id for some in hub.broker.all_folders()] == before
+
+
+def test_a_stranger_learns_nothing_of_a_folder(hub: FilesHub) -> None:
+    made = hub.rest("anna", "POST", name="Private").json()
+    for action, body in (
+        ("accept", {}),
+        ("leave", {}),
+        ("invite", {"member": "carl", "write": True}),
+        ("uninvite", {"member": "carl"}),
+        ("hand-on", {"member": "carl"}),
+        ("delete", {"name": "Private"}),
+    ):
+        answers = [
+            hub.rest("carl", "POST", f"/{folder_id}/{action}", **body)
+            for folder_id in (made["id"], "0" * 16)
+        ]
+        assert [answer.status_code for answer in answers] == [404, 404]
+        assert (
+            answers[0].json()["message"].replace(made["id"], "0" * 16)
+            == (answers[1].json()["message"])
+        )
+    assert hub.rest("carl", "POST", f"/{made['id']}/restore").status_code == 403
+    assert hub.rest("carl", "GET", "?all=1").status_code == 403
+    assert made["id"] in {f["id"] for f in hub.rest(ADMIN, "GET", "?all=1").json()["folders"]}
+    hub.rest("anna", "POST", f"/{made['id']}/delete", name="Private").raise_for_status()
+
+
+def test_who_is_removed_at_the_hub_has_nothing_more(hub: FilesHub) -> None:
+    hub.browser_of("dora")
+    owned = hub.rest("dora", "POST", name="Dora's").json()
+    given = hub.rest("anna", "POST", name="For Dora").json()
+    hub.rest("anna", "POST", f"/{given['id']}/invite", member="dora", write=True)
+    hub.rest("dora", "POST", f"/{given['id']}/accept").raise_for_status()
+    hub.api("DELETE", "users/dora").raise_for_status()
+    wait_for(lambda: hub.broker.folder(owned["id"]).left_at, "that Dora left", timeout=60)
+    assert hub.broker.folder(given["id"]).members == ()
+    # Somebody else comes under the same name.
+    hub.api("POST", "users/dora").raise_for_status()
+    assert hub.rest("dora", "GET").json()["folders"] == []
+    handed = hub.rest(ADMIN, "POST", f"/{owned['id']}/hand-on", member="anna")
+    assert (handed.json()["owner"], handed.json()["owner_left_at"]) == ("anna", None)
+    for some in (owned, given):
+        hub.rest("anna", "POST", f"/{some['id']}/delete", name=some["name"]).raise_for_status()
+
+
+def test_the_pages_by_hand(hub: FilesHub, browser: Browser) -> None:
+    """Make, invite, accept, delete: in a browser without JavaScript, wide and on a phone."""
+    anna = browser.new_context(viewport=WIDE, java_script_enabled=False).new_page()
+    carl = browser.new_context(viewport=PHONE).new_page()
+    for page, user in ((anna, "anna"), (carl, "carl")):
+        page.goto(f"{hub.url}/services/gpu/folders")
+        page.fill("input[name=username]", user)
+        page.fill("input[name=password]", USER_PASSWORD)
+        page.click("[type=submit]")
+        expect(page.get_by_role("heading", name="Shared folders")).to_be_visible()
+    anna.get_by_label("Name", exact=True).fill("../up")
+    anna.get_by_role("button", name="Make the folder").click()
+    expect(anna.get_by_role("alert")).to_contain_text("Nothing was changed.")
+    anna.get_by_label("Name", exact=True).fill("Заметки <b>")
+    anna.get_by_role("button", name="Make the folder").click()
+    expect(anna.get_by_role("alert")).to_contain_text("'<' may not be in it")
+    anna.get_by_label("Name", exact=True).fill("Заметки")
+    anna.get_by_role("button", name="Make the folder").click()
+    card = anna.get_by_role("article").filter(has_text="Заметки")
+    card.get_by_label("Invite a member").fill("carl")
+    card.get_by_label("They may").select_option("yes")
+    card.get_by_role("button", name="Invite").click()
+    expect(anna.get_by_text("They are invited.")).to_be_visible()
+
+    carl.reload()
+    expect(carl.get_by_text("anna shares it with you, to read and write.")).to_be_visible()
+    assert troubles(carl) == []
+    screenshot(carl, "folders-invited-phone")
+    carl.get_by_role("button", name="Accept").click()
+    expect(carl.get_by_text("~/shared/Заметки")).to_be_visible()
+    assert carl.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    anna.reload()
+    screenshot(anna, "folders-wide")
+    card.get_by_text("Delete it").click()
+    card.get_by_label("Write its name").fill("Заметки")
+    card.get_by_role("button", name="Delete").click()
+    anna.get_by_role("button", name="Delete it").click()
+    expect(anna.get_by_text("The folder is deleted.")).to_be_visible()
+    carl.reload()
+    expect(carl.get_by_text("None yet.")).to_be_visible()
+
+    admin = browser.new_context(viewport=WIDE).new_page()
+    admin.goto(f"{hub.url}/services/gpu/folders")
+    admin.fill("input[name=username]", ADMIN)
+    admin.fill("input[name=password]", ADMIN_PASSWORD)
+    admin.click("[type=submit]")
+    expect(admin.get_by_role("heading", name="Of others")).to_be_visible()
+    assert troubles(admin) == []
+    screenshot(admin, "folders-admin")
