@@ -15,13 +15,22 @@ from gpuspawner.accounting.notify import Notifier
 from gpuspawner.auth import MemberOAuthenticator
 from gpuspawner.broker import Broker
 from gpuspawner.cli.app import parser
+from gpuspawner.pages.site import CatalogPages
 from gpuspawner.spawners import options
 from gpuspawner.spawners.docker import GPUDockerSpawner
 from gpuspawner.spawners.local import GPULocalSpawner
 
 REPO = Path(__file__).parents[1]
 README = (REPO / "README.md").read_text(encoding="utf-8")
-CLASSES = (Accounting, Broker, GPUDockerSpawner, GPULocalSpawner, MemberOAuthenticator, Notifier)
+CLASSES = (
+    Accounting,
+    Broker,
+    CatalogPages,
+    GPUDockerSpawner,
+    GPULocalSpawner,
+    MemberOAuthenticator,
+    Notifier,
+)
 
 
 def own_traits(cls: type[Configurable]) -> list[tuple[str, object]]:

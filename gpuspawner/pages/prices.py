@@ -1,11 +1,12 @@
-"""What the form says of prices: by model and environment, and of each choice. Pure."""
+"""What pages say of prices: by model and environment, and of each choice. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
+from typing import NamedTuple
 
 from ..broker.view import ModelCount, Overview, clock
 from ..catalog import Environment
@@ -15,6 +16,16 @@ from ..pool import format_memory
 
 MOST_CHOICES = 4000
 """Sentences of single choices in one page; with more, the table has to do."""
+
+MOST_NAMES = 4
+"""Environments named in one line of the table."""
+
+FREE = "free of charge"
+
+WITHOUT = f"Without a GPU: {FREE}."
+
+NAME = "{name}"
+"""In a sentence, for the environment's own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,22 @@ class PriceLine:
     def price(self) -> str:
         """Credits, for people."""
         return format_credits(self.rate)
+
+
+class Tables(NamedTuple):
+    """What the form says of each choice. Environments on the same terms share a table."""
+
+    of: dict[str, int]
+    """The number of an environment's table, by slug."""
+    tables: tuple[dict[str, str], ...]
+    """Sentences by ``gpus|model|account`` as the form has them, with ``{name}`` for the
+    environment's. ``gpus`` is empty for what is usual there, ``model`` for any."""
+
+    def sentence(self, environment: Environment, choice: str) -> str:
+        """The sentence of one choice; empty where there is none."""
+        number = self.of.get(environment.slug)
+        found = "" if number is None else self.tables[number].get(choice, "")
+        return found.replace(NAME, environment.display_name)
 
 
 class Prices:
@@ -79,46 +106,61 @@ class Prices:
             f"{clock(change.replace(second=0, microsecond=0), self.now)} ({change.astimezone():%Z})"
         )
 
-    def choices(
-        self, counts: Sequence[int], payers: Sequence[tuple[str, Account]]
-    ) -> dict[str, str]:
-        """A sentence for each choice, by ``environment|gpus|model|account`` as the form has them.
+    def of(self, environment: Environment) -> str:
+        """What a device costs there now: ``1.00 to 4.00 credits a GPU-hour``, or ``free of
+        charge``; empty where no device fits."""
+        if environment.cpu_only:
+            return FREE
+        rates = sorted({self.rate(environment, count) for count in self._models_of(environment)})
+        if not rates:
+            return ""
+        return f"{_span(rates)} credits a GPU-hour" if rates[-1] else FREE
 
-        ``gpus`` is empty for what is usual in the environment, ``model`` for any. ``payers`` are
-        the accounts that can be chosen, with what the form calls each.
+    def tables(self, counts: Sequence[int], payers: Sequence[tuple[str, Account]]) -> Tables:
+        """A sentence for each choice that the form has.
+
+        ``payers`` are the accounts that can be chosen, with what the form calls each.
         """
         gpus = ["", *(str(count) for count in counts)]
         models = ["", *(count.model for count in self.overview.models)]
-        if len(self.environments) * len(gpus) * len(models) * len(payers) > MOST_CHOICES:
-            return {}
-        return {
-            f"{environment.slug}|{number}|{model}|{payer}": self._sentence(
-                environment, number, model, account
-            )
-            for environment, number, model, (payer, account) in product(
-                self.environments, gpus, models, payers
-            )
-        }
+        alike: dict[Hashable, list[Environment]] = {}
+        for environment in self.environments:
+            alike.setdefault(self._terms(environment), []).append(environment)
+        if len(alike) * len(gpus) * len(models) * len(payers) > MOST_CHOICES:
+            return Tables({}, ())
+        found = tuple(
+            {
+                f"{number}|{model}|{payer}": self._sentence(some[0], number, model, account)
+                for number, model, (payer, account) in product(gpus, models, payers)
+            }
+            for some in alike.values()
+        )
+        return Tables({e.slug: at for at, some in enumerate(alike.values()) for e in some}, found)
+
+    def _terms(self, environment: Environment) -> Hashable:
+        """Environments of which this is the same have the same sentences."""
+        return (
+            environment.devices,
+            environment.cpu_variant,
+            *((c.model, self.rate(environment, c)) for c in self._models_of(environment)),
+        )
 
     def _sentence(self, environment: Environment, number: str, model: str, account: Account) -> str:
         gpus = int(number) if number else environment.devices.default
         if not gpus:
-            return "Without a GPU: free of charge."
+            return WITHOUT if environment.cpu_variant else f"{NAME} needs a GPU."
         most = environment.devices.max
         if gpus > most:
-            return f"{environment.display_name} allows {most} GPU{'s' if most > 1 else ''}."
+            return f"{NAME} allows {most} GPU{'s' if most > 1 else ''}."
         fitting = [c for c in self._models_of(environment) if model in ("", c.model)]
         rates = sorted({gpus * self.rate(environment, count) for count in fitting})
         if not rates:
-            return f"{environment.display_name} does not run on that model."
+            return f"{NAME} does not run on that model."
         what = f"{gpus} GPU{'s' if gpus > 1 else ''}"
         if not rates[-1]:
-            return f"{what}: free of charge."
-        price, dearest = format_credits(rates[0]), format_credits(rates[-1])
-        if price != dearest:
-            price += f" to {dearest}"
+            return f"{what}: {FREE}."
         lasts = _lasts(account.available, rates[-1])
-        return f"{what}: {price} credits an hour. {_whose(account)} lasts {lasts}."
+        return f"{what}: {_span(rates)} credits an hour. {_whose(account)} lasts {lasts}."
 
     def _that_run_on(self, count: ModelCount) -> list[Environment]:
         return [e for e in self.environments if count in self._models_of(e)]
@@ -143,6 +185,12 @@ def model_label(count: ModelCount) -> str:
     return count.model if said else f"{count.model}, {memory}"
 
 
+def _span(rates: Sequence[int]) -> str:
+    """``4.00``, or ``1.00 to 4.00``; ``rates`` are sorted."""
+    least, most = format_credits(rates[0]), format_credits(rates[-1])
+    return least if least == most else f"{least} to {most}"
+
+
 def _whose(account: Account) -> str:
     kind, _, name = account.name.partition(":")
     return f"The balance of the group {name}" if kind == "group" else "Your balance"
@@ -154,4 +202,6 @@ def _lasts(available: int, rate: int) -> str:
 
 
 def _join(names: Sequence[str]) -> str:
+    if len(names) > MOST_NAMES:
+        names = [*names[: MOST_NAMES - 1], f"{len(names) - MOST_NAMES + 1} others"]
     return f"in {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f"in {names[0]}"

@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timezone
 
+from jinja2 import ChoiceLoader, PackageLoader
 from jinja2 import Environment as Templates
-from jinja2 import PackageLoader
 
 from ..broker.payers import Payers
 from ..broker.view import Overview
-from ..catalog import Catalog, Environment
+from ..catalog import Catalog, Environment, SessionHours
 from ..errors import GPUSpawnerError, UnknownAccount
 from ..model import Account, DeviceStatus, format_credits, member_account
+from ..pages.cards import PAGE, make_cards, usual_request
 from ..pages.prices import Prices, model_label
+from ..pages.waits import wait_tables
+from . import options
 from .hours import hour_choices, length, usual_label
 from .links import GPUSpawnerLinks
 from .payers import payer_choices
 
 _templates = Templates(
-    loader=PackageLoader("gpuspawner.spawners"), autoescape=True, trim_blocks=True
+    loader=ChoiceLoader(
+        [
+            PackageLoader("gpuspawner.spawners"),
+            PackageLoader("gpuspawner.spawners", "hub_templates"),  # for what the cards share
+        ]
+    ),
+    autoescape=True,
+    trim_blocks=True,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one member may choose from at this moment, and what is chosen already."""
+
+    environments: tuple[Environment, ...]
+    """Those that have a card."""
+    left_out: int
+    """How many more there are."""
+    chosen: Environment
+    last: options.Choice
+    by_link: bool
+    most_gpus: int
+    hours: dict[str, SessionHours]
+    """By slug, of environments with devices."""
+    show_environments: bool
+    catalog_problem: str
+    pages_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the store says for one member's form."""
+
+    overview: Overview
+    account: Account
+    payers: Payers
 
 
 class GPUSpawnerForm(GPUSpawnerLinks):
@@ -30,55 +69,82 @@ class GPUSpawnerForm(GPUSpawnerLinks):
         own = await super().get_options_form() if self.shows_own_form() else ""
         try:
             catalog = self.load_catalog()
-            default_choice = catalog.default_for(self.group_names)
-            overview = await self.broker.run(self.broker.overview)
-            account = await self._account()
-            payers = await self.broker.run(self.broker.payers, self.user.name, self.group_names)
+            usual = catalog.default_for(self.group_names)
             with self._set_for_now(await self._limits_of_groups()):
-                return own + self.render_form(catalog, default_choice, overview, account, payers)
+                limits = self._limits(catalog, usual)
+            user, groups = self.user.name, self.group_names
+            return own + await self.broker.run(self._make_form, limits, user, groups)
         except GPUSpawnerError as error:
             return own + _templates.get_template("unavailable.html").render(message=error.message)
-
-    async def _account(self) -> Account:
-        """The member's account; who comes for the first time gets the opening grant now."""
-        try:
-            return await self.broker.run(self.broker.account, member_account(self.user.name))
-        except UnknownAccount:
-            return await self.broker.run(self.broker.open_account, self.user.name)
 
     def shows_own_form(self) -> bool:
         """Whether JupyterHub's or DockerSpawner's form goes above ours."""
         return any(self.is_configured(name) for name in self.own_form_traits)
 
-    def render_form(
-        self,
-        catalog: Catalog,
-        usual: Environment,
-        overview: Overview,
-        account: Account,
-        payers: Payers | None = None,
-    ) -> str:
-        """The form as HTML. Values that a member could have written are escaped."""
+    # Steps of the above.
+
+    def _make_form(self, limits: Limits, user: str, groups: frozenset[str]) -> str:
+        # Off the event loop: nothing below asks the Hub's own database.
+        return self._render(limits, self._know(user, groups))
+
+    def _know(self, user: str, groups: frozenset[str]) -> Known:
+        """Asks the store; who comes for the first time gets the opening grant now."""
+        try:
+            account = self.broker.account(member_account(user))
+        except UnknownAccount:
+            account = self.broker.open_account(user)
+        return Known(self.broker.overview(), account, self.broker.payers(user, groups))
+
+    def _limits(self, catalog: Catalog, usual: Environment) -> Limits:
+        """What this member may choose from, and what is chosen already."""
         environments = catalog.visible_to(self.group_names)
         last = self.last_choice()
         chosen = next((e for e in environments if e.slug == last.environment), usual)
-        limit = self.most_gpus()
-        most = min(limit, max((e.devices.max for e in environments), default=0), overview.total)
-        count = chosen.devices.default if last.gpus is None else last.gpus
-        with_devices = [e for e in environments if not e.cpu_only]
-        limits = {e.slug: self.session_hours(e) for e in with_devices}
-        prices = Prices(overview, environments, self.broker.clock())
-        lines = prices.lines(account.available)
-        offered = payer_choices(payers, last.account) if payers else []
-        paying = {a.name: a for a in payers.accounts} if payers else {}
-        who = [(choice.value, paying[choice.value]) for choice in offered] or [("", account)]
-        return _templates.get_template("form.html").render(
-            environments=environments,
+        shown = environments[:PAGE]
+        if chosen not in shown:
+            shown = (chosen, *shown)
+        return Limits(
+            environments=shown,
+            left_out=len(environments) - len(shown),
+            chosen=chosen,
+            last=last,
+            by_link=self.asked is not None,
+            most_gpus=self.most_gpus(),
+            hours={e.slug: self.session_hours(e) for e in shown if not e.cpu_only},
+            show_environments=bool(self.catalog),
             catalog_problem=self.catalog_problem(),
+            pages_url=f"{self.hub.base_url}environments",
+        )
+
+    def _render(self, limits: Limits, known: Known) -> str:
+        """The form as HTML. Values that a member could have written are escaped."""
+        overview, account, payers = known.overview, known.account, known.payers
+        shown, last, chosen = limits.environments, limits.last, limits.chosen
+        most = min(limits.most_gpus, max(e.devices.max for e in shown), overview.total)
+        counts = range(most + 1)
+        count = chosen.devices.default if last.gpus is None else last.gpus
+        now = self.broker.clock()
+        outlooks = self.broker.outlooks({e.slug: usual_request(e) for e in shown})
+        cards = make_cards(shown, overview, outlooks, now)
+        prices = Prices(overview, shown, now)
+        lines = prices.lines(account.available)
+        offered = payer_choices(payers, last.account)
+        paying = {a.name: a for a in payers.accounts}
+        who = [(choice.value, paying[choice.value]) for choice in offered] or [("", account)]
+        models = [count.model for count in overview.models]
+        costs = prices.tables(counts, who)
+        waits = wait_tables(shown, counts, models, self.broker.outlooks)
+        hours = list(limits.hours.values())
+        return _templates.get_template("form.html").render(
+            cards=cards,
+            left_out=limits.left_out,
+            pages_url=limits.pages_url,
+            by_link=limits.by_link,
+            catalog_problem=limits.catalog_problem,
             chosen=chosen,
             overview=overview,
             silent=[v.device for v in overview.devices if v.device.status is DeviceStatus.UNKNOWN],
-            counts=range(most + 1),
+            counts=counts,
             count=min(count, most),
             last=last,
             balance=format_credits(account.available),
@@ -86,11 +152,17 @@ class GPUSpawnerForm(GPUSpawnerLinks):
             lines=lines,
             prices_until=prices.until(),
             shown_at=prices.now.astimezone(timezone.utc).isoformat(),
-            prices=prices.choices(range(most + 1), who),
+            told={
+                "costs": costs._asdict(),
+                "waits": waits._asdict(),
+                "names": {card.slug: card.name for card in cards},
+            },
             payers=offered,
-            with_devices=bool(limits),
-            hours=hour_choices(list(limits.values()), last.hours, [line.rate for line in lines]),
-            usual_hours=usual_label(list(limits.values())),
-            most_hours={slug: length(h.max) for slug, h in limits.items() if h.max is not None},
-            show_environments=bool(self.catalog),
+            with_devices=bool(hours),
+            hours=hour_choices(hours, last.hours, [line.rate for line in lines]),
+            usual_hours=usual_label(hours),
+            most_hours={
+                slug: length(h.max) for slug, h in limits.hours.items() if h.max is not None
+            },
+            show_environments=limits.show_environments,
         )

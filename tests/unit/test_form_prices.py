@@ -94,17 +94,44 @@ def test_each_choice_has_its_price(key: str, sentence: str) -> None:
     rates = [Rate(amount=MICRO), Rate(amount=4 * MICRO, model="A100")]
     prices = Prices(overview(*rates), [TORCH, LAB, OLD, CPU], NOON)
     group = Account(name="group:ml", balance=MICRO)
-    found = prices.choices(range(4), [("", ADA), ("group:ml", group)])
-    assert found[key] == sentence
-    assert len(found) == 3 * 5 * 3 * 2
-    assert not any(key.startswith("cpu|") for key in found)
+    found = prices.tables(range(4), [("", ADA), ("group:ml", group)])
+    slug, _, choice = key.partition("|")
+    [environment] = [e for e in (TORCH, LAB, OLD) if e.slug == slug]
+    assert found.sentence(environment, choice) == sentence
+    assert [len(table) for table in found.tables] == [5 * 3 * 2] * 3
+    assert found.sentence(CPU, choice) == ""
+
+
+def test_environments_on_the_same_terms_share_their_sentences() -> None:
+    more = [replace(TORCH, slug=f"torch-{n}", display_name=f"Torch {n}") for n in range(50)]
+    dear = Rate(amount=2 * MICRO, environment="torch-7")
+    found = Prices(overview(Rate(amount=MICRO), dear), more, NOON).tables(range(4), [("", ADA)])
+    assert len(found.tables) == 2
+    assert found.sentence(more[3], "3||") == "Torch 3 allows 2 GPUs."
+    assert found.sentence(more[7], "1||").startswith("1 GPU: 2.00 credits an hour.")
+
+
+def test_who_needs_a_gpu_says_so() -> None:
+    only = replace(TORCH, cpu_variant=False)
+    found = Prices(overview(Rate(amount=MICRO)), [only], NOON).tables(range(2), [("", ADA)])
+    assert found.sentence(only, "0||") == "PyTorch needs a GPU."
 
 
 def test_what_is_free_says_so() -> None:
     prices = Prices(overview(Rate(amount=0)), [TORCH], NOON)
-    assert prices.choices([1], [("", ADA)])["torch|1||"] == "1 GPU: free of charge."
+    assert prices.tables([1], [("", ADA)]).sentence(TORCH, "1||") == "1 GPU: free of charge."
+    assert prices.of(TORCH) == prices.of(CPU) == "free of charge"
+
+
+def test_the_price_of_an_environment() -> None:
+    rates = [Rate(amount=MICRO), Rate(amount=4 * MICRO, model="A100")]
+    prices = Prices(overview(*rates), [TORCH, OLD], NOON)
+    assert prices.of(TORCH) == "1.00 to 4.00 credits a GPU-hour"
+    assert prices.of(OLD) == "1.00 credits a GPU-hour"
+    nowhere = replace(OLD, models=("H200",))
+    assert Prices(overview(*rates), [nowhere], NOON).of(nowhere) == ""
 
 
 def test_too_many_choices_leave_it_to_the_table() -> None:
     prices = Prices(overview(Rate(amount=0)), [TORCH], NOON)
-    assert prices.choices(range(2000), [("", ADA)]) == {}
+    assert prices.tables(range(2000), [("", ADA)]).tables == ()

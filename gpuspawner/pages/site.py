@@ -1,0 +1,108 @@
+"""What the pages of one hub share: settings, catalog and broker."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from traitlets import Bool
+from traitlets.config import Configurable
+
+from ..broker import Broker
+from ..broker.view import Overview
+from ..catalog import Catalog, DeviceLimits, Environment
+from ..catalog.watched import watched
+from .cards import Card, make_cards, usual_request
+
+KEY = "gpuspawner_pages"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is free at one moment, and the cards of some environments."""
+
+    overview: Overview
+    cards: list[Card]
+
+
+class CatalogPages(Configurable):
+    """The pages ``/hub/environments``."""
+
+    public = Bool(
+        True,
+        config=True,
+        help="""
+        Whether environments, prices and what is free are shown to whoever has not signed in.
+
+        No name of a member is on these pages. Example::
+
+            c.CatalogPages.public = False
+        """,
+    )
+
+    show_restricted = Bool(
+        False,
+        config=True,
+        help="""
+        Whether environments with ``allowed_groups`` are shown to others too, marked so.
+
+        Without it nobody but those groups hears of them. Example::
+
+            c.CatalogPages.show_restricted = True
+        """,
+    )
+
+    settings: MutableMapping[str, Any]
+
+    @classmethod
+    def of(cls, settings: MutableMapping[str, Any]) -> CatalogPages:
+        """The one of this hub, by its Tornado settings."""
+        if KEY not in settings:
+            made = cls(config=settings["config"])
+            made.settings = settings
+            settings[KEY] = made
+        found: CatalogPages = settings[KEY]
+        return found
+
+    @property
+    def broker(self) -> Broker:
+        """The hub's, which its spawners use too."""
+        if "gpuspawner_broker" not in self.settings:
+            self.settings["gpuspawner_broker"] = Broker(config=self.config)
+        found: Broker = self.settings["gpuspawner_broker"]
+        return found
+
+    def catalog(self) -> Catalog:
+        """The catalog as the file is now, or as it last was right. Raises ConfigError."""
+        name = self._configured("catalog")
+        if not name:
+            return Catalog.single(devices=DeviceLimits(default=1, max=1024))
+        return watched(self.settings, name, self.settings["log"]).current()
+
+    def shown(self, catalog: Catalog, groups: Collection[str]) -> list[Environment]:
+        """The environments that a reader in these groups hears of, in the file's order."""
+        if self.show_restricted:
+            return list(catalog.environments)
+        return list(catalog.visible_to(groups))
+
+    def state(self, environments: Iterable[Environment], groups: Collection[str]) -> State:
+        """The cards of these environments for a reader in these groups. Asks the store."""
+        some = list(environments)
+        overview = self.broker.overview()
+        outlooks = self.broker.outlooks({e.slug: usual_request(e) for e in some})
+        closed = [e.slug for e in some if not e.visible_to(groups)]
+        cards = make_cards(some, overview, outlooks, self.broker.clock(), closed)
+        return State(overview, cards)
+
+    def starting_at_once(self, environments: Iterable[Environment]) -> list[Environment]:
+        """Those of which a server would start now. Asks the store."""
+        some = list(environments)
+        outlooks = self.broker.outlooks({e.slug: usual_request(e) for e in some})
+        return [e for e in some if outlooks[e.slug].at_once]
+
+    def _configured(self, trait: str) -> Any:
+        """What the configuration says of the hub's spawner class, the nearest class first."""
+        cls = self.settings["spawner_class"]
+        sections = (c.__name__ for c in cls.__mro__ if c.__name__ in self.config)
+        return next((self.config[s][trait] for s in sections if trait in self.config[s]), "")
