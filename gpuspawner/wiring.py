@@ -30,6 +30,7 @@ from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
 
 from .errors import ConfigError
+from .pages.compress import StaticGzip
 from .scopes import ACCOUNTING_SCOPES, CULLER_SCOPES, CUSTOM_SCOPES
 from .store import default_url
 
@@ -37,6 +38,14 @@ CULLER = "idle-culler"
 
 TEMPLATES = Path(__file__).parent / "spawners" / "hub_templates"
 """The Hub's pages that are ours."""
+
+PAGES = (
+    (r"/environments/?", "gpuspawner.pages.handlers.Environments"),
+    (r"/environments/-/live", "gpuspawner.pages.handlers.Live"),
+    (r"/environments/([^/]+)", "gpuspawner.pages.handlers.OneEnvironment"),
+    (r"/environments/([^/]+)/logo", "gpuspawner.pages.handlers.Logo"),
+)
+"""The Hub's pages that are ours, below ``/hub``. By name: Tornado imports them, in the hub only."""
 
 SECTIONS = ("Broker", "Accounting", "Notifier")
 """What the service is told of the configuration."""
@@ -62,6 +71,7 @@ def add_services(
     if cull_idle_after is not None and cull_idle_after <= 0:
         raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
     _add_templates(c)
+    _add_pages(c, name)
     _define_scopes(c)
     if "concurrent_spawn_limit" not in c.JupyterHub:
         # Who waits in line counts as a pending spawn: no limit, or the line is full at 100.
@@ -130,6 +140,21 @@ def _add_templates(c: Config) -> None:
         value.insert(len(value.to_dict().get("inserts", ())), str(TEMPLATES))
     else:
         c.JupyterHub.template_paths = [*value, str(TEMPLATES)]
+
+
+def _add_pages(c: Config, service: str) -> None:
+    """The pages of environments, and what they need of the hub."""
+    for page in PAGES:
+        _append(c, "extra_handlers", page)
+    c.JupyterHub.template_vars.update({"gpuspawner_service": service})
+    settings = c.JupyterHub.tornado_settings
+    theirs = settings.to_dict().get("update", {}) if _is_lazy(settings) else settings
+    if not {"transforms", "compress_response", "gzip"} & theirs.keys():
+        settings.update({"transforms": [StaticGzip]})
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, LazyConfigValue)
 
 
 def _entries(value: Any) -> list[dict[str, Any]]:
