@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 from jupyterhub.app import JupyterHub
+from tornado.util import import_object
+from tornado.web import RequestHandler
 from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
 
 import gpuspawner
 from gpuspawner.errors import ConfigError
 from gpuspawner.scopes import CUSTOM_SCOPES, GRANT, READ_ACCOUNTS, Reach, reach
-from gpuspawner.wiring import ACCOUNTING_SCOPES, CULLER_SCOPES, TEMPLATES, add_services
+from gpuspawner.wiring import ACCOUNTING_SCOPES, CULLER_SCOPES, PAGES, TEMPLATES, add_services
 
 USER_SCOPE = "access:services!service=gpu"
 
@@ -325,3 +327,33 @@ def test_our_pages_come_after_the_admins_and_before_the_hubs(how: str) -> None:
 def test_whom_a_scope_reaches(held: list[str], found: Reach) -> None:
     assert reach(held, GRANT) == found
     assert bool(found) is bool(found.everybody or found.accounts())
+
+
+@pytest.mark.parametrize("how", ["none", "set", "update", "theirs"])
+def test_pages_stand_beside_what_the_admin_set(how: str) -> None:
+    c = Config()
+    if how in ("set", "theirs"):
+        c.JupyterHub.extra_handlers = [(r"/mine", object)]
+        c.JupyterHub.template_vars = {"colour": "green"}
+        c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 1}
+    if how == "theirs":
+        c.JupyterHub.tornado_settings["compress_response"] = True
+    if how == "update":
+        c.JupyterHub.tornado_settings.update({"slow_spawn_timeout": 1})
+    add_services(c, name="gpus")
+    routes = [route for route, _ in value_of(c, "extra_handlers")]
+    assert routes[-len(PAGES) :] == [route for route, _ in PAGES]
+    assert (r"/mine" in routes) == (how in ("set", "theirs"))
+
+    def seen(setting: str) -> dict[str, Any]:
+        value = c.JupyterHub[setting]
+        return dict(value.get_value({}) if isinstance(value, LazyConfigValue) else value)
+
+    assert seen("template_vars")["gpuspawner_service"] == "gpus"
+    assert ("transforms" in seen("tornado_settings")) == (how != "theirs")
+    assert ("slow_spawn_timeout" in seen("tornado_settings")) == (how != "none")
+
+
+def test_every_page_can_be_imported() -> None:
+    for _, name in PAGES:
+        assert issubclass(import_object(name), RequestHandler)
