@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from os.path import commonprefix
 from typing import Any, TypeVar
 
 from ..errors import ConfigError
@@ -184,8 +185,10 @@ def suggest(word: str, known: Iterable[str], what: str = "Known") -> str:
     """``Did you mean 'image'?``, or else what there is; of very many only some."""
     names = list(known)
     word = word.lower()[:100]
-    alike = names if len(names) <= MOST_COMPARED else [n for n in names if n[:2] == word[:2]]
-    close = difflib.get_close_matches(word, alike[:MOST_COMPARED], n=3, cutoff=0.6)
+    alike = names
+    if len(names) > MOST_COMPARED:  # those that begin as it does
+        alike = sorted(names, key=lambda name: -len(commonprefix((name, word))))[:MOST_COMPARED]
+    close = difflib.get_close_matches(word, alike, n=3, cutoff=0.6)
     if close:
         return f"Did you mean {' or '.join(repr(name) for name in close)}?"
     if not names:

@@ -1,0 +1,190 @@
+"""A catalog that changes under a running hub. Real: hub, proxy, service, SQLite; local servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from textwrap import dedent
+
+import jsonschema
+import psutil
+import pytest
+import requests
+
+from gpuspawner.model import NoticeKind, ServerRef
+from tests.support.gpu_hub import assert_in_words
+from tests.support.hub import ADMIN, NAVIGATION
+from tests.support.lines import CONFIG, fill, line_up
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import wait_for
+
+SOON = 60.0
+
+CATALOG = """
+    environments:
+      - slug: one
+        display_name: Number one
+        image: none
+        default: true
+        environment: {SIZE: usual, KEPT: yes it is}
+        profile_options:
+          size:
+            choices:
+              usual: {default: true}
+              large: {environment: {SIZE: large}}
+      - {slug: two, display_name: Number two, image: none}
+      - {slug: needy, image: none, cpu_variant: false}
+"""
+
+
+class CatalogHub(PayingHub):
+    """A hub and its catalog's file."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.file = folder / "catalog.yaml"
+        self.write(CATALOG)
+        super().__init__(folder, f'{CONFIG}\nc.GPULocalSpawner.catalog = "{self.file}"\n')
+        self.session = cache(self.login)
+
+    def write(self, text: str) -> None:
+        """Save the file as an editor does."""
+        new = self.file.with_suffix(".new")
+        new.write_text(dedent(text), encoding="utf-8")
+        new.replace(self.file)
+
+    def form(self, user: str) -> str:
+        answer = self.session(user).get(
+            f"{self.url}/hub/spawn/{user}", headers=NAVIGATION, timeout=SOON
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogHub]:
+    with CatalogHub(tmp_path_factory.mktemp("catalog") / "hub") as hub:
+        yield hub
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(hub: CatalogHub) -> Iterator[None]:
+    hub.write(CATALOG)
+    yield
+    for ticket in hub.broker.waiting():
+        hub.stop_server(ticket.server.user)
+    for lease in hub.broker.open_leases():
+        hub.stop_server(lease.server.user)
+
+
+def message(answer: requests.Response) -> str:
+    assert 400 <= answer.status_code < 500, answer.text
+    said = str(answer.json()["message"])
+    assert_in_words(said)
+    return said
+
+
+def test_an_edit_counts_without_a_restart(hub: CatalogHub) -> None:
+    assert "Number two" in hub.form("ada")
+    hub.write(CATALOG.replace("Number two", "Second to none"))
+    assert "Second to none" in hub.form("ada")
+    assert "Number two" not in hub.form("ada")
+    hub.write(CATALOG + "      - {slug: new, image: none}\n")
+    lease = hub.start_server("ada", environment="new", gpus=0)
+    assert lease.environment == "new"
+
+
+def test_a_broken_edit_is_for_admins_and_changes_nothing(hub: CatalogHub) -> None:
+    assert "Number two" in hub.form("ada")
+    hub.write(CATALOG + "      - {slug: new, image: none, colour: red}\n")
+    told = f"{hub.file}, line 15: environment &#39;new&#39; has an unknown key &#39;colour&#39;"
+    shown = hub.form(ADMIN)
+    assert told in shown
+    assert "Only admins see this" in shown
+    member = hub.form("ada")
+    assert "Number two" in member
+    assert "colour" not in member and str(hub.file) not in member
+    assert hub.start_server("ada", environment="two", gpus=0).environment == "two"
+    logged = "The catalog is not right; the last good one stays. "
+    assert hub.log_text().count(logged + told.replace("&#39;", "'")) == 1
+    hub.write(CATALOG)
+    assert "Only admins see this" not in hub.form(ADMIN)
+
+
+def test_an_environment_that_is_gone_ends_the_wait_for_it_in_words(hub: CatalogHub) -> None:
+    fill(hub, "bob", "cleo", "dan")
+    (ticket,) = line_up(hub, "eve", environment="two")
+    hub.write(CATALOG.replace("slug: two", "slug: too"))
+    ended = wait_for(
+        lambda: found if (found := hub.broker.ticket(ticket.id)).outcome else None,
+        "the end of the wait",
+        timeout=SOON,
+    )
+    why = "There is no environment 'two' on this hub. Did you mean 'too'?"
+    assert (ended.outcome, ended.end_reason) == ("refused", why)
+    assert hub.broker.lease_of(ServerRef("eve")) is None
+    (notice,) = hub.broker.notices_of("eve")
+    assert notice.kind is NoticeKind.TICKET_ENDED and why.rstrip("?") in notice.body
+
+
+def test_an_environment_that_is_gone_and_was_had_last_time(hub: CatalogHub) -> None:
+    hub.start_server("fay", environment="two", gpus=0)
+    hub.stop_server("fay")
+    hub.write(CATALOG.replace("slug: two", "slug: 'off'"))
+    again = hub.api("POST", "users/fay/server")  # with what was chosen last time
+    assert message(again).startswith("There is no environment 'two' on this hub. Choose one of:")
+    assert 'value="one"' in hub.form("fay")
+    assert hub.start_server("fay", environment="one", gpus=0).environment == "one"
+
+
+def test_choices_within_an_environment_reach_the_server(hub: CatalogHub) -> None:
+    def variables(user: str) -> dict[str, str]:
+        server = next(
+            process
+            for process in hub.children_left()
+            if process.environ().get("JUPYTERHUB_USER") == user
+        )
+        return psutil.Process(server.pid).environ()
+
+    hub.start_server("gil", environment="one", gpus=0)
+    hub.start_server("hal", environment="one", gpus=0, options=["one.size=large", "two.x=y"])
+    assert (variables("gil")["SIZE"], variables("hal")["SIZE"]) == ("usual", "large")
+    assert variables("hal")["KEPT"] == "yes it is"
+    wrong = hub.spawn("ida", {"environment": "one", "options": {"size": "huge"}})
+    assert message(wrong) == "Number one has no 'huge' for 'size'. Choose one of: usual, large."
+    wrong = hub.spawn("ida", {"environment": "two", "options": {"size": "large"}})
+    assert message(wrong) == "Number two has no option 'size'. It has none."
+    wrong = hub.spawn("ida", {"environment": "one", "options": {"size": "../x"}})
+    assert "must hold texts such as 'memory=large'" in message(wrong)
+
+
+def test_an_environment_may_need_a_gpu(hub: CatalogHub) -> None:
+    refused = hub.spawn("jon", {"environment": "needy", "gpus": 0})
+    assert message(refused) == "needy does not run without a GPU. Ask for 1 or more."
+    assert len(hub.start_server("jon", environment="needy").devices) == 1
+
+
+def test_ten_thousand_environments(hub: CatalogHub) -> None:
+    hub.form("ada")
+    many = "".join(f"      - {{slug: e-{n}, image: none}}\n" for n in range(10_000))
+    hub.write(CATALOG + many)
+    hub.form("ada")  # it is read beside: nobody waits for a file of this size
+
+    def known() -> bool:
+        answer = hub.spawn("kim", {"environment": "e-9999", "gpus": 0})
+        return answer.ok
+
+    wait_for(known, "the large catalog", timeout=SOON)
+    assert hub.wait_server("kim")["ready"]
+    assert len(hub.form("ada").encode()) < 1_000_000
+    wrong = message(hub.spawn("lea", {"environment": "nothing-like-it"}))
+    assert wrong.endswith("more.") and len(wrong) < 500
+    assert "Did you mean 'e-9999'" in message(hub.spawn("lea", {"environment": "e-99999"}))
+
+
+def test_the_schema_for_editors_is_there_for_everybody(hub: CatalogHub) -> None:
+    answer = requests.get(f"{hub.url}/services/gpu/catalog.schema.json", timeout=SOON)
+    assert answer.status_code == 200
+    jsonschema.Draft202012Validator.check_schema(answer.json())
+    assert answer.json()["title"] == "gpuspawner's catalog of environments"
