@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from ..errors import ConfigError
@@ -187,7 +187,7 @@ def suggest(word: str, known: Iterable[str], what: str = "Known") -> str:
     word = word.lower()[:100]
     alike = names
     if len(names) > MOST_COMPARED:  # those that begin as it does
-        alike = sorted(names, key=lambda name: -len(commonprefix((name, word))))[:MOST_COMPARED]
+        alike = sorted(names, key=lambda name: -_alike(name, word))[:MOST_COMPARED]
     close = difflib.get_close_matches(word, alike, n=3, cutoff=0.6)
     if close:
         return f"Did you mean {' or '.join(repr(name) for name in close)}?"
@@ -195,3 +195,9 @@ def suggest(word: str, known: Iterable[str], what: str = "Known") -> str:
         return "There is none."
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f"{what}: {', '.join(names[:MOST_NAMED])}{more}."
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters two words begin with alike."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
