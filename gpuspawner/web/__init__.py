@@ -21,6 +21,7 @@ from . import (
     api_folders,
     api_queue,
     bulk,
+    catalog_schema,
     corrections,
     folders,
     metrics,
@@ -88,6 +89,7 @@ def make_app(
             *folders.HANDLERS,
             *api_folders.HANDLERS,
             *openapi.HANDLERS,
+            *catalog_schema.HANDLERS,
             *usage.HANDLERS,
         )
     ]
