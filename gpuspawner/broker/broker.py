@@ -24,6 +24,7 @@ from ..ledger.dry import OVERDRAFT, Policies, payable
 from ..model import (
     Account,
     Lease,
+    LeasedDevice,
     LeaseState,
     ServerRef,
     Sighting,
@@ -104,21 +105,21 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlook
 
     # From confirmation to release.
 
-    def confirm(self, lease_id: str, engine_ref: str = "") -> Lease:
-        """The server answered: charges run from now. Doing it twice changes nothing."""
-        now = self.clock()
+    def confirm(
+        self,
+        lease_id: str,
+        engine_ref: str = "",
+        *,
+        devices: Sequence[LeasedDevice] | None = None,
+    ) -> Lease:
+        """The server answered: charges run from now. Doing it twice changes nothing.
+
+        ``devices`` are those of the lease, where they are known: they never change.
+        """
+        now = self.clock().astimezone(timezone.utc)
         with self.store.write() as connection:
-            lease = leases.get(connection, lease_id, lock=True)
-            if lease.state is not LeaseState.GRANTED:
-                return lease
-            changes: dict[str, Any] = {
-                "state": LeaseState.RUNNING,
-                "engine_ref": engine_ref or lease.engine_ref,
-                "started_at": now,
-                "seen_at": now,
-            }
-            leases.update(connection, lease_id, **changes)
-        return replace(lease, **changes)
+            lease = leases.confirm(connection, lease_id, now, engine_ref, devices)
+            return lease or leases.get(connection, lease_id)
 
     def release(
         self,
@@ -140,7 +141,7 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlook
         """
         now = self.clock()
         with self.store.write() as connection:
-            lease = leases.get(connection, lease_id, lock=True)
+            lease, newest = leases.get_to_end(connection, lease_id)
             if lease.state is LeaseState.ENDED or still not in (None, lease.state):
                 return lease
             end = _end_of(lease, ended_at, now)
@@ -160,7 +161,7 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlook
             charged, waived = lease.charged + due, owed - due
             reason = lease.end_reason or reason  # who ordered its stop said why
             leases.end(connection, lease.id, end, reason, charged, waived)
-            self._settle_lots_since(connection, lease, now)
+            self._settle_lots_since(connection, lease, now, newest)
         lease = replace(
             lease,
             state=LeaseState.ENDED,

@@ -236,9 +236,11 @@ class Giving(Core):
         if due is not None and due <= now:
             self._settle_lots(connection, account, now)
 
-    def _settle_lots_since(self, connection: sa.Connection, lease: Lease, now: datetime) -> None:
-        """A lease has ended, maybe before lots ended that it was believed to spend from."""
-        newest = lots.newest_end(connection, lease.account)
+    def _settle_lots_since(
+        self, connection: sa.Connection, lease: Lease, now: datetime, newest: datetime | None
+    ) -> None:
+        """A lease has ended, maybe before lots ended that it was believed to spend from; the
+        ``newest`` of its account is the one that ends last."""
         if newest is not None and lease.started_at is not None and lease.started_at < newest:
             self._settle_lots(connection, lease.account, now)
 

@@ -133,14 +133,13 @@ class Fleet:
         free: only in those groups is it counted anew.
         """
         left = Counter(map(self._group.get, free))
-        found: list[_Rank | None] = []
-        for group, ranked in known.groups.items():
-            if not left[group]:
+        whole = (one for one in known.firsts if left[one.group] == self._members[one.group])
+        alone = (one for one in known.groups.get(None, ()) if one.uuid in free)
+        found = [next(whole, None), next(alone, None)]
+        for group, count in left.items():
+            if group is None or count == self._members[group]:
                 continue
-            if group is None or left[group] == self._members[group]:
-                found.append(next((one for one in ranked if one.uuid in free), None))
-                continue
-            for one in ranked:
+            for one in known.groups.get(group, ()):
                 if one.uuid in free:
                     missed = self._near[one.uuid].worth_among(free)
                     found.append(one._replace(missed=missed))
@@ -156,7 +155,8 @@ class Fleet:
         groups: dict[int | None, list[_Rank]] = {}
         for one in ranked:
             groups.setdefault(one.group, []).append(one)
-        return _Suitable(tuple(found), most_of_one_model(found), groups)
+        firsts = sorted(ones[0] for group, ones in groups.items() if group is not None)
+        return _Suitable(tuple(found), most_of_one_model(found), groups, tuple(firsts))
 
 
 class _Rank(NamedTuple):
@@ -184,6 +184,8 @@ class _Suitable:
     """How many are of one model."""
     groups: Mapping[int | None, Sequence[_Rank]]
     """The same by the number of their group, in each the best first if all were free."""
+    firsts: tuple[_Rank, ...]
+    """The first of each group, again the best first."""
 
 
 def _choose_several(candidates: list[Device], count: int, links: Links) -> list[Device]:

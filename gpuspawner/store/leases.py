@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -14,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from ..errors import NoDeviceFree, ServerHasLease, UnknownLease
 from ..model import Lease, LeasedDevice, LeaseState, Place, ServerRef
 from .prepared import Prepared
-from .schema import OPEN_LEASE, OPEN_PLACE, accounts, closures, lease_places, leases
+from .schema import OPEN_LEASE, OPEN_PLACE, accounts, closures, lease_places, leases, lots
 
 _LEASE_FIELDS = tuple(n for n in Lease.__dataclass_fields__ if n not in ("server", "devices"))
 _PLACE_FIELDS = tuple(LeasedDevice.__dataclass_fields__)
@@ -26,7 +25,7 @@ _left = leases.c.hold - leases.c.charged
 # As one text and not as rows: a grant reads it, and hundreds of new objects each time make
 # Python collect garbage more often, with the hub standing still meanwhile.
 _place = lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text)
-_space = sa.literal_column("' '")  # not a parameter: those it cannot be compiled with
+_space: Any = sa.literal_column("' '")  # not a parameter: those it cannot be compiled with
 PLACES = sa.select(sa.func.aggregate_strings(_place, _space)).where(OPEN_PLACE)
 CLOSED = sa.select(sa.func.aggregate_strings(closures.c.subject + ":0", _space))
 """Together they are what :func:`places_taken` reads."""
@@ -79,8 +78,15 @@ _SUMS = Prepared(
     .where(PAYS)
 )
 _PAID_BY = Prepared(_paying.where(leases.c.account == sa.bindparam("name")))
+_newest = sa.select(sa.func.max(lots.c.ends_at)).where(lots.c.account == leases.c.account)
+_ONE_TO_END = Prepared(_one.add_columns(_newest.scalar_subquery()).with_for_update(of=leases))
 _INSERT = Prepared(sa.insert(leases), ("user", "server_name", *_LEASE_FIELDS))
 _INSERT_PLACE = Prepared(sa.insert(lease_places), ("lease_id", "open", *_PLACE_FIELDS))
+_PLACES_OF = Prepared(
+    sa.select(*_SELECTED[_AT_PLACE:])
+    .where(lease_places.c.lease_id == sa.bindparam("lease"))
+    .order_by(lease_places.c.index)
+)
 _FREE_PLACES = Prepared(
     sa.update(lease_places)
     .where(lease_places.c.lease_id == sa.bindparam("lease"))
@@ -112,7 +118,11 @@ def insert(connection: sa.Connection, lease: Lease) -> None:
     Raises ServerHasLease or NoDeviceFree when the database's own constraints forbid it; the
     transaction is then to be given up.
     """
-    places = [{"lease_id": lease.id, "open": True, **asdict(device)} for device in lease.devices]
+    places = [
+        {name: getattr(device, name) for name in _PLACE_FIELDS}
+        | {"lease_id": lease.id, "open": True}
+        for device in lease.devices
+    ]
     try:
         _INSERT.run(connection, **_row(lease))
         _INSERT_PLACE.run_each(connection, places)
@@ -133,6 +143,15 @@ def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Leas
     if not found:
         raise UnknownLease(lease=lease_id)
     return found[0]
+
+
+def get_to_end(connection: sa.Connection, lease_id: str) -> tuple[Lease, datetime | None]:
+    """One lease that is about to end, kept from others, and when the last lot of its account ends
+    (None when that never had one). Raises UnknownLease."""
+    rows = _ONE_TO_END.rows(connection, lease=lease_id)
+    if not rows:
+        raise UnknownLease(lease=lease_id)
+    return _leases(row[:-1] for row in rows)[0], rows[0][-1]
 
 
 def open_of(connection: sa.Connection, server: ServerRef) -> Lease | None:
@@ -196,6 +215,33 @@ def _update(columns: tuple[str, ...]) -> Prepared:
     return Prepared(sa.update(leases).where(leases.c.id == sa.bindparam("lease")), columns)
 
 
+def confirm(
+    connection: sa.Connection,
+    lease_id: str,
+    at: datetime,
+    engine_ref: str,
+    devices: Sequence[LeasedDevice] | None = None,
+) -> Lease | None:
+    """Write that the server of a lease answered, and from when it is charged; None when there is
+    no lease of this id that waits for that. ``devices``: those of the lease, if they are known."""
+    values = {"state": LeaseState.RUNNING.value, "started_at": at, "seen_at": at}
+    if engine_ref:
+        values["engine_ref"] = engine_ref
+    found = _confirm(tuple(values)).rows(connection, lease=lease_id, **values)
+    if not found:
+        return None
+    if devices is None:
+        devices = [LeasedDevice(*row) for row in _PLACES_OF.rows(connection, lease=lease_id)]
+    return _lease(found[0], devices)
+
+
+@lru_cache(maxsize=2)
+def _confirm(columns: tuple[str, ...]) -> Prepared:
+    waits = leases.c.state == sa.literal_column(f"'{LeaseState.GRANTED.value}'")
+    one = sa.update(leases).where(leases.c.id == sa.bindparam("lease"), waits)
+    return Prepared(one.returning(*_SELECTED[:_AT_PLACE]), columns)
+
+
 def end(
     connection: sa.Connection,
     lease_id: str,
@@ -227,7 +273,7 @@ def _row(lease: Lease) -> dict[str, Any]:
     return row
 
 
-def _lease(row: Sequence[Any], places: list[LeasedDevice]) -> Lease:
+def _lease(row: Sequence[Any], places: Sequence[LeasedDevice]) -> Lease:
     user, server_name, *values = row[:_AT_PLACE]
     fields = dict(zip(_LEASE_FIELDS, values, strict=True))
     fields["state"] = LeaseState(fields["state"])

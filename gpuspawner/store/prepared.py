@@ -10,8 +10,7 @@ becomes SQLAlchemy's errors, as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,26 +33,41 @@ class Prepared:
         self._plans: dict[type[Dialect], _Plan] = {}
 
     def rows(self, connection: sa.Connection, **values: Any) -> list[tuple[Any, ...]]:
-        """What a SELECT finds, all of it."""
+        """What a SELECT finds, or what others return, all of it."""
         plan = self._plan(connection)
-        with _cursor(connection, plan.text) as cursor:
+        cursor = _cursor(connection)
+        try:
             cursor.execute(plan.text, plan.parameters(values))
             found: list[tuple[Any, ...]] = cursor.fetchall()
             convert = plan.conversions(cursor.description)
+        except plan.error as error:
+            raise _said(error, connection, plan.text) from error
+        finally:
+            cursor.close()
         return [_converted(row, convert) for row in found] if convert else found
 
     def run(self, connection: sa.Connection, **values: Any) -> int:
         """The number of rows that an INSERT, UPDATE or DELETE wrote."""
         plan = self._plan(connection)
-        with _cursor(connection, plan.text) as cursor:
+        cursor = _cursor(connection)
+        try:
             cursor.execute(plan.text, plan.parameters(values))
             return int(cursor.rowcount)
+        except plan.error as error:
+            raise _said(error, connection, plan.text) from error
+        finally:
+            cursor.close()
 
     def run_each(self, connection: sa.Connection, rows: Sequence[Mapping[str, Any]]) -> None:
         """The statement once for each of the rows."""
         plan = self._plan(connection)
-        with _cursor(connection, plan.text) as cursor:
+        cursor = _cursor(connection)
+        try:
             cursor.executemany(plan.text, [plan.parameters(row) for row in rows])
+        except plan.error as error:
+            raise _said(error, connection, plan.text) from error
+        finally:
+            cursor.close()
 
     def _plan(self, connection: sa.Connection) -> _Plan:
         dialect = connection.dialect
@@ -68,12 +82,14 @@ class _Plan:
     """A statement as one driver wants it."""
 
     text: str
-    positions: Sequence[str] | None
-    """The names of the parameters in their order, or None when they are given by name."""
+    by_position: bool
+    """Whether the driver takes its parameters in their order, and not by name."""
+    parts: Sequence[tuple[str, Convert | None]]
+    """The parameters in that order, and how they are converted if they are."""
     constants: dict[str, Any]
-    """Parameters that the statement itself sets."""
-    to_driver: dict[str, Convert]
-    """By parameter; those that are given as they are have none."""
+    """Parameters that the statement itself sets, as the driver takes them."""
+    error: type[Exception]
+    """What the driver raises."""
     from_driver: Callable[[Any], list[tuple[int, Convert]]]
     """From a cursor's description, the columns that are converted and how."""
     known: list[tuple[int, Convert]] | None = None
@@ -81,10 +97,10 @@ class _Plan:
 
     def parameters(self, values: Mapping[str, Any]) -> Sequence[Any] | dict[str, Any]:
         """Raises KeyError when one is missing."""
-        given = {**self.constants, **values}
-        for name, convert in self.to_driver.items():
-            given[name] = convert(given[name])
-        return given if self.positions is None else [given[name] for name in self.positions]
+        given = {**self.constants, **values} if self.constants else values
+        if self.by_position:
+            return [given[name] if to is None else to(given[name]) for name, to in self.parts]
+        return {name: given[name] if to is None else to(given[name]) for name, to in self.parts}
 
     def conversions(self, description: Any) -> list[tuple[int, Convert]]:
         if self.known is None:
@@ -101,47 +117,49 @@ def _compile(statement: Any, columns: Sequence[str] | None, dialect: Dialect) ->
     plain = all(column.default.is_scalar for column in defaults.values())
     if compiled.update_prefetch or not plain:
         raise TypeError(f"this depends on the values of each row: {statement}")
-    to_driver: dict[str, Convert] = {}
-    constants: dict[str, Any] = {name: column.default.arg for name, column in defaults.items()}
+    converts: dict[str, Convert | None] = {}
+    constants: dict[str, Any] = {}
     for name, bind in compiled.binds.items():
-        if not bind.required and name not in defaults:
-            constants[name] = bind.value
-        if convert := bind.type.dialect_impl(dialect).bind_processor(dialect):
-            to_driver[name] = convert
+        convert = bind.type.dialect_impl(dialect).bind_processor(dialect)
+        if name in defaults or not bind.required:
+            value = defaults[name].default.arg if name in defaults else bind.value
+            constants[name] = convert(value) if convert else value
+        converts[name] = None if name in constants else convert
 
     def from_driver(description: Any) -> list[tuple[int, Convert]]:
-        types = [column.type.dialect_impl(dialect) for column in statement.selected_columns]
+        types = [column.type.dialect_impl(dialect) for column in statement.exported_columns]
         found = [
             (at, type_.result_processor(dialect, described[1]))
             for at, (type_, described) in enumerate(zip(types, description, strict=True))
         ]
         return [(at, convert) for at, convert in found if convert]
 
-    positions = compiled.positiontup if compiled.positional else None
-    return _Plan(str(compiled), positions, constants, to_driver, from_driver)
+    names = compiled.positiontup if compiled.positional else list(compiled.binds)
+    parts = [(name, converts[name]) for name in names]
+    driver: Any = dialect.dbapi
+    return _Plan(str(compiled), compiled.positional, parts, constants, driver.Error, from_driver)
 
 
-@contextmanager
-def _cursor(connection: sa.Connection, text: str) -> Iterator[Any]:
-    """A cursor of the driver, whose errors are said as SQLAlchemy says them."""
+def _cursor(connection: sa.Connection) -> Any:
+    """A cursor of the driver itself."""
+    return connection.connection.dbapi_connection.cursor()  # type: ignore[union-attr]
+
+
+def _said(error: Any, connection: sa.Connection, text: str) -> DBAPIError:
+    """What the driver said, as SQLAlchemy says it."""
     driver: Any = connection.dialect.dbapi
-    cursor: Any = connection.connection.cursor()
-    try:
-        yield cursor
-    except driver.Error as error:
-        gone = connection.dialect.is_disconnect(error, connection.connection, cursor)
-        if gone:
-            connection.invalidate(error)
-        raise DBAPIError.instance(
-            text,
-            None,
-            error,
-            driver.Error,
-            connection_invalidated=gone,
-            dialect=connection.dialect,
-        ) from error
-    finally:
-        cursor.close()
+    gone = connection.dialect.is_disconnect(error, connection.connection, None)
+    if gone:
+        connection.invalidate(error)
+    found: Any = DBAPIError.instance(
+        text,
+        None,
+        error,
+        driver.Error,
+        connection_invalidated=gone,
+        dialect=connection.dialect,
+    )
+    return found
 
 
 def _converted(row: tuple[Any, ...], conversions: list[tuple[int, Convert]]) -> tuple[Any, ...]:

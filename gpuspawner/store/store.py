@@ -43,6 +43,17 @@ _LOCK = Prepared(sa.text(f"SELECT pg_advisory_xact_lock({0x67707573})"))
 _BEGIN, _BEGIN_WRITE = Prepared(sa.text("BEGIN")), Prepared(sa.text("BEGIN IMMEDIATE"))
 
 
+class _Own(threading.local):
+    """What a thread has of a store."""
+
+    keeps = False
+    """Whether it keeps its connection: to borrow one from the pool for each transaction takes
+    Python as long as the rest of a short one. Only the threads of :attr:`Store.executor` do, of
+    which there are few."""
+    connection: sa.Connection | None = None
+    in_use = False
+
+
 class Store:
     """One database. Thread-safe; share one a process through :meth:`open`."""
 
@@ -61,7 +72,11 @@ class Store:
             )
         # SQLite has one writer at a time: more threads would only wait for one another.
         workers = 4 if self.dialect == "sqlite" else 8
-        self.executor = ThreadPoolExecutor(workers, thread_name_prefix="gpuspawner-store")
+        self.executor = ThreadPoolExecutor(
+            workers, thread_name_prefix="gpuspawner-store", initializer=self._keep
+        )
+        self._own = _Own()
+        self._kept: set[sa.Connection] = set()
         self._migrated = False
         self._migrating = threading.Lock()
 
@@ -79,6 +94,8 @@ class Store:
             if self._open.get(self.url) is self:
                 del self._open[self.url]
         self.executor.shutdown(wait=True)
+        for connection in list(self._kept):
+            connection.close()
         self.engine.dispose()
 
     def run(self, work: Callable[[sa.Connection], T], *, write: bool = False) -> T:
@@ -98,14 +115,51 @@ class Store:
     def _transaction(self, *, write: bool) -> Iterator[sa.Connection]:
         try:
             self._migrate()
-            engine = self.engine if write else self._reading
-            with engine.connect() as connection, connection.begin():
+            with self._connected(write) as connection, connection.begin():
                 self.begin(connection, write=write)
                 yield connection
         except (IntegrityError, ProgrammingError, DataError):
             raise  # a rule of ours or a mistake of ours: not the database's absence
         except (DBAPIError, PoolTimeout, OSError) as error:
             raise StoreUnavailable() from error
+
+    @contextmanager
+    def _connected(self, write: bool) -> Iterator[sa.Connection]:
+        own = self._own
+        if not own.keeps or own.in_use:
+            with (self.engine if write else self._reading).connect() as connection:
+                yield connection
+            return
+        connection = self._own_connection()
+        own.in_use = True
+        try:
+            yield connection
+        except BaseException:
+            self._let_go(connection)  # maybe it is no good any more: the pool will find out
+            raise
+        finally:
+            own.in_use = False
+
+    def _own_connection(self) -> sa.Connection:
+        """The one that this thread keeps, on the database that is there now."""
+        connection = self._own.connection
+        if connection is not None:
+            if _is_there(connection.connection.info, self.engine.url.database or ""):
+                return connection
+            self._let_go(connection)
+        connection = self._own.connection = self.engine.connect()
+        self._kept.add(connection)
+        return connection
+
+    def _let_go(self, connection: sa.Connection) -> None:
+        self._own.connection = None
+        self._kept.discard(connection)
+        connection.close()
+
+    def _keep(self) -> None:
+        """A thread of the executor begins. PostgreSQL's connections are asked each time whether
+        they still live, which the pool does."""
+        self._own.keeps = self.dialect == "sqlite"
 
     def begin(self, connection: sa.Connection, *, write: bool) -> None:
         """What comes first in a transaction. Writers wait for one another: no deadlocks between
@@ -198,7 +252,7 @@ def _create_sqlite(url: sa.URL) -> sa.Engine:
     @sa.event.listens_for(engine, "checkout")
     def still_there(dbapi_connection: Any, record: Any, proxy: Any) -> None:
         # SQLite goes on writing to a file that was deleted, and nobody would ever read it.
-        if record.info["file"] != _file_at(path):
+        if not _is_there(record.info, path):
             raise sa.exc.DisconnectionError("the database file was moved, replaced or deleted")
 
     return engine
@@ -215,6 +269,12 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
             if "locked" not in str(error) or time.monotonic() > end:
                 raise
             time.sleep(0.005)
+
+
+def _is_there(info: Any, path: str) -> bool:
+    """Whether a connection, of which this was noted, is to the file that is there now."""
+    there: bool = info["file"] == _file_at(path)
+    return there
 
 
 def _file_at(path: str) -> tuple[int, int] | None:

@@ -82,6 +82,17 @@ def test_a_default_is_written_and_one_that_differs_by_row_is_refused(store: Stor
         Prepared(sa.insert(drawn), ("a",)).run(connection, a="one")
 
 
+def test_what_a_change_returns(store: Store) -> None:
+    """Converted like what a SELECT finds."""
+    named = things.c.name == sa.bindparam("which")
+    move = Prepared(sa.update(things).where(named).returning(things.c.at, things.c.open), ("at",))
+    with store.write() as connection:
+        INSERT.run_each(connection, ROWS)
+        assert move.rows(connection, which="größer?", at=EXACT) == [(EXACT, True)]
+        assert move.rows(connection, which="nothing", at=EXACT) == []
+        assert [row[1] for row in Prepared(ALL).rows(connection)] == [EXACT, EXACT]
+
+
 def test_what_the_driver_says_is_sqlalchemys_error(store: Store) -> None:
     with pytest.raises(IntegrityError) as caught, store.write() as connection:
         INSERT.run_each(connection, [ROWS[0], ROWS[0]])

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -177,6 +178,34 @@ def test_the_file_is_deleted(path: Path) -> None:
         assert_unavailable(broker)
         copy.rename(path)  # a backup is put in its place, while the hub runs
         assert_works(broker)
+
+
+def test_the_file_is_deleted_under_threads_that_keep_their_connection(path: Path) -> None:
+    with in_use(f"sqlite:///{path}") as broker:
+        threads = broker.store.executor
+        copy = path.with_name("copy.sqlite")
+        assert threads.submit(broker.open_leases).result()
+        with closing(sqlite3.connect(path)) as whole, closing(sqlite3.connect(copy)) as backup:
+            whole.backup(backup)
+        for file in path.parent.glob("gpuspawner.sqlite*"):
+            file.unlink()
+        threads.submit(assert_unavailable, broker).result()
+        copy.rename(path)
+        threads.submit(assert_works, broker).result()
+
+
+def test_a_view_within_another_in_a_thread_that_keeps_its_connection(path: Path) -> None:
+    with in_use(f"sqlite:///{path}") as broker:
+
+        def both() -> tuple[int, int]:
+            with broker.store.read() as outer:
+                before = len(leases.open_leases(outer))
+                acquire(broker, "cara")
+                assert len(leases.open_leases(outer)) == before, "one view of the whole"
+                with broker.store.read() as inner:
+                    return before, len(leases.open_leases(inner))
+
+        assert broker.store.executor.submit(both).result() == (1, 2)
 
 
 def test_it_was_never_there(tmp_path: Path) -> None:
