@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from support.docker_hub import DockerHub, docker_hub
-from support.registry import SlowRegistry
 from support.report import Report, Series, arguments, in_turns, quantile
 
 from tests.support.engine import PrivateEngine
 from tests.support.images import INSTANT
+from tests.support.registry import SlowRegistry
 
 RUNNING = 4
 IMAGE_BYTES = 64_000_000

@@ -140,6 +140,12 @@ class UnknownWorkspace(Refused):
     status_code = 404
 
 
+class ArchiveRefused(GPUSpawnerError):
+    """The workspace was not archived, or not put back: {what}."""
+
+    reason = "archive"
+
+
 class UnknownFolder(Refused):
     """There is no shared folder {folder!r} that you may use."""
 
@@ -181,6 +187,12 @@ class EngineUnavailable(Unavailable):
     """The container engine does not answer. Try again in a moment; nothing was charged."""
 
     reason = "engine_unavailable"
+
+
+class ImageUnavailable(Unavailable):
+    """The image {image} could not be pulled: {why}. {remedy}"""
+
+    reason = "image"
 
 
 class NotReconciled(Unavailable):
@@ -255,6 +267,13 @@ class UnknownRefill(Refused):
     """There is no refill {refill!r}: `gpuspawner refills` lists them."""
 
     reason = "unknown_refill"
+    status_code = 404
+
+
+class UnknownRate(Refused):
+    """There is no rate {rate!r} that an admin set: `gpuspawner rates` lists them."""
+
+    reason = "unknown_rate"
     status_code = 404
 
 

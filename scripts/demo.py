@@ -108,7 +108,7 @@ class Demo:
     def _try_docker(self) -> Containers:
         client = demo_docker.find_engine()
         image = os.environ.get("GPUSPAWNER_DEMO_IMAGE") or demo_docker.BASE
-        self.maker = demo_docker.find_image(client, image, REPO / "images" / "base")
+        self.maker = demo_docker.find_image(client, image, REPO / "images")
         if self.maker:
             how = "building" if image == demo_docker.BASE else "pulling"
             say(f"Docker answers; {how} the image {image} (first time only)")

@@ -93,6 +93,7 @@ class ImageMaker(threading.Thread):
         hub = f"jupyterhub=={jupyterhub.__version__}"
         return client.build(
             path=str(self.folder),
+            dockerfile="base/Dockerfile",
             tag=self.image,
             rm=True,
             decode=True,

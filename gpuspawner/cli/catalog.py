@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 from ..catalog import Catalog, Environment, load
 from ..catalog.schema import schema
-from ..errors import ConfigError
 from ..pool import format_memory
+from . import catalog_images
+from .catalog_file import catalog_file
 from .config import Settings
 from .output import count, show, table
 
@@ -37,22 +37,11 @@ def grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> Non
     checking = add("check", check_catalog, "Read the catalog and the files that it names.")
     for sub in (listing, checking):
         sub.add_argument("file", nargs="?", metavar="FILE", help=_FILE)
+    checking.add_argument(
+        "--images", action="store_true", help="also the images: here, as pinned, the newest?"
+    )
+    catalog_images.grammar(add)
     add("schema", print_schema, "Print the catalog's JSON Schema, for editors.")
-
-
-def catalog_file(arguments: argparse.Namespace, settings: Settings) -> Path:
-    """The catalog that the command or else the hub's configuration names. Raises ConfigError."""
-    if arguments.file:
-        return Path(arguments.file)
-    from .hub import open_hub
-
-    named = str(getattr(open_hub(settings.config).spawner, "catalog", ""))
-    if not named:
-        raise ConfigError(
-            "No catalog is set, so there is one environment: the spawner's own image. Name a file, "
-            'or set c.GPUSpawnerMixin.catalog = "/etc/jupyterhub/catalog.yaml".'
-        )
-    return Path(named)
 
 
 def catalog(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -79,6 +68,8 @@ def check_catalog(arguments: argparse.Namespace, settings: Settings) -> int:
     """Read everything. A mistake is a ConfigError with its line and what to do."""
     path = catalog_file(arguments, settings)
     found = load(path)
+    if arguments.images:
+        return catalog_images.check_images(arguments, settings)
     counts = {
         "environments": len(found.environments),
         "datasets": len(found.datasets),

@@ -60,7 +60,7 @@ def check(arguments: argparse.Namespace, settings: Settings) -> int:
         for finding in findings(settings, containers=not arguments.no_containers):
             found.append(finding)
             if not arguments.json:
-                print(_line(finding, _coloured()), flush=True)
+                print(line_of(finding, _coloured()), flush=True)
     ok = all(finding.status is not Status.FAIL for finding in found)
     if arguments.json:
         checks: list[dict[str, Any]] = [asdict(f) | {"status": f.status.value} for f in found]
@@ -196,7 +196,9 @@ def _states(views: Sequence[DeviceView]) -> str:
 # What it looks like.
 
 
-def _line(finding: Finding, coloured: bool) -> str:
+def line_of(finding: Finding, coloured: bool | None = None) -> str:
+    """A finding for people, in colour where somebody looks."""
+    coloured = _coloured() if coloured is None else coloured
     word = f"{WORDS[finding.status]:<{WORD_WIDTH}}"
     if coloured:
         word = f"{COLOURS[finding.status]}{word}{PLAIN}"

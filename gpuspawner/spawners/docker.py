@@ -26,7 +26,7 @@ from .gone import Proof
 from .injecting import injection_mode
 from .keeping import Kept, Plain, keep, leave_plain
 from .limits import allowed_ulimits
-from .pulling import Pulls, split_image
+from .pulling import Pulls
 
 THREADS = 16
 """Docker calls that may run at once; the stock spawner has one thread for all members."""
@@ -211,10 +211,9 @@ class GPUDockerSpawner(GPUDockerFiles, DockerSpawner):
                 if policy == "never":
                     cause = f"the image {image} is not on this machine, and pulling is off"
                     raise StartFailed(cause=cause) from None
-        repository, tag = split_image(image)
         self.said.say(f"Pulling {image}", 15)
         pulls: Pulls = self.shared("gpuspawner_pulls", lambda: Pulls(lambda: self.connect(3600)))
-        await pulls.pull(repository, tag, lambda message: self.said.say(message, 20))
+        await pulls.pull(image, lambda message: self.said.say(message, 20))
 
     async def create_object(self) -> Any:
         self.said.say("Creating the container", 50)

@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import docker
 
-from ..errors import StartFailed
+from ..engines.pulls import Progress, pull
+from ..errors import ImageUnavailable, StartFailed
 
 SAY_EVERY = 0.5
 """Seconds between two messages about one pull."""
@@ -27,17 +27,16 @@ class Pulls:
         self._running: dict[str, asyncio.Future[None]] = {}
         self._listeners: dict[str, list[Callable[[str], None]]] = {}
 
-    async def pull(self, repository: str, tag: str, say: Callable[[str], None]) -> None:
-        """Pull ``repository:tag``; ``say`` hears how far it is. Raises StartFailed.
+    async def pull(self, image: str, say: Callable[[str], None]) -> None:
+        """Pull ``image``; ``say`` hears how far it is. Raises StartFailed.
 
         A member who stops waiting does not stop the pull: the next one profits.
         """
-        image = f"{repository}:{tag}"
         listeners = self._listeners.setdefault(image, [])
         listeners.append(say)
         if image not in self._running:
             tell = self._tell(image, asyncio.get_running_loop())
-            work = partial(self._pull, repository, tag, tell)
+            work = partial(self._pull, image, tell)
             running = asyncio.ensure_future(self._in_turn(work))
             running.add_done_callback(lambda done: self._finished(image, done))
             self._running[image] = running
@@ -66,15 +65,14 @@ class Pulls:
 
         return tell
 
-    def _pull(self, repository: str, tag: str, tell: Callable[[str], None]) -> None:
+    def _pull(self, image: str, tell: Callable[[str], None]) -> None:
         client = self._connect()
         try:
-            stream = client.pull(repository, tag, stream=True, decode=True)
-            for message in layers(f"{repository}:{tag}", stream):
+            for message in sentences(image, pull(client, image)):
                 tell(message)
-        except docker.errors.APIError as error:
-            cause = f"the image {repository}:{tag} could not be pulled ({error.explanation})"
-            raise StartFailed(cause=cause) from error
+        except ImageUnavailable as error:
+            why = error.fields["why"]
+            raise StartFailed(cause=f"the image {image} could not be pulled ({why})") from error
         finally:
             client.close()
 
@@ -105,46 +103,19 @@ def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
     return done
 
 
-def split_image(image: str) -> tuple[str, str]:
-    """Repository and tag (or digest); a port in the registry's name is no tag."""
-    if "@" in image:
-        repository, _, digest = image.partition("@")
-        return repository, digest
-    if ":" in image.rpartition("/")[2]:
-        repository, _, tag = image.rpartition(":")
-        return repository, tag
-    return image, "latest"
-
-
-def layers(
-    image: str, stream: Iterator[dict[str, Any]], clock: Callable[[], float] = time.monotonic
+def sentences(
+    image: str, progress: Iterator[Progress], clock: Callable[[], float] = time.monotonic
 ) -> Iterator[str]:
-    """Docker's pull messages as a few sentences. Raises StartFailed when it says an error."""
-    total: set[str] = set()
-    done: set[str] = set()
-    downloading: dict[str, tuple[int, int]] = {}
+    """How far a pull is, as a few sentences."""
     said_at = 0.0
-    for event in stream:
-        if "error" in event:
-            cause = f"the image {image} could not be pulled ({event['error']})"
-            raise StartFailed(cause=cause)
-        layer, status = event.get("id", ""), event.get("status", "")
-        if not layer or status.startswith("Pulling from"):
-            continue
-        total.add(layer)
-        if status in ("Pull complete", "Already exists"):
-            done.add(layer)
-        detail = event.get("progressDetail") or {}
-        if status == "Downloading" and detail.get("total"):
-            downloading[layer] = (detail["current"], detail["total"])
+    for now in progress:
         if clock() - said_at >= SAY_EVERY:
             said_at = clock()
-            yield _sentence(image, len(done), len(total), downloading)
+            yield sentence(image, now)
     yield f"The image {image} is here"
 
 
-def _sentence(image: str, done: int, total: int, downloading: dict[str, tuple[int, int]]) -> str:
-    got = sum(current for current, _ in downloading.values()) / 1e6
-    size = sum(whole for _, whole in downloading.values()) / 1e6
-    amount = f", {got:.0f} of {size:.0f} MB" if size else ""
-    return f"Pulling {image}: {done} of {total} layers{amount}"
+def sentence(image: str, now: Progress) -> str:
+    """How far a pull is, for people."""
+    amount = f", {now.got / 1e6:.0f} of {now.size / 1e6:.0f} MB" if now.size else ""
+    return f"Pulling {image}: {now.done} of {now.layers} layers{amount}"

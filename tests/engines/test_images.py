@@ -7,6 +7,7 @@ package stands in for its gigabytes, and the test's name says so.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from gpuspawner.engines.smoke import passed, smoke
 from tests.support.engine import DEVICES, PrivateEngine
 from tests.support.processes import REPO
 
@@ -67,14 +69,6 @@ def shell(engine: PrivateEngine, image: str, command: str, **kwargs: Any) -> str
     code, printed = engine.run(image, ["bash", "-lc", command], **kwargs)
     assert code == 0, printed
     return printed.strip()
-
-
-@pytest.mark.parametrize("name", ["base", "pytorch"])
-def test_a_dockerfile_takes_its_base_as_an_argument(name: str) -> None:
-    text = (REPO / "images" / name / "Dockerfile").read_text(encoding="utf-8")
-    instructions = [line for line in text.splitlines() if line and not line.startswith("#")]
-    assert re.fullmatch(r"ARG BASE_IMAGE=\S+", instructions[0])
-    assert instructions[1] == "FROM ${BASE_IMAGE}"
 
 
 def test_base_speaks_to_this_hub(clean_engine: PrivateEngine, images: Any) -> None:
@@ -138,6 +132,42 @@ c.DockerSpawner.remove = True
     assert time.monotonic() - started < 8
 
 
+def test_base_passes_its_smoke_test(clean_engine: PrivateEngine, images: Any) -> None:
+    found = smoke(clean_engine.client, images.BASE, first_page="/lab")
+    assert passed(found), found
+    assert [finding.name for finding in found] == [
+        "user",
+        "import jupyterlab",
+        "import jupyterhub",
+        "devices",
+        "workspace",
+        "dataset",
+        "server",
+    ]
+    assert found[-1].text.endswith("; also lab")
+    assert not clean_engine.client.containers(all=True)
+    assert not clean_engine.client.volumes()["Volumes"]
+
+
+def test_base_has_nothing_to_compile_and_says_what_is_inside(
+    clean_engine: PrivateEngine, images: Any
+) -> None:
+    """Every module that a server imports has bytecode that Python takes as it is."""
+    look = "import jupyterlab.labapp, jupyterhub.singleuser, sys, os.path"
+    stale = "[n for n, m in list(sys.modules.items()) if (f := getattr(m, '__file__', None))"
+    stale += " and f.endswith('.py') and not fresh(f, m.__cached__)]"
+    fresh = "int.from_bytes(open(c, 'rb').read(16)[8:12], 'little') == int(os.path.getmtime(f))"
+    code = f"{look}; fresh = lambda f, c: os.path.exists(c) and {fresh}; print({stale})"
+    assert shell(clean_engine, images.BASE, f'python -B -c "{code}"') == "[]"
+    bill = json.loads(shell(clean_engine, images.BASE, "cat /opt/gpuspawner/sbom.cdx.json"))
+    parts = {part["bom-ref"] for part in bill["components"]}
+    assert f"pkg:pypi/jupyterhub@{version('jupyterhub')}" in parts
+    assert any(part.startswith("pkg:deb/debian/tini@") for part in parts)
+    lock = (REPO / "images" / "base" / "requirements.lock").read_text(encoding="utf-8")
+    locked = {f"pkg:pypi/{x.replace('==', '@')}" for x in lock.splitlines() if x[0] != "#"}
+    assert locked <= parts
+
+
 @pytest.mark.parametrize("torch", [WHEEL], ids=["torch" if WHEEL else "a-stand-in-for-torch"])
 def test_pytorch_builds_on_base(
     clean_engine: PrivateEngine, images: Any, index: str, torch: Path | None
@@ -147,7 +177,7 @@ def test_pytorch_builds_on_base(
         PYTORCH,
         REPO / "images" / "pytorch",
         base=images.BASE,
-        arguments={"TORCH_REQUIREMENT": wanted, "EXTRA_REQUIREMENTS": "numpy"},
+        arguments={"TORCH_REQUIREMENT": wanted, "EXTRA_REQUIREMENTS": "matplotlib numpy pandas"},
         # Where the wheel is served changes with each run, and what is in the image does not.
         passing={"PIP_INDEX_ARGS": index},
     )
@@ -159,6 +189,14 @@ def test_pytorch_builds_on_base(
         "NVIDIA_VISIBLE_DEVICES=void",
     ]
     module = "torch" if torch else STAND_IN
+    if torch:
+        # No GPU, one GPU: what the image itself says it has is tried in both.
+        found = smoke(clean_engine.client, PYTORCH)
+        assert passed(found), found
+        assert found[-4].text == "0, and so does torch"
+        given = smoke(clean_engine.client, PYTORCH, mode="device_requests", uuids=[DEVICES[0]])
+        assert passed(given), given
+        assert given[-4].text.startswith("1; no driver library here")
     shell(clean_engine, PYTORCH, f"python -c 'import {module}, numpy'")
     if torch:
         total = "import torch; print(torch.ones(3).sum().item(), torch.cuda.is_available())"

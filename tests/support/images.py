@@ -31,11 +31,14 @@ BASE = "gpuspawner/base:test"
 INSTANT = "gpuspawner/instant:test"
 EXITS = "gpuspawner/exits:test"
 SILENT = "gpuspawner/silent:test"
+TRIED = "gpuspawner/tried:test"
 
 LABEL = "org.gpuspawner.content"
 """On each image, the hash of everything that it was made of."""
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 HERE = Path(__file__).parent / "dockerfiles"
+OURS = REPO / "images"
+"""The images that we ship: each build sees its own folder and the common one."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,10 @@ def recipes() -> dict[str, Recipe]:
         ),
         Recipe(EXITS, HERE / "exits"),
         Recipe(SILENT, HERE / "silent"),
+        Recipe(TRIED, HERE / "tried", program=instant / "instant.c", keep=True),
         Recipe(
             BASE,
-            REPO / "images" / "base",
+            OURS / "base",
             arguments={"JUPYTERHUB_REQUIREMENT": f"jupyterhub=={hub}"},
             keep=True,
         ),
@@ -108,6 +112,7 @@ def build(engine: PrivateEngine, recipe: Recipe) -> str:
     lines = engine.client.build(
         fileobj=_tar(context),
         custom_context=True,
+        dockerfile=f"{recipe.folder.name}/Dockerfile" if recipe.folder.parent == OURS else None,
         tag=recipe.tag,
         rm=True,
         forcerm=True,
@@ -160,10 +165,19 @@ def _debootstrap(tar: Path) -> None:
 
 
 def _context(recipe: Recipe) -> dict[str, bytes]:
-    """The build context: file name to content."""
-    files = {p.name: p.read_bytes() for p in sorted(recipe.folder.iterdir()) if p.is_file()}
+    """The build context: file name to content. One of ours sees what it shares with others."""
+    folders = [(recipe.folder, "")]
+    if recipe.folder.parent == OURS:
+        folders = [(folder, f"{folder.name}/") for folder in (recipe.folder, OURS / "common")]
+    files = {
+        prefix + path.name: path.read_bytes()
+        for folder, prefix in folders
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+    }
     if recipe.program:
-        files[recipe.program.stem] = _compile(files.pop(recipe.program.name))
+        files[recipe.program.stem] = _compile(recipe.program.read_bytes())
+        files.pop(recipe.program.name, None)
     return files
 
 

@@ -132,7 +132,7 @@ def test_every_image_of_the_catalog_has_its_dockerfile() -> None:
         found = re.fullmatch(r"gpuspawner/(\w+):latest", environment.image)
         assert found, environment.image
         text = (REPO / "images" / found[1] / "Dockerfile").read_text()
-        assert re.search(r"^ARG BASE_IMAGE\b.*\nFROM \$\{BASE_IMAGE\}", text, re.MULTILINE)
+        assert re.search(r"^ARG BASE_IMAGE\b.*\n+FROM \$\{BASE_IMAGE\}", text, re.MULTILINE)
 
 
 # Trying out.

@@ -1,11 +1,12 @@
-"""A slow image registry on 127.0.0.1, as small as the distribution protocol allows.
+"""An image registry on 127.0.0.1, as small as the distribution protocol allows.
 
-Each image has a layer of random bytes that no engine can have already. Docker takes
-plain HTTP from 127.0.0.1 without being told to.
+It is as slow as it is told, and can lie, stop or hang in the middle. Docker takes plain HTTP
+from 127.0.0.1 without being told to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -13,10 +14,10 @@ import json
 import random
 import tarfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
-from typing import Any
+from threading import Event, Thread
+from typing import IO, Any
 
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 CONFIG = "application/vnd.docker.container.image.v1+json"
@@ -27,12 +28,22 @@ CHUNK = 64 * 1024
 class SlowRegistry:
     """``with SlowRegistry(size=..., rate=...) as registry``.
 
-    ``size`` is the bytes of each image's random layer, ``rate`` the bytes a second of all blobs.
+    ``size`` is the bytes of each image's random layer, which no engine can have already, and
+    ``rate`` the bytes a second of each blob.
     """
 
-    def __init__(self, *, size: int, rate: int) -> None:
+    def __init__(self, *, size: int, rate: int = 1_000_000_000) -> None:
         self.size = size
         self.rate = rate
+        self.stops_after: int | None = None
+        """Bytes of a blob after which the connection breaks."""
+        self.hangs_after: int | None = None
+        """Bytes of a blob after which nothing more comes, until :meth:`go_on`."""
+        self.lies = False
+        """Whether blobs are of the right size and hold something else."""
+        self.moved: dict[str, str] = {}
+        """What is sent for a manifest's digest: another digest's manifest."""
+        self._goes_on = Event()
         self._blobs: dict[str, bytes] = {}
         self._manifests: dict[str, bytes] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -42,6 +53,7 @@ class SlowRegistry:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.go_on()
         self._server.shutdown()
         self._server.server_close()
 
@@ -56,7 +68,30 @@ class SlowRegistry:
         It takes a moment, which a pull should not pay for.
         """
         random_bytes = random.Random(tag).randbytes(self.size)
-        tars = [_tar(files), _tar({"var/random": random_bytes})]
+        self._add(tag, [_tar(files), _tar({"var/random": random_bytes})], settings)
+
+    def add_saved(self, tag: str, saved: IO[bytes], settings: Mapping[str, Any]) -> None:
+        """Make an image of one that ``docker save`` wrote, with settings in place of its own."""
+        with tarfile.open(fileobj=saved) as tar:
+            manifest = json.loads(_content(tar, "manifest.json"))[0]
+            layers = [_content(tar, name) for name in manifest["Layers"]]
+            own = json.loads(_content(tar, manifest["Config"]))["config"]
+        self._add(tag, layers, {**own, **settings})
+
+    def digest(self, tag: str) -> str:
+        """The digest of an image's manifest."""
+        return _digest(self._manifests[tag])
+
+    def retag(self, tag: str, other: str) -> None:
+        """Have ``tag`` mean what ``other`` does."""
+        self._manifests[tag] = self._manifests[other]
+
+    def go_on(self) -> None:
+        """Let every blob that hangs be sent to its end."""
+        self.hangs_after = None
+        self._goes_on.set()
+
+    def _add(self, tag: str, tars: Sequence[bytes], settings: Mapping[str, Any]) -> None:
         layers = [gzip.compress(tar, compresslevel=0) for tar in tars]
         config = {
             "architecture": "amd64",
@@ -81,10 +116,17 @@ class SlowRegistry:
     def manifest(self, reference: str) -> bytes | None:
         """The manifest with this tag or digest."""
         by_digest = {_digest(text): text for text in self._manifests.values()}
-        return self._manifests.get(reference) or by_digest.get(reference)
+        wanted = self.moved.get(reference, reference)
+        return self._manifests.get(wanted) or by_digest.get(wanted)
 
     def blob(self, digest: str) -> bytes | None:
         return self._blobs.get(digest)
+
+    def may_send(self, sent: int) -> bool:
+        """Whether a blob goes on after so many bytes. Hangs where it was told to."""
+        if self.hangs_after is not None and sent >= self.hangs_after:
+            self._goes_on.wait()
+        return self.stops_after is None or sent < self.stops_after
 
     def _keep(self, kind: str, blob: bytes) -> dict[str, Any]:
         self._blobs[_digest(blob)] = blob
@@ -102,13 +144,13 @@ def _handler(registry: SlowRegistry) -> type[BaseHTTPRequestHandler]:
             elif what.endswith("/manifests"):
                 self._answer(registry.manifest(name), MANIFEST)
             elif what.endswith("/blobs"):
-                self._answer(registry.blob(name), "application/octet-stream")
+                self._answer(registry.blob(name), "application/octet-stream", is_blob=True)
             else:
                 self._answer(None, "")
 
         do_HEAD = do_GET
 
-        def _answer(self, body: bytes | None, kind: str) -> None:
+        def _answer(self, body: bytes | None, kind: str, is_blob: bool = False) -> None:
             self.send_response(200 if body is not None else 404)
             self.send_header("Content-Length", str(len(body or b"")))
             if body is not None:
@@ -117,10 +159,17 @@ def _handler(registry: SlowRegistry) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             if body is None or self.command == "HEAD":
                 return
-            for start in range(0, len(body), CHUNK):
-                self.wfile.write(body[start : start + CHUNK])
-                if len(body) > CHUNK:
-                    time.sleep(CHUNK / registry.rate)
+            if is_blob and registry.lies:
+                body = bytes(reversed(body))
+            # Whoever gives up a pull closes the connection: that is no error here.
+            with contextlib.suppress(ConnectionError):
+                for start in range(0, len(body), CHUNK):
+                    if is_blob and not registry.may_send(start):
+                        self.close_connection = True
+                        return
+                    self.wfile.write(body[start : start + CHUNK])
+                    if len(body) > CHUNK:
+                        time.sleep(CHUNK / registry.rate)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing."""
@@ -136,6 +185,12 @@ def _tar(files: Mapping[str, bytes]) -> bytes:
             entry.size, entry.mode = len(content), 0o755
             tar.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
+
+
+def _content(tar: tarfile.TarFile, name: str) -> bytes:
+    file = tar.extractfile(name)
+    assert file is not None, f"{name} is no file"
+    return file.read()
 
 
 def _digest(blob: bytes) -> str:

@@ -1,0 +1,298 @@
+"""``gpuspawner catalog add|pull|smoke|update|prune``: the images behind the environments."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import date
+from typing import Any
+
+import docker
+
+from ..catalog import Catalog, Environment, load
+from ..engines.contents import packages_of
+from ..engines.images import (
+    LocalImage,
+    local,
+    offered,
+    pinned,
+    removable,
+    remove,
+)
+from ..engines.probe import Finding, Status
+from ..engines.pulls import pull
+from ..engines.smoke import passed, smoke
+from ..errors import ConfigError, EngineUnavailable, ImageUnavailable
+from .catalog_edit import CatalogFile, entry_text
+from .catalog_entry import entry_of
+from .catalog_file import catalog_file
+from .check import line_of
+from .config import Settings
+from .output import count, note, show
+from .progress import follow
+
+Add = Callable[[str, Callable[..., int], str], argparse.ArgumentParser]
+
+_CATALOG = "the catalog (default: the one of the hub's configuration)"
+
+
+def grammar(add: Add) -> None:
+    """The words after ``gpuspawner catalog`` that are about images."""
+    adding = add("add", add_entry, "Make an entry for an image, from what the image says.")
+    adding.add_argument("image", metavar="IMAGE", help="its name; it is pulled if it is not here")
+    adding.add_argument("--slug", metavar="NAME", help="of the entry (default: as the image says)")
+    adding.add_argument(
+        "--write", action="store_true", help="append it to the catalog (default: print it)"
+    )
+    pulling = add("pull", pull_images, "Pull the images that are not here, with progress.")
+    pulling.add_argument("slugs", nargs="*", metavar="SLUG", help="these only (default: all)")
+    trying = add("smoke", smoke_image, "Try an image: imports, devices, files, a server.")
+    trying.add_argument("image", metavar="IMAGE", help="an image, or the slug of an environment")
+    updating = add("update", update, "Take an environment's newest image, once it passes its test.")
+    updating.add_argument("slug", metavar="SLUG", help="the environment")
+    updating.add_argument(
+        "--keep-as", metavar="NAME", help="keep the image that it has as an environment of its own"
+    )
+    pruning = add("prune", prune, "Show the images that nothing needs any more.")
+    pruning.add_argument("--yes", action="store_true", help="remove them")
+    for sub in (adding, pulling, trying, updating, pruning):
+        sub.add_argument("--file", metavar="FILE", help=_CATALOG)
+
+
+# add
+
+
+def add_entry(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Make a catalog entry from an image's labels, and print or append it."""
+    client, _ = _engine(settings)
+    image = _present(client, arguments.image)
+    packages = packages_of(client, arguments.image)
+    entry = entry_of(arguments.image, image.labels, packages, arguments.slug)
+    Catalog.from_mapping({"environments": [entry]}, f"the entry of {arguments.image}")
+    if not arguments.write:
+        show(arguments.json, entry, entry_text(entry).rstrip())
+        note("Put it under 'environments' of the catalog, or say --write.")
+        return 0
+    file = CatalogFile(catalog_file(arguments, settings))
+    if any(e.slug == entry["slug"] for e in file.catalog.environments):
+        raise ConfigError(
+            f"{file.path} has an environment {entry['slug']!r} already. Say --slug NAME for "
+            "another one, or `gpuspawner catalog update` for a newer image."
+        )
+    file.add(entry)
+    show(arguments.json, entry, f"{file.path} has an environment {entry['slug']!r} now.")
+    return 0
+
+
+# pull
+
+
+def pull_images(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Pull the images of environments, one after the other."""
+    chosen = _chosen(load(catalog_file(arguments, settings)), arguments.slugs)
+    client, _ = _engine(settings)
+    told = []
+    for image in dict.fromkeys(environment.image for environment in chosen):
+        if local(client, image):
+            told.append({"image": image, "state": "here", "why": ""})
+            continue
+        try:
+            follow(image, pull(client, image))
+            told.append({"image": image, "state": "pulled", "why": ""})
+        except ImageUnavailable as error:
+            told.append({"image": image, "state": "failed", "why": error.message})
+    lines = [each["why"] or f"{each['image']}: {each['state']}" for each in told]
+    show(arguments.json, told, "\n".join(lines))
+    return int(any(each["state"] == "failed" for each in told))
+
+
+# smoke
+
+
+def smoke_image(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Try an image, without a GPU."""
+    client, _ = _engine(settings)
+    image, first_page = arguments.image, ""
+    environment = _named(arguments, settings)
+    if environment is not None:
+        image, first_page = environment.image, environment.default_url
+    found = smoke(client, image, first_page=first_page)
+    _print(arguments, found)
+    return int(not passed(found))
+
+
+def _named(arguments: argparse.Namespace, settings: Settings) -> Environment | None:
+    """The environment of that slug; None when it is the name of an image."""
+    try:
+        found = load(catalog_file(arguments, settings)).environments
+    except ConfigError:
+        if arguments.file:
+            raise
+        return None
+    return next((e for e in found if e.slug == arguments.image), None)
+
+
+# check --images
+
+
+def check_images(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Whether each environment's image is here, as pinned, and the newest."""
+    found = load(catalog_file(arguments, settings))
+    client, _ = _engine(settings)
+    findings = [_look(client, environment) for environment in found.environments]
+    _print(arguments, findings)
+    return int(any(finding.status is Status.FAIL for finding in findings))
+
+
+def _look(client: docker.APIClient, environment: Environment) -> Finding:
+    name, image = environment.slug, environment.image
+    here = local(client, image)
+    if here is None:
+        text = f"{image} is not here: the first start would wait for a pull."
+        return Finding(name, Status.FAIL, text, f"gpuspawner catalog pull {name}")
+    has = environment.image_digest or here.digest_in(image)
+    if not has:
+        return Finding(name, Status.OK, f"{image} is here; it was built on this machine.")
+    try:
+        newest = offered(client, image)
+    except ImageUnavailable as error:
+        text = f"{image} is here; whether there is a newer one is not known: {error.fields['why']}."
+        return Finding(name, Status.UNCHECKED, text)
+    if newest != has:
+        text = f"{image} is here; its registry offers a newer one ({newest[:19]}...)."
+        return Finding(name, Status.OK, text, f"gpuspawner catalog update {name}")
+    return Finding(name, Status.OK, f"{image} is here, and the newest.")
+
+
+# update
+
+
+def update(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Pull the newest image, try it, and only then write its digest into the catalog."""
+    file = CatalogFile(catalog_file(arguments, settings))
+    environment = file.catalog.get(arguments.slug)
+    client, _ = _engine(settings)
+    old = _old(client, environment)
+    digest = offered(client, environment.image)
+    if digest == environment.image_digest:
+        show(arguments.json, _plain(environment, digest, []), "It has the newest image.")
+        return 0
+    image = pinned(environment.image, digest)
+    if not local(client, image):
+        # By its digest only: members go on with the image that has the tag here.
+        follow(image, pull(client, image))
+    found = smoke(client, image, first_page=environment.default_url)
+    if not passed(found):
+        _print(arguments, found)
+        note(f"{environment.slug} keeps the image that it has: {environment.image}")
+        return 1
+    if arguments.keep_as:
+        file.add(_kept_entry(file, environment, old, arguments.keep_as))
+    file.set_keys(environment.slug, {"image": image, "tested_on": date.today().isoformat()})
+    text = f"{environment.slug} has {image} now. Servers that run keep theirs until they end."
+    show(arguments.json, _plain(environment, digest, found), text)
+    return 0
+
+
+def _old(client: docker.APIClient, environment: Environment) -> str:
+    """The image that the environment has, pinned so that it stays what it is."""
+    here = local(client, environment.image)
+    digest = environment.image_digest or (here.digest_in(environment.image) if here else "")
+    return pinned(environment.image, digest) if digest else environment.image
+
+
+def _kept_entry(
+    file: CatalogFile, environment: Environment, image: str, slug: str
+) -> dict[str, Any]:
+    """The entry as it is in the file, under another slug and with the old image."""
+    entry = file.plain_entry(environment.slug)
+    entry.pop("default", None)
+    return {
+        **entry,
+        "slug": slug,
+        "display_name": f"{environment.display_name} (older)",
+        "image": image,
+    }
+
+
+def _plain(environment: Environment, digest: str, found: Sequence[Finding]) -> dict[str, Any]:
+    return {
+        "slug": environment.slug,
+        "image": pinned(environment.image, digest),
+        "findings": [asdict(finding) for finding in found],
+    }
+
+
+# prune
+
+
+def prune(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Show, or remove, images of environments that are environments no more."""
+    found = load(catalog_file(arguments, settings))
+    client, hub = _engine(settings)
+    named = [environment.image for environment in found.environments]
+    named += [str(getattr(hub.spawner, "image", ""))] if hub.uses_docker else []
+    told = []
+    for each in removable(client, list(filter(None, named))):
+        kept = remove(client, each.image) if arguments.yes else ""
+        told.append(
+            {
+                "image": each.image.name,
+                "bytes": each.image.size,
+                "why": each.why,
+                "removed": arguments.yes and not kept,
+                "kept": kept,
+            }
+        )
+    show(arguments.json, told, _pruned(told, arguments.yes))
+    return int(any(each["kept"] for each in told))
+
+
+def _pruned(told: Sequence[dict[str, Any]], removed: bool) -> str:
+    if not told:
+        return "Nothing to remove: every image is needed."
+    lines = []
+    for each in told:
+        state = "removed" if each["removed"] else f"kept: {each['kept']}" if removed else "can go"
+        lines.append(f"{each['image']} ({each['bytes'] / 1e9:.1f} GB, {each['why']}): {state}")
+    if not removed:
+        lines.append(f"{count(len(told), 'image')} can go. Say --yes to remove them.")
+    return "\n".join(lines)
+
+
+# What they share.
+
+
+def _engine(settings: Settings) -> tuple[docker.APIClient, Any]:
+    """A client, and the hub as it is configured. Raises EngineUnavailable."""
+    from .hub import open_hub
+
+    hub = open_hub(settings.config)
+    try:
+        return hub.connect(), hub
+    except (docker.errors.DockerException, OSError) as error:
+        raise EngineUnavailable(
+            f"The Docker Engine at {hub.engine_address} does not answer. Start it (sudo systemctl "
+            "start docker), or say where it is with DOCKER_HOST."
+        ) from error
+
+
+def _present(client: docker.APIClient, image: str) -> LocalImage:
+    """The image, pulled if it is not here. Raises ImageUnavailable."""
+    found = local(client, image)
+    if found is None:
+        follow(image, pull(client, image))
+        found = local(client, image)
+    if found is None:
+        raise ImageUnavailable(image=image, why="it went again", remedy="Try again in a moment.")
+    return found
+
+
+def _chosen(found: Catalog, slugs: Sequence[str]) -> list[Environment]:
+    return [found.get(slug) for slug in slugs] if slugs else list(found.environments)
+
+
+def _print(arguments: argparse.Namespace, found: Sequence[Finding]) -> None:
+    plain = [{**asdict(finding), "status": finding.status.value} for finding in found]
+    show(arguments.json, plain, "\n".join(line_of(finding) for finding in found))

@@ -1,0 +1,164 @@
+"""Edits of an admin's catalog: what was written stays, to the letter, but for what was asked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.catalog import load
+from gpuspawner.cli.catalog_edit import CatalogFile
+from gpuspawner.cli.catalog_entry import entry_of
+from gpuspawner.engines.images import ENTRY
+from gpuspawner.errors import ConfigError
+
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+NEW = f"lab:2@{DIGEST}"
+
+
+def catalog(tmp_path: Path, text: str) -> CatalogFile:
+    path = tmp_path / "catalog.yaml"
+    path.write_text(text, encoding="utf-8")
+    return CatalogFile(path)
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("- slug: a\n  image: lab:1", "- slug: a\n  image: NEW"),
+        ("- slug: a\n  image: 'lab:1'   # ours\n", "- slug: a\n  image: 'NEW'   # ours\n"),
+        ('-   image: "lab:1"\n    slug: a\n\n# end', '-   image: "NEW"\n    slug: a\n\n# end'),
+        ("- {slug: a, image: lab:1, default: true}\n", "- {slug: a, image: NEW, default: true}\n"),
+        (
+            "- slug: ü\n".replace("ü", "b")
+            + "  display_name: Ünï 日本\n  image: lab:1\n- slug: a\n"
+            "  image: lab:1\n",
+            "- slug: b\n  display_name: Ünï 日本\n  image: lab:1\n- slug: a\n  image: NEW\n",
+        ),
+    ],
+)
+def test_an_image_is_changed_in_its_place(tmp_path: Path, before: str, after: str) -> None:
+    file = catalog(tmp_path, f"environments:\n{before}")
+    file.set_keys("a", {"image": NEW})
+    assert file.path.read_text(encoding="utf-8") == f"environments:\n{after}".replace("NEW", NEW)
+    assert load(file.path).get("a").image == NEW
+
+
+def test_a_key_that_is_missing_is_added(tmp_path: Path) -> None:
+    file = catalog(
+        tmp_path, "environments:\n- image: lab:1\n  slug: a # first\n\n- slug: b\n  image: x"
+    )
+    file.set_keys("a", {"image": NEW, "tested_on": "2026-11-22"})
+    assert file.path.read_text(encoding="utf-8") == (
+        f"environments:\n- image: {NEW}\n  slug: a # first\n  tested_on: 2026-11-22\n\n"
+        "- slug: b\n  image: x"
+    )
+    file.set_keys("a", {"tested_on": "2026-11-23"})
+    assert str(load(file.path).get("a").tested_on) == "2026-11-23"
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("environments:\n- &a\n  slug: a\n  image: x\n- <<: *a\n  slug: b\n", "share"),
+        ("environments:\n- slug: b\n  image: &i x\n- slug: a\n  image: *i\n", "share"),
+        ("environments:\n- slug: a\n  image: >-\n    x\n", "no plain text"),
+        ("environments:\n- {slug: a, image: x}\n", "braces"),
+    ],
+)
+def test_what_only_its_author_can_change_stays(tmp_path: Path, text: str, why: str) -> None:
+    file = catalog(tmp_path, text)
+    with pytest.raises(ConfigError, match=f"was not changed: .*{why}.* Edit it by hand."):
+        file.set_keys("a", {"image": NEW, "tested_on": "2026-11-22"})
+    assert file.path.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("environments:\n- slug: a\n  image: x", "\n\nNEW"),
+        ("environments:\n  - slug: a\n    image: x # its own\n  # the end\n", None),
+        ("environments:\n- slug: a\n  image: x\n  description: |\n    One.\n\n    Two.\n", None),
+        ("environments:\n- slug: a\n  image: x\n  devices: {max: 2}\n\n\ndatasets: {}\n", None),
+    ],
+)
+def test_an_entry_comes_after_the_last(tmp_path: Path, before: str, after: str | None) -> None:
+    file = catalog(tmp_path, before)
+    file.add({"slug": "new", "display_name": "日本: 2.10", "image": NEW, "devices": {"max": 0}})
+    text = file.path.read_text(encoding="utf-8")
+    assert [e.slug for e in load(file.path).environments] == ["a", "new"]
+    made = load(file.path).get("new")
+    assert (made.display_name, made.image, made.cpu_only) == ("日本: 2.10", NEW, True)
+    kept = [line for line in before.splitlines() if line]
+    assert [line for line in text.splitlines() if line in kept] == kept
+    if after is not None:
+        assert text.startswith(before + after.replace("NEW", "- slug: new"))
+
+
+def test_brackets_are_left_to_their_author(tmp_path: Path) -> None:
+    file = catalog(tmp_path, "environments: [{slug: a, image: x}]\n")
+    with pytest.raises(ConfigError, match=r"in brackets\. Edit it by hand"):
+        file.add({"slug": "b", "image": "y"})
+
+
+def test_a_broken_entry_changes_nothing(tmp_path: Path) -> None:
+    text = "environments:\n- slug: a\n  image: x\n"
+    file = catalog(tmp_path, text)
+    for entry in ({"slug": "a", "image": "y"}, {"slug": "../b", "image": "y"}, {"slug": "b"}):
+        with pytest.raises(ConfigError):
+            file.add(entry)
+    assert file.path.read_text(encoding="utf-8") == text
+    assert os.listdir(tmp_path) == ["catalog.yaml"]
+
+
+def test_mode_and_link_stay(tmp_path: Path) -> None:
+    file = catalog(tmp_path, "environments:\n- slug: a\n  image: x\n")
+    file.path.chmod(0o640)
+    link = tmp_path / "link.yaml"
+    link.symlink_to(file.path)
+    CatalogFile(link).set_keys("a", {"image": NEW})
+    assert link.is_symlink() and load(link).get("a").image == NEW
+    assert file.path.stat().st_mode & 0o777 == 0o640
+
+
+# Entries from labels.
+
+
+def test_an_image_without_labels_has_an_entry_by_its_name() -> None:
+    entry = entry_of("registry.example.org:5000/team/My_Image:2.1", {}, {"numpy": "2.0"})
+    assert entry == {
+        "slug": "my-image",
+        "display_name": "my-image",
+        "image": "registry.example.org:5000/team/My_Image:2.1",
+    }
+    assert entry_of("___", {}, {})["slug"] == "image"
+
+
+def test_labels_make_an_entry() -> None:
+    labels = {
+        "org.opencontainers.image.title": "  PyTorch\n2 ",
+        "org.opencontainers.image.documentation": "https://example.org/docs",
+        "org.opencontainers.image.source": "javascript:alert(1)",
+        "org.opencontainers.image.vendor": "The lab",
+        ENTRY + "packages": "torch ruamel.yaml not-there",
+        ENTRY + "devices": "1-4",
+        ENTRY + "shm_size": "8G",
+    }
+    packages = {"torch": "2.13.0+cpu", "ruamel-yaml": "0.19", "torchvision": "1"}
+    assert entry_of("x/torch:1", labels, packages, "pytorch") == {
+        "slug": "pytorch",
+        "display_name": "PyTorch 2",
+        "image": "x/torch:1",
+        "frameworks": {"torch": "2.13.0+cpu", "ruamel.yaml": "0.19"},
+        "devices": {"default": 1, "max": 4},
+        "shm_size": "8G",
+        "links": {"Documentation": "https://example.org/docs"},
+        "maintainer": "The lab",
+    }
+
+
+@pytest.mark.parametrize("text", ["4", "4-1", "-1-2", "1-4000", "one-two"])
+def test_a_label_that_means_nothing_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"label gpuspawner\.catalog\.devices of x"):
+        entry_of("x", {ENTRY + "devices": text}, {})
