@@ -28,6 +28,9 @@ MOST_NAMED = 50
 FIRST_PAGES = {"lab": "/lab", "notebook": "/tree", "vscode": "/vscode/"}
 """Where a server opens, by what ``first_page`` calls it."""
 
+_JOINERS = {0x200C: None, 0x200D: None}
+"""Not printed, but part of how some scripts are written."""
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 SLUG = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 IMAGE = (
@@ -42,7 +45,7 @@ _RESERVED_TARGETS = (WORKSPACE, "/proc", "/sys", "/dev")
 def line(value: object) -> str:
     """Text of one line, of at most MOST_LINE characters, that can be printed."""
     found = text(value)
-    if not found.isprintable():
+    if not found.translate(_JOINERS).isprintable():
         raise ValueError(
             f"is {shown(found)}, with a line break or a control character. Write one plain line."
         )

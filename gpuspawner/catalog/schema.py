@@ -17,7 +17,8 @@ from .overrides import OWN_KEYS, OWNED_INSIDE, OWNED_TRAITS
 Schema = dict[str, Any]
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_PRINTABLE = r"^[^\u0000-\u001f\u007f]*\S[^\u0000-\u001f\u007f]*$"
+_CONTROL = r"\u0000-\u001f\u007f-\u009f\u2028-\u202e\u2066-\u2069"
+_PRINTABLE = rf"^(?=.*\S)[^{_CONTROL}]*$"
 _NO_UP = r"^(?!.*(?:^|/)\.\.(?:/|$))(?!.*\\)"
 """The beginning of a pattern for paths without ``..``."""
 

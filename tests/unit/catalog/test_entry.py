@@ -344,3 +344,18 @@ def test_the_example_in_the_readme_is_right_for_both() -> None:
     (text,) = re.findall(r"```yaml\n(environments:.*?)```", readme, flags=re.DOTALL)
     assert by_parser(text) == ""
     assert by_schema(text) == []
+
+
+@pytest.mark.parametrize("name", ["\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "数据", "Zoë", "👩\u200d🔬", "e\u0301"])
+def test_names_are_in_any_script(name: str) -> None:
+    text = entry(f"display_name: '{name}'\nsummary: '{name}'\nmaintainer: '{name}'")
+    assert by_parser(text) == ""
+    assert by_schema(text) == []
+    assert Catalog.from_text(text).get("base").display_name == name
+
+
+@pytest.mark.parametrize("mark", ["\\u202e", "\\u2028", "\\x1b", "\\x85", "\\u2066", "\\t"])
+def test_names_turn_nothing_around_and_move_no_cursor(mark: str) -> None:
+    text = entry(f'summary: "a{mark}b"')
+    assert "with a line break or a control character" in by_parser(text)
+    assert by_schema(text)
