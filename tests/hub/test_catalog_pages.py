@@ -37,6 +37,12 @@ environments:
     devices: {{default: 1, max: 2}}
     hours: {{default: 2, max: 8}}
     mem_limit: 16G
+    profile_options:
+      room:
+        display_name: Memory
+        choices:
+          usual: {{display_name: 16 GB}}
+          more: {{display_name: 64 GB, mem_limit: 64G}}
     maintainer: The lab
     tested_on: 2026-10-01
     packages: packages.txt
@@ -261,6 +267,7 @@ def test_browse_launch_sign_in_choose_land(hub: PayingHub, browser: Browser) -> 
     keep(page, "4-form")
     page.get_by_label("GPUs", exact=True).select_option("2")
     page.get_by_label("For how long").select_option("4")
+    page.get_by_label("Memory").select_option("64 GB")
     page.get_by_role("button", name="Start").click()
     page.wait_for_url(re.compile("/user/ada/"), timeout=SLOW)
     [lease] = hub.broker.open_leases()
@@ -271,10 +278,13 @@ def test_browse_launch_sign_in_choose_land(hub: PayingHub, browser: Browser) -> 
     page.goto(f"{hub.url}/hub/home")
     keep(page, "5-home")
     page.get_by_role("link", name="GPUs and credits").click()
-    expect(page.get_by_role("heading", name="100", exact=False).first).to_be_attached()
+    expect(page.get_by_role("heading", name="My GPUs and credits")).to_be_visible()
     page.goto(f"{hub.url}/hub/spawn")
     expect(page.get_by_label("GPUs", exact=True)).to_have_value("2")
     expect(page.get_by_label("For how long")).to_have_value("4")
+    expect(page.get_by_label("Memory")).to_have_value("torch.room=more")
+    page.locator("#environment-jax").check()
+    expect(page.get_by_label("Memory")).to_be_hidden()
     page.goto(f"{hub.url}/hub/environments/nope")
     keep(page, "6-not-there")
     assert elsewhere == [] and errors == []
