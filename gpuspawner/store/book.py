@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, IntegrityError
 
 from ..errors import LedgerError, UnknownAccount
@@ -20,9 +22,12 @@ _ACCOUNT = Prepared(
     sa.select(accounts.c.balance, _HELD).where(accounts.c.name == sa.bindparam("account"))
 )
 _INSERT_ACCOUNT = Prepared(sa.insert(accounts), ("name", "balance", "opened_at"))
-_INSERT_TRANSFER = Prepared(
-    sa.insert(transfers), ("id", "key", "kind", "at", "actor", "reason", "lease_id")
-)
+_COLUMNS = ("id", "key", "kind", "at", "actor", "reason", "lease_id")
+# A key that is there already is found by its own index, and not by a question before.
+_INSERT_TRANSFER = {
+    "sqlite": Prepared(sqlite.insert(transfers).on_conflict_do_nothing(), _COLUMNS),
+    "postgresql": Prepared(postgresql.insert(transfers).on_conflict_do_nothing(), _COLUMNS),
+}
 _INSERT_POSTING = Prepared(sa.insert(postings), ("transfer_id", "account", "amount"))
 _MOVE = Prepared(
     sa.update(accounts)
@@ -55,6 +60,26 @@ _INSERT_TWO = Prepared(
             )
         ),
     )
+)
+# The same as the three above, where each statement is a way to a server and back.
+_POST_TWO = Prepared(
+    sa.text(
+        """
+        WITH posted AS (
+            INSERT INTO transfers (id, key, kind, at, actor, reason, lease_id)
+            SELECT :id, :key, :kind, CAST(:at AS TIMESTAMPTZ), :actor, :reason, :lease_id
+            WHERE (SELECT count(*) FROM accounts WHERE name IN (:one, :two)) = 2
+            ON CONFLICT DO NOTHING RETURNING id
+        ), lines (account, amount) AS (
+            VALUES (:one, CAST(:a AS BIGINT)), (:two, CAST(:b AS BIGINT))
+        ), written AS (
+            INSERT INTO postings (transfer_id, account, amount)
+            SELECT posted.id, lines.account, lines.amount FROM posted CROSS JOIN lines
+        )
+        UPDATE accounts SET balance = balance + lines.amount
+        FROM lines, posted WHERE accounts.name = lines.account
+        """
+    ).bindparams(sa.bindparam("at", type_=transfers.c.at.type))
 )
 _TOO_MUCH = "{name} would have more than an account can hold; use a smaller amount"
 _OF_KEY = Prepared(
@@ -119,17 +144,20 @@ def post(connection: sa.Connection, transfer: Transfer) -> bool:
 
     The same key with other postings raises LedgerError: it names another event.
     """
-    if known := _postings_of_key(connection, transfer.key):
+    whole = _is_plain(transfer) and connection.dialect.name == "postgresql"
+    if whole and _post_at_once(connection, transfer):
+        return True
+    if not _insert(connection, transfer):
+        known = _postings_of_key(connection, transfer.key)
         if sorted(known) != sorted((p.account, p.amount) for p in transfer.postings):
             what = f"the key {transfer.key!r} was used for another amount or account"
             raise LedgerError(what=what)
         return False
-    if len(transfer.postings) == 2:  # nearly all: each statement less is a way to a server less
-        _post_two(connection, transfer)
+    if _is_plain(transfer):  # nearly all
+        _move_two(connection, transfer)
         return True
     for posting in transfer.postings:
         move(connection, posting, transfer.at)
-    _insert(connection, transfer)
     rows = [
         {"transfer_id": transfer.id, "account": p.account, "amount": p.amount}
         for p in transfer.postings
@@ -226,33 +254,56 @@ def all_transfers(connection: sa.Connection) -> list[Transfer]:
     ]
 
 
-def _post_two(connection: sa.Connection, transfer: Transfer) -> None:
+def _is_plain(transfer: Transfer) -> bool:
+    """Whether it goes from one account to another one."""
+    lines = transfer.postings
+    return len(lines) == 2 and lines[0].account != lines[1].account
+
+
+def _both(transfer: Transfer) -> dict[str, str | int]:
     one, two = transfer.postings
-    both = {"one": one.account, "two": two.account, "a": one.amount, "b": two.amount}
+    return {"one": one.account, "two": two.account, "a": one.amount, "b": two.amount}
+
+
+def _too_much(transfer: Transfer) -> LedgerError:
+    one, two = transfer.postings
+    name = two.account if is_system(one.account) else one.account
+    return LedgerError(what=_TOO_MUCH.format(name=name))
+
+
+def _post_at_once(connection: sa.Connection, transfer: Transfer) -> bool:
+    """Write all of it, unless its key or one of the accounts says no."""
     try:
-        moved = _MOVE_TWO.run(connection, **both) if one.account != two.account else 0
+        return bool(_POST_TWO.run(connection, **_row(transfer), **_both(transfer)))
+    except (IntegrityError, DataError) as error:
+        if isinstance(error, IntegrityError) and "accounts_balance" not in str(error):
+            raise  # a lease that is not there, say
+        raise _too_much(transfer) from None
+
+
+def _move_two(connection: sa.Connection, transfer: Transfer) -> None:
+    """Balances and postings of a transfer that is written."""
+    both = _both(transfer)
+    try:
+        moved = _MOVE_TWO.run(connection, **both)
     except (IntegrityError, DataError):
-        name = two.account if is_system(one.account) else one.account
-        raise LedgerError(what=_TOO_MUCH.format(name=name)) from None
+        raise _too_much(transfer) from None
     if moved != 2:
         for posting in transfer.postings:
             if not moved or not find(connection, posting.account):
                 move(connection, posting, transfer.at)
-    _insert(connection, transfer)
     _INSERT_TWO.run(connection, transfer=transfer.id, **both)
 
 
-def _insert(connection: sa.Connection, transfer: Transfer) -> None:
-    _INSERT_TRANSFER.run(
-        connection,
-        id=transfer.id,
-        key=transfer.key,
-        kind=transfer.kind.value,
-        at=transfer.at,
-        actor=transfer.actor,
-        reason=transfer.reason,
-        lease_id=transfer.lease_id,
-    )
+def _insert(connection: sa.Connection, transfer: Transfer) -> bool:
+    """Write its own row; False when its key is there already."""
+    statement = _INSERT_TRANSFER[connection.dialect.name]
+    return bool(statement.run(connection, **_row(transfer)))
+
+
+def _row(transfer: Transfer) -> dict[str, Any]:
+    row = {name: getattr(transfer, name) for name in _COLUMNS}
+    return row | {"kind": transfer.kind.value}
 
 
 def _postings_of_key(connection: sa.Connection, key: str) -> list[tuple[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -237,6 +238,14 @@ def lease(name: str, user: str, *uuids: str) -> Lease:
         hold=3,
         granted_at=T0,
     )
+
+
+def test_a_transfer_of_a_lease_that_is_not_there_writes_nothing(store: Store) -> None:
+    of_nothing = replace(grant("gift"), lease_id="no such lease")
+    with pytest.raises(IntegrityError), store.write() as connection:
+        book.open_account(connection, "system:grants", T0)
+        book.post(connection, of_nothing)
+    assert count(store, schema.transfers) == count(store, schema.postings) == 0
 
 
 def test_a_taken_place_is_a_sentence(store: Store) -> None:
