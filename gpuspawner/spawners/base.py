@@ -109,10 +109,16 @@ class GPUSpawnerBase(Hours, Spawner):
     def takes_foreign_options(self) -> bool:
         """Whether the admin's own configuration reads options of its own."""
         names = (*self.own_form_traits, "options_from_form", "apply_user_options")
-        return any(self.is_configured(name) for name in names)
+        return not self._configured.isdisjoint(names)
 
     def is_configured(self, trait: str) -> bool:
         """Whether the admin set a trait, on this class or one that it is made from."""
+        return trait in self._configured
+
+    @property
+    def _configured(self) -> frozenset[str]:
+        """The names of all those traits; worked out once for each class of a hub."""
+        kept: dict[Any, frozenset[str]]
         kept = self.user.settings.setdefault("gpuspawner_configured", {})
         of_class = (type(self), id(self.config))  # one of each while a hub runs
         if of_class not in kept:
@@ -122,7 +128,7 @@ class GPUSpawnerBase(Hours, Spawner):
                 if cls.__name__ in self.config
                 for name in self.config[cls.__name__]
             )
-        return trait in kept[of_class]
+        return kept[of_class]
 
     def run_options_from_form(self, form_data: Mapping[str, list[Any]]) -> dict[str, Any]:
         """``user_options`` from the form: our fields checked, others as the admin says."""

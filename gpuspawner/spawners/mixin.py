@@ -42,6 +42,9 @@ from .progress import Progress
 from .queueing import what_you_got
 from .recovery import is_recovered, recovered
 
+ASK_AGAIN = 0.05
+"""Seconds after which a server that did not answer is asked again; later, more seldom."""
+
 
 class GPUSpawnerMixin(Acquiring):
     """Put before a Spawner class: its servers then hold leases.
@@ -105,7 +108,8 @@ class GPUSpawnerMixin(Acquiring):
             raise spawn_exception(error) from error
         self.lease_id = self.lease.id
         self.said.say(what_you_got(self.lease), 10)
-        await maybe_future(super().run_pre_spawn_hook())
+        if (hook := super().run_pre_spawn_hook()) is not None:
+            await maybe_future(hook)
 
     async def end_leftover(self) -> None:
         """End a server that the Hub believes stopped. The engine overrides it."""
@@ -121,8 +125,9 @@ class GPUSpawnerMixin(Acquiring):
             url = await super().start()
             self.said.say("Waiting for the server to answer", 80)
             await self._wait_ready(url)
+            lease = self.lease
             self.lease = await self.broker.run(
-                self.broker.confirm, self.lease.id, self.engine_ref()
+                self.broker.confirm, lease.id, self.engine_ref(), devices=lease.devices
             )
             if self.lease.state is LeaseState.ENDED:
                 raise StartFailed(cause="its lease was ended before it answered")
@@ -187,10 +192,17 @@ class GPUSpawnerMixin(Acquiring):
                 raise StartFailed(cause=detail or "it exited at once")
             return False
 
+        if await answers(address, ssl_context):
+            return
+        await asyncio.sleep(ASK_AGAIN)
         message = f"{self._log_name} did not answer at {address}"
         try:
             await exponential_backoff(
-                answers_or_gone, message, start_wait=0.05, max_wait=0.5, timeout=self.http_timeout
+                answers_or_gone,
+                message,
+                start_wait=ASK_AGAIN,
+                max_wait=0.5,
+                timeout=self.http_timeout,
             )
         except AnyTimeoutError:
             self.log.error("%s. %s", message, await self.failure_detail())
@@ -329,8 +341,9 @@ class GPUSpawnerMixin(Acquiring):
         ):
             self.default_url = environment.default_url
         # By name: to the type checker "environment" is the trait, and not its value.
-        configured: dict[str, Any] = getattr(self, "environment")  # noqa: B009
-        self.set_trait("environment", {**configured, **environment.environment})
+        if environment.environment:
+            configured: dict[str, Any] = getattr(self, "environment")  # noqa: B009
+            self.set_trait("environment", {**configured, **environment.environment})
         self.chosen = environment
         if environment.spawner_override:
             self._apply_overrides(dict(environment.spawner_override))

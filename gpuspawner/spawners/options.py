@@ -83,6 +83,8 @@ def parse(fields: Mapping[str, Any], *, foreign: bool = False) -> Choice:
     """
     if not isinstance(fields, Mapping):
         raise InvalidRequest("The options must be fields with values.", field="user_options")
+    if not fields:
+        return Choice()
     if not foreign:
         unknown = [str(name) for name in fields if name not in FIELDS + IGNORED]
         if unknown:
