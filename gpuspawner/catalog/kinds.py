@@ -206,9 +206,10 @@ def source(value: object) -> str:
             "same for everybody. Write the path or volume itself."
         )
     if found.startswith("/"):
-        if ":" in found or posixpath.normpath(found) == "/" or ".." in found.split("/"):
+        path = "/" + posixpath.normpath(found).lstrip("/")  # which would leave two of them
+        if ":" in found or path == "/" or ".." in found.split("/"):
             raise ValueError(f"is {shown(found)}. Write the absolute path of one folder.")
-        return posixpath.normpath(found)
+        return path
     if not NAME.fullmatch(found):
         raise ValueError(
             f"is {shown(found)}. Write an absolute path on the host, or the name of a volume."

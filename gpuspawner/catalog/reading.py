@@ -25,7 +25,8 @@ MOST_NAMED = 30
 """Names in one sentence."""
 _LEAST_SIZE = 1_000_000
 _MOST_SIZE = 2**60
-_MOST_WHOLE = 1_000_000
+MOST_WHOLE = 1_000_000
+MOST_NUMBER = 10**15
 _MISSING: Any = object()
 
 
@@ -108,15 +109,15 @@ def whole(value: object) -> int:
     """A whole number of at least zero."""
     if type(value) is not int or value < 0:
         raise ValueError(f"is {shown(value)}, not a whole number. Write one such as 1.")
-    if value > _MOST_WHOLE:
-        raise ValueError(f"is {shown(value)}; {_MOST_WHOLE} is the most. Write less.")
+    if value > MOST_WHOLE:
+        raise ValueError(f"is {shown(value)}; {MOST_WHOLE} is the most. Write less.")
     return value
 
 
 def positive(value: object) -> float:
     """A number above zero."""
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
-    if not 0 < number < 1e15:
+    if not 0 < number < MOST_NUMBER:
         raise ValueError(f"is {shown(value)}, not a number above zero. Write one such as 2.5.")
     return float(number)
 

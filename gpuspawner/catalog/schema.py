@@ -13,13 +13,14 @@ from . import kinds
 from .choices import MOST_CHOICES, MOST_OPTIONS, NAME
 from .files import ENDINGS
 from .overrides import OWN_KEYS, OWNED_INSIDE, OWNED_TRAITS
+from .reading import MOST_NUMBER, MOST_WHOLE
 
 Schema = dict[str, Any]
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _CONTROL = r"\u0000-\u001f\u007f-\u009f\u2028-\u202e\u2066-\u2069"
-_PRINTABLE = rf"^(?=.*\S)[^{_CONTROL}]*$"
-_NO_UP = r"^(?!.*(?:^|/)\.\.(?:/|$))(?!.*\\)"
+_PRINTABLE = rf"^(?=\s*\S)\s*[^{_CONTROL}]*\s*$"
+_NO_UP = r"^(?!\s*\.\.(?:/|\s*$))(?!.*/\.\.(?:/|\s*$))(?!.*\\)"
 """The beginning of a pattern for paths without ``..``."""
 
 
@@ -74,7 +75,11 @@ def _for_people() -> Schema:
         "frameworks": _lines("What comes with it and in which version, in quotes.", _plain_line()),
         "links": _lines(
             "Where to read more: a title, and an address or a path of the hub's host.",
-            _text(r"^\s*(?:https?://[^\s/\\]|mailto:[^\s]*@|/(?!/))", maxLength=kinds.MOST_LINE),
+            _text(
+                r"^(?!.*\\)(?!.*\S\s+\S)\s*(?:https?://[^\s/]|mailto:\S*@|"
+                r"(?!.*/\.\.(?:/|\s*$))/(?!/))",
+                maxLength=kinds.MOST_LINE,
+            ),
         ),
         "maintainer": _line("Whom to ask about it."),
         "tested_on": _says(
@@ -91,7 +96,7 @@ def _for_grants() -> Schema:
     return {
         "devices": _says(
             "GPUs: chosen unless a member says how many, and the most. max: 0 is CPU-only.",
-            _pair({"type": "integer", "minimum": 0}),
+            _pair({"type": "integer", "minimum": 0, "maximum": MOST_WHOLE}),
         ),
         "cpu_variant": _says("false: never without a GPU.", {"type": "boolean"}),
         "sharing": _says("GPUs are given out whole.", {"enum": ["whole"]}),
@@ -119,11 +124,19 @@ def _for_servers() -> Schema:
             "The container image, by tag and, to pin it, by digest.", _text(_whole(kinds.IMAGE))
         ),
         "mem_limit": _size("Memory of a server."),
-        "cpu_limit": _says("CPU cores of a server.", {"type": "number", "exclusiveMinimum": 0}),
+        "cpu_limit": _says(
+            "CPU cores of a server.",
+            {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": MOST_NUMBER},
+        ),
         "shm_size": _size("/dev/shm of a server."),
         "first_page": _says(
             "What opens first: lab, notebook, vscode, or a file such as work/intro.ipynb.",
-            {"anyOf": [{"enum": list(kinds.FIRST_PAGES)}, _text(_NO_UP + r"\s*[^/\s].*\.")]},
+            {
+                "anyOf": [
+                    _text(_whole("|".join(kinds.FIRST_PAGES))),
+                    _text(_NO_UP + r"(?=.*\.)\s*[^/\s]", maxLength=kinds.MOST_LINE),
+                ]
+            },
         ),
         "default_url": _says("Where a server opens, as its path.", _text(_NO_UP + r"\s*/(?!/)")),
         "environment": _says(
@@ -203,7 +216,7 @@ def _mounts(says: str, *, mode: bool) -> Schema:
     return {
         "description": says,
         "type": "object",
-        "propertyNames": {"pattern": _whole(kinds.NAME.pattern)},
+        "propertyNames": {"pattern": f"^{kinds.NAME.pattern}$"},
         "additionalProperties": {
             "type": "object",
             "additionalProperties": False,
@@ -255,7 +268,7 @@ def _pair(number: Schema) -> Schema:
 
 
 def _size(says: str) -> Schema:
-    written = _text(r"^\s*[0-9]{1,15}(?:\.[0-9]+)?\s*(?:[KMGTkmgt][Ii]?)?[Bb]?\s*$")
+    written = _text(r"^(?=.*[1-9])\s*[0-9]{1,15}(?:\.[0-9]+)?\s*(?:[KMGTkmgt][Ii]?)?[Bb]?\s*$")
     return _says(says, {"anyOf": [{"type": "integer", "minimum": 1_000_000}, written]})
 
 
@@ -264,8 +277,12 @@ def _version() -> Schema:
 
 
 def _file(key: str) -> Schema:
-    endings = "|".join(ending.removeprefix(".") for ending in ENDINGS[key])
-    return _text(_NO_UP + rf"\s*[^/\s].*\.(?i:{endings})\s*$", maxLength=kinds.MOST_LINE)
+    # Letter by letter: the dialect of patterns knows no flags.
+    endings = "|".join(
+        "".join(f"[{letter}{letter.upper()}]" for letter in ending.removeprefix("."))
+        for ending in ENDINGS[key]
+    )
+    return _text(_NO_UP + rf"\s*[^/\s].*\.(?:{endings})\s*$", maxLength=kinds.MOST_LINE)
 
 
 def _whole(pattern: str) -> str:

@@ -200,6 +200,8 @@ def test_a_character_that_yaml_forbids_is_reported() -> None:
         ("{source: relative/path}", "an absolute path on the host, or the name of a volume"),
         ("{source: /srv/../etc}", "the absolute path of one folder"),
         ("{source: /}", "the absolute path of one folder"),
+        ("{source: //}", "the absolute path of one folder"),
+        ("{source: //./}", "the absolute path of one folder"),
         ("{source: '/srv/a:/b'}", "the absolute path of one folder"),
         ("{source: '/srv/{username}'}", "names in braces are not filled in here"),
         ("{source: /srv/i, target: datasets}", "Write an absolute path such as"),
