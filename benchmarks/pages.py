@@ -59,7 +59,7 @@ def catalog(folder: Path, environments: int) -> Path:
             "image": f"lab/torch:{number}",
             "logo": f"logo{number}.svg",
             "frameworks": {"PyTorch": f"2.{number}", "CUDA": "12.4", "Lightning": "2.4"},
-            "devices": {"default": 1, "max": (0, 1, 2, 4)[number % 4]},
+            "devices": {"max": (0, 1, 2, 4)[number % 4]},
             "packages": "packages.txt",
             "sample_notebook": "sample.ipynb",
             "changes": "changes.md",
@@ -96,7 +96,8 @@ c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
 def fill(hub: PayingHub) -> None:
     """All GPUs are in use, and some wait for one."""
     for number in range(GPUS + WAITING):
-        hub.spawn(f"busy{number}", {"environment": "e2", "gpus": 1, "hours": 4})
+        answer = hub.spawn(f"busy{number}", {"environment": "e2", "gpus": 1, "hours": 4})
+        assert answer.ok, answer.text
     wait_for(lambda: len(hub.broker.open_leases()) == GPUS, "the servers", timeout=120)
     wait_for(lambda: len(hub.broker.waiting()) == WAITING, "the line", timeout=60)
 

@@ -18,6 +18,7 @@ from ..errors import GPUSpawnerError, InvalidRequest
 from ..ledger.payers import check_payer
 from ..model import Request
 from . import options
+from .data import with_data
 from .hours import Hours
 
 
@@ -164,6 +165,7 @@ class GPUSpawnerBase(Hours, Spawner):
                 "The image comes with the environment: choose that instead.", field="image"
             )
         environment = environment.with_options(choice.options_in(environment))
+        environment = with_data(catalog, environment, choice.data, groups)
         return environment, options.resolve(choice, environment, self.most_gpus())
 
     def terms(self, environment: Environment, request: Request) -> Terms:

@@ -17,6 +17,7 @@ from ..pages.cards import PAGE, make_cards, usual_request
 from ..pages.prices import Prices, model_label
 from ..pages.waits import wait_tables
 from . import options
+from .data import DataChoice, data_choices
 from .hours import hour_choices, length, usual_label
 from .links import GPUSpawnerLinks
 from .payers import payer_choices
@@ -45,6 +46,8 @@ class Limits:
     last: options.Choice
     by_link: bool
     most_gpus: int
+    data: list[DataChoice]
+    """Datasets and folders."""
     hours: dict[str, SessionHours]
     """By slug, of environments with devices."""
     show_environments: bool
@@ -110,6 +113,7 @@ class GPUSpawnerForm(GPUSpawnerLinks):
             last=last,
             by_link=self.asked is not None,
             most_gpus=self.most_gpus(),
+            data=data_choices(catalog, shown, self.group_names, last.data),
             hours={e.slug: self.session_hours(e) for e in shown if not e.cpu_only},
             show_environments=bool(self.catalog),
             catalog_problem=self.catalog_problem(),
@@ -158,6 +162,7 @@ class GPUSpawnerForm(GPUSpawnerLinks):
                 "names": {card.slug: card.name for card in cards},
             },
             payers=offered,
+            data=limits.data,
             with_devices=bool(hours),
             hours=hour_choices(hours, last.hours, [line.rate for line in lines]),
             usual_hours=usual_label(hours),

@@ -20,6 +20,7 @@ from ..errors import GPUSpawnerError
 from ..ledger.payers import check_payer
 from . import options
 from .base import GPUSpawnerBase, spawn_exception
+from .data import with_data
 
 PREFIX = "opt-"
 
@@ -100,6 +101,7 @@ class GPUSpawnerLinks(GPUSpawnerBase):
         else:
             environment = catalog.default_for(groups)
         environment.with_options(choice.options_in(environment))
+        with_data(catalog, environment, choice.data, groups)
         if choice.account:
             check_payer(choice.account, self.user.name, groups)
         with self._set_for_now(await self._limits_of_groups()):

@@ -17,10 +17,11 @@ from ..catalog import MOST_HOURS, Environment, SessionHours
 from ..errors import InvalidRequest, TooMuchAsked
 from ..ledger.payers import parse_account
 from ..model import Request
+from .data import parse_data
 
 FIELDS = (
     *("environment", "gpus", "gpu_model", "gpu_memory", "hours", "wait", "account", "options"),
-    "shown_at",
+    *("data", "shown_at"),
 )
 """Names of the fields in the form, in links and in ``user_options``."""
 
@@ -54,6 +55,8 @@ class Choice:
     """Whether to wait in line when no GPU is free."""
     account: str | None = None
     """Which account pays."""
+    data: tuple[str, ...] | None = None
+    """Names of the datasets and shared folders that the server is to have."""
     shown_at: str | None = None
     """When the form showed its prices, ISO 8601 with an offset."""
 
@@ -62,6 +65,8 @@ class Choice:
         said = {name: getattr(self, name) for name in FIELDS}
         if self.options is not None:
             said["options"] = list(self.options)
+        if self.data is not None:
+            said["data"] = list(self.data)
         return {name: value for name, value in said.items() if value is not None}
 
     def options_in(self, environment: Environment) -> dict[str, str]:
@@ -103,6 +108,7 @@ def parse(fields: Mapping[str, Any], *, foreign: bool = False) -> Choice:
         hours=_hours(fields, "hours"),
         wait=_yes_or_no(fields, "wait"),
         account=_account(fields, "account"),
+        data=parse_data(fields.get("data")),
         shown_at=_moment(fields, "shown_at"),
     )
 

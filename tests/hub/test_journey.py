@@ -222,11 +222,14 @@ def test_two_members(hub: GPUHub) -> None:
         shown = format_credits(hub.balance("member1"))
         expect(one.locator("#spawn_form")).to_contain_text(f"Your balance: {shown} credits.")
         expect(one.get_by_role("radio").nth(1)).to_be_checked()  # what they chose last time
+        one.get_by_label("flowers", exact=True).uncheck()  # the dataset is not needed for that
         start(one, "JupyterLab without a GPU", "0")
         wait_for_lab(one, "member1")
         expect(one.locator(".jp-DirListing-item", has_text="notes.txt")).to_be_visible(timeout=SLOW)
         assert _file(hub, "member1", "notes.txt") == "by member1"
         assert hub.open_leases("member1")[0].devices == ()
+        [container] = [c for c in hub.containers() if "member1" in str(c["Names"])]
+        assert "/datasets/flowers" not in str(container["Mounts"])
         keep(one, "6-back-again")
         # Member 2's files are their own.
         assert _file(hub, "member2", "notes.txt") == "by member2"
