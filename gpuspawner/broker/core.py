@@ -66,6 +66,11 @@ class Core(BrokerSettings, Prices, DryPolicies):
     def _check_credits(self, account: Account, hold: int, rate: int, lead: timedelta) -> None:
         raise NotImplementedError
 
+    def _ending(
+        self, connection: sa.Connection, account: str, now: datetime
+    ) -> tuple[tuple[datetime, int], ...]:
+        raise NotImplementedError
+
     def _end_due_lots(self, connection: sa.Connection, account: str, now: datetime) -> None:
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from ..ledger import dry, rules
 from ..ledger.dry import Purse, Step
 from ..model import Lease
-from ..store import leases, notices
+from ..store import leases, lots, notices
 from . import telling
 from .core import Core
 
@@ -48,9 +48,11 @@ class Dry(Core):
         """The accounts about whose leases something is due; :meth:`see_to` does it."""
         now, found = self.clock(), []
         with self.store.read() as connection:
-            for name in _worth_a_look(leases.sums(connection), now, max(warn_minutes, default=0)):
+            most = max(warn_minutes, default=0)
+            soon = lots.due(connection, now + timedelta(minutes=most))
+            for name in _worth_a_look(leases.sums(connection), now, most, soon):
                 balance, paid_for = _paying(connection, name)[name]
-                purse = Purse.of(balance, paid_for, now)
+                purse = Purse.of(balance, paid_for, now, self._ending(connection, name, now))
                 steps = (dry.next_step(x, purse, now, self.grace, warn_minutes) for x in paid_for)
                 if any(steps):
                     found.append(name)
@@ -62,7 +64,7 @@ class Dry(Core):
         with self.store.write() as connection:
             self._end_due_lots(connection, account, now)
             balance, paid_for = _paying(connection, account).get(account, (0, []))
-            purse = Purse.of(balance, paid_for, now)
+            purse = Purse.of(balance, paid_for, now, self._ending(connection, account, now))
             due = [(x, dry.next_step(x, purse, now, self.grace, warn_minutes)) for x in paid_for]
             done = [self._do(connection, lease, step, purse, now) for lease, step in due if step]
             happened = [each for each in done if each]
@@ -117,9 +119,13 @@ class Dry(Core):
 
 
 def _worth_a_look(
-    sums: Iterable[tuple[str, int, int, int, datetime, bool]], now: datetime, minutes: float
+    sums: Iterable[tuple[str, int, int, int, datetime, bool]],
+    now: datetime,
+    minutes: float,
+    ending: Collection[str],
 ) -> list[str]:
-    """The accounts that may last ``minutes`` at most, or about which something was told."""
+    """The accounts that may last ``minutes`` at most, or about which something was told;
+    ``ending``: those of which some credits end by then."""
     left: dict[str, int] = {}
     rates: dict[str, int] = defaultdict(int)
     told = set()
@@ -133,7 +139,9 @@ def _worth_a_look(
     return [
         account
         for account, amount in left.items()
-        if account in told or (rules.time_left(amount, rates[account]) or timedelta(0)) <= soon
+        if account in told
+        or account in ending
+        or (rules.time_left(amount, rates[account]) or timedelta(0)) <= soon
     ]
 
 

@@ -6,12 +6,15 @@ one transaction, which writes it down under a key that the database takes once.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from itertools import islice
 
 import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
 
 from ..errors import InvalidRequest, UnknownRefill
 from ..ledger.recurrence import Recurrence
@@ -27,45 +30,22 @@ from .giving import Giving
 class Refills(Giving):
     """The part of the broker that gives credits again and again."""
 
-    def add_refill(
-        self,
-        rule: str,
-        *,
-        amount: int,
-        audience: Iterable[str],
-        actor: str,
-        reason: str,
-        zone: str = "UTC",
-        starts_at: datetime | None = None,
-        mode: Mode = Mode.ADD,
-        cap: int | None = None,
-        keep: timedelta | None = None,
-    ) -> Refill:
-        """Make a recurring refill; what is over when it is made is not given.
+    def add_refill(self, plan: Refill) -> Refill:
+        """Make a refill that was planned; what is over when it is made is not given.
 
-        ``starts_at`` is the rule's beginning and gives its occurrences their time of day; it is
-        the first one itself if the rule allows it. Without it, that is the next full minute.
-        Raises InvalidRequest for a rule that never comes or comes too often, and for amounts and
-        names that make no sense.
+        One that was planned with the same key is made once. Raises InvalidRequest when the key
+        was used for another one.
         """
-        now = self.clock()
-        refill = self.plan_refill(
-            rule,
-            amount=amount,
-            audience=audience,
-            actor=actor,
-            reason=reason,
-            zone=zone,
-            starts_at=starts_at,
-            mode=mode,
-            cap=cap,
-            keep=keep,
-        )
-        with self.store.write() as connection:
-            refills.insert(connection, refill)
-            subject = f"refill {refill.id}"
-            self._note(connection, actor, "refill_add", subject, _told(refill), now)
-        return refill
+        try:
+            with self.store.write() as connection:
+                if known := refills.find(connection, plan.id):
+                    return _same(known, plan)
+                refills.insert(connection, plan)
+                subject, now = f"refill {plan.id}", self.clock()
+                self._note(connection, plan.made_by, "refill_add", subject, _told(plan), now)
+        except IntegrityError:  # somebody was quicker with the same key
+            return _same(self.refill(plan.id), plan)
+        return plan
 
     def plan_refill(
         self,
@@ -80,8 +60,16 @@ class Refills(Giving):
         mode: Mode = Mode.ADD,
         cap: int | None = None,
         keep: timedelta | None = None,
+        key: str = "",
     ) -> Refill:
-        """The refill that :meth:`add_refill` would make; nothing is written."""
+        """A refill for :meth:`add_refill`; nothing is written.
+
+        ``starts_at`` is the rule's beginning and gives its occurrences their time of day; it is
+        the first one itself if the rule allows it. Without it, that is the next full minute.
+        ``key``: what the same actor plans with it is the same refill.
+        Raises InvalidRequest for a rule that never comes or comes too often, and for amounts and
+        names that make no sense.
+        """
         now = self.clock().astimezone(timezone.utc)
         try:
             recurrence = Recurrence.parse(rule, zone, starts_at or _next_minute(now))
@@ -97,7 +85,7 @@ class Refills(Giving):
         names = check_audience(audience)
         self.store.run(lambda connection: self._must_be_known(connection, names))
         return Refill(
-            id=secrets.token_hex(4),
+            id=_id(actor, key) if key else secrets.token_hex(4),
             recurrence=recurrence,
             mode=mode,
             amount=amount,
@@ -227,6 +215,25 @@ class Refills(Giving):
                     "`gpuspawner grant ACCOUNT AMOUNT --open` opens one now.",
                     field="audience",
                 )
+
+
+def _id(actor: str, key: str) -> str:
+    return hashlib.sha256(f"{actor}:{key}".encode()).hexdigest()[:8]
+
+
+def _same(known: Refill, plan: Refill) -> Refill:
+    """The refill that was made, if it is as planned. Raises InvalidRequest."""
+    its_own = {
+        name: getattr(known, name) for name in ("recurrence", "made_at", "next_at", "ended_at")
+    }
+    rules = {(some.recurrence.rule, some.recurrence.zone) for some in (known, plan)}
+    if replace(plan, **its_own) != known or len(rules) > 1:
+        raise InvalidRequest(
+            f"The refill {known.id} was made with the same key, and is another one. Nothing was "
+            "changed.",
+            field="key",
+        )
+    return known
 
 
 def _next_minute(now: datetime) -> datetime:

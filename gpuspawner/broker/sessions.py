@@ -14,12 +14,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..errors import CannotExtend
+from ..errors import CannotExtend, CannotStop
 from ..ledger import rules
 from ..ledger.dry import SESSION
 from ..model import Lease, LeaseState, Notice, NoticeKind, format_credits
 from ..store import book, closures, history, leases, notices
 from . import extending
+from .admin import checked_reason
 from .queue import Queue
 from .view import clock
 
@@ -90,6 +91,20 @@ class Sessions(Queue):
             reason = f"nobody connected within {_minutes(lease.claim_seconds or 0)} of its start"
             return self._order(connection, lease, "no_show", reason, _no_show(lease, twice, now))
 
+    def stop(self, lease_id: str, *, actor: str, reason: str) -> Lease:
+        """Have a member's server stopped, for a reason that the member reads.
+
+        Raises UnknownLease, InvalidRequest without a reason, or CannotStop when it has ended or
+        its stop was ordered before.
+        """
+        reason = checked_reason(reason, needed=True)
+        now = self.clock()
+        with self.store.write() as connection:
+            lease = leases.get(connection, lease_id, lock=True)
+            if not _goes_on(lease):
+                raise CannotStop(why=_why_not(lease))
+            return self._order_for_admin(connection, lease, "admin", actor, reason, now)
+
     def order_stop(self, lease_id: str, outcome: str, *, actor: str = "", reason: str) -> Lease:
         """Have a server stopped: ``outcome`` as in :attr:`gpuspawner.model.Lease.outcome`.
 
@@ -100,10 +115,7 @@ class Sessions(Queue):
             lease = leases.get(connection, lease_id, lock=True)
             if not _goes_on(lease):
                 return lease
-            if actor:
-                self._note_lease(connection, lease, "stop", actor, reason, now)
-            told = _stopped(lease, "an admin stopped it", f"{_sentence(reason)} {_KEPT}", now)
-            return self._order(connection, lease, outcome, reason, told)
+            return self._order_for_admin(connection, lease, outcome, actor, reason, now)
 
     # What the accounting service asks every other second.
 
@@ -188,6 +200,20 @@ class Sessions(Queue):
             raise CannotExtend(why=f"{extended.account} needs {sums}")
         return hold
 
+    def _order_for_admin(
+        self,
+        connection: sa.Connection,
+        lease: Lease,
+        outcome: str,
+        actor: str,
+        reason: str,
+        now: datetime,
+    ) -> Lease:
+        if actor:
+            self._note_lease(connection, lease, "stop", actor, reason, now)
+        told = _stopped(lease, "an admin stopped it", f"{_sentence(reason)} {_KEPT}", now)
+        return self._order(connection, lease, outcome, reason, told)
+
     def _order(
         self, connection: sa.Connection, lease: Lease, outcome: str, reason: str, told: Notice
     ) -> Lease:
@@ -229,6 +255,13 @@ def warning_due(lease: Lease, now: datetime, warn_minutes: Sequence[float]) -> f
 def _goes_on(lease: Lease) -> bool:
     """Whether a lease is open and nobody ordered its stop."""
     return lease.state is not LeaseState.ENDED and not lease.outcome
+
+
+def _why_not(lease: Lease) -> str:
+    """Why there is no stop to order."""
+    if lease.state is LeaseState.ENDED:
+        return "it has stopped already"
+    return f"it is being stopped already ({lease.end_reason})"
 
 
 def _is_over(lease: Lease, now: datetime) -> bool:

@@ -23,6 +23,7 @@ from .config import DEFAULT_FILE, Settings, load, passwords, redact
 from .credits import accounts, statement
 from .devices import devices
 from .giving import grammar as giving_grammar
+from .grammar import changes_of
 from .granting import drain, pause, resume, trail, undrain
 from .leases import leases
 from .queue import boost, cancel, move, place_of, points_of, queue
@@ -31,7 +32,7 @@ from .rates import rates
 from .refills import grammar as refills_grammar
 from .refills import refills
 from .release import release
-from .sessions import extend
+from .sessions import extend, stop
 from .simulate import simulate
 
 OK, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -125,6 +126,9 @@ def parser() -> argparse.ArgumentParser:
         help="even when the server lives or nobody can say whether it does",
     )
 
+    ending = add("stop", stop, "Have a server stopped; its member is told why.")
+    ending.add_argument("server", metavar="SERVER", help=_SERVER)
+    ending.add_argument("--reason", type=_words, required=True, metavar="TEXT", help="why")
     longer = add("extend", extend, "Begin a session's time anew, if nobody waits longer for it.")
     longer.add_argument("lease", metavar="LEASE", help="the lease's id, or its first letters")
 
@@ -182,14 +186,11 @@ def _queue_actions(line: argparse.ArgumentParser) -> None:
     line.add_argument(
         "--why", nargs=2, metavar=("A", "B"), help="why one ticket goes before the other"
     )
-    actions = line.add_subparsers(title="changes", metavar="CHANGE")
+    change = changes_of(line, _common)
 
     def add(name: str, command: Command, what: str) -> argparse.ArgumentParser:
-        # What was said before the word holds: only what is said after it replaces that.
-        common = _common(argument_default=argparse.SUPPRESS)
-        sub = actions.add_parser(name, help=what, description=what, parents=[common])
+        sub = change(name, command, what)
         sub.add_argument("ticket", metavar="TICKET", help=_TICKET)
-        sub.set_defaults(command=command)
         return sub
 
     moving = add("move", move, "Put a ticket at a position of your own, before the order.")
@@ -211,6 +212,7 @@ def _reason(command: argparse.ArgumentParser) -> None:
 
 
 _TICKET = "the ticket's id or its first letters, or its server (MEMBER or MEMBER/SERVER)"
+_SERVER = "the server (MEMBER or MEMBER/SERVER), or its lease's id or first letters"
 _ACCOUNT = "a member's name, or member:NAME or group:NAME"
 _NEWEST = "the newest N (default: 50)"
 

@@ -48,8 +48,12 @@ def grammar(add: Add) -> None:
     giving.add_argument(
         "--again", action="store_true", help="with --file: also what was granted before"
     )
-    back = add("refund", refund, "Give back all that a lease cost: its GPU was sick, say.")
+    back = add("refund", refund, "Give back what a lease cost, or a part: its GPU was sick, say.")
     back.add_argument("lease", metavar="LEASE", help="the lease's id")
+    back.add_argument(
+        "--amount", type=amount_of, metavar="AMOUNT", help="credits (default: all that is left)"
+    )
+    back.add_argument("--key", metavar="TEXT", help=_ONCE)
     undo = add("reverse", reverse, "Undo a transfer of the ledger by its opposite, once.")
     undo.add_argument("transfer", metavar="TRANSFER", help="its id, or its first letters")
     for command in (back, undo):
@@ -76,21 +80,34 @@ def give(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def refund(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Give back all that a lease cost."""
+    """Give back what a lease cost, or a part of it."""
     broker = settings.open_broker()
     try:
         lease = broker.lease(arguments.lease)
     except UnknownLease as error:
         raise UnknownLease(f"{error.message}: gpuspawner leases --all lists them.") from None
-    before = lease.charged
-    broker.refund(lease.id, actor=actor(), reason=arguments.reason)
-    account = broker.account(lease.account)
-    value = {"lease": lease.id, "account": lease.account, "refunded": exact(before)}
-    text = (
-        f"Gave {credits(before)} credits back to {lease.account} for lease {lease.id} of "
-        f"{lease.server}. The balance is {credits(account.balance)} credits."
+    # Whose key it is: a page's or a script's own are others.
+    key = f"cli:{arguments.key}" if arguments.key else ""
+    after = broker.refund(
+        lease.id, arguments.amount, actor=actor(), reason=arguments.reason, key=key
     )
-    show(arguments.json, {**value, "balance": exact(account.balance)}, text)
+    account = broker.account(lease.account)
+    back = after.refunded - lease.refunded
+    value = {
+        "lease": lease.id,
+        "account": lease.account,
+        "refunded": exact(back),
+        "left": exact(after.charged),
+        "balance": exact(account.balance),
+    }
+    text = (
+        f"Gave {credits(back)} credits back to {lease.account} for lease {lease.id} of "
+        f"{lease.server}. It cost {credits(after.charged)} now, and the balance is "
+        f"{credits(account.balance)} credits."
+    )
+    if not back:
+        text = f"Nothing changed: a refund with the key {arguments.key!r} was made before."
+    show(arguments.json, value, text)
     return 0
 
 

@@ -11,25 +11,15 @@ from ..broker.prices import words
 from ..ledger.pricing import ANY, Rate
 from ..model import model_matches
 from .config import Settings
+from .grammar import changes_of
 from .known import line_broker
 from .output import count, credits, exact, local, note, show, table, utc
 from .queue import actor
 
-Add = Callable[..., argparse.ArgumentParser]
-
 
 def grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
     """``gpuspawner rates`` alone lists, as ``list`` does; ``set`` and ``remove`` change."""
-    actions = command.add_subparsers(title="changes", metavar="CHANGE")
-
-    def add(name: str, work: Callable[..., int], what: str) -> argparse.ArgumentParser:
-        after = common(argument_default=argparse.SUPPRESS)
-        sub: argparse.ArgumentParser = actions.add_parser(
-            name, help=what, description=what, parents=[after]
-        )
-        sub.set_defaults(command=work)
-        return sub
-
+    add = changes_of(command, common)
     add("list", rates, "List the rates: an admin's own first, then the configuration's.")
     setting = add("set", set_rate, "Have new servers pay another rate; those that run keep theirs.")
     setting.add_argument("model", metavar="MODEL", help="words of a model's name; '*' is any")

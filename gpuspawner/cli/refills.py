@@ -11,22 +11,14 @@ from ..broker import Broker
 from ..ledger.refills import EVERYBODY, Mode, Refill
 from .config import Settings
 from .credits import amount_of, moment
+from .grammar import changes_of
 from .output import count, credits, exact, local, note, show, table, utc
 from .queue import actor
 
 
 def grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
     """``gpuspawner refills`` alone lists, as ``list`` does."""
-    actions = command.add_subparsers(title="changes", metavar="CHANGE")
-
-    def add(name: str, work: Callable[..., int], what: str) -> argparse.ArgumentParser:
-        after = common(argument_default=argparse.SUPPRESS)
-        sub: argparse.ArgumentParser = actions.add_parser(
-            name, help=what, description=what, parents=[after]
-        )
-        sub.set_defaults(command=work)
-        return sub
-
+    add = changes_of(command, common)
     add("list", refills, "List the refills, and when each comes next.")
     making = add("add", add_refill, "Give credits again and again, by a rule of RFC 5545.")
     making.add_argument("rule", metavar="RULE", help="such as 'FREQ=WEEKLY;BYDAY=MO;BYHOUR=6'")
@@ -88,8 +80,7 @@ def add_refill(arguments: argparse.Namespace, settings: Settings) -> int:
     """Make a refill, or say what it would be."""
     broker = settings.open_broker()
     zone = arguments.zone or broker.rate_zone
-    make = broker.plan_refill if arguments.dry_run else broker.add_refill
-    refill = make(
+    refill = broker.plan_refill(
         arguments.rule,
         amount=arguments.amount,
         audience=arguments.audience or [EVERYBODY],
@@ -101,7 +92,9 @@ def add_refill(arguments: argparse.Namespace, settings: Settings) -> int:
         cap=arguments.cap,
         keep=None if arguments.keep_days is None else timedelta(days=arguments.keep_days),
     )
-    first = "Nothing was made: this would be" if arguments.dry_run else "There is a new refill,"
+    first = "Nothing was made: this would be"
+    if not arguments.dry_run:
+        refill, first = broker.add_refill(refill), "There is a new refill,"
     return _show(broker, refill, arguments.json, f"{first} {refill.id}.")
 
 

@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from ..errors import ConfigError
 from ..model import Lease, LeaseState, format_credits, parse_credits
 from . import rules
+from .lots import lasts
 
 STOP, SESSION, OVERDRAFT = "stop", "session", "overdraft"
 
@@ -71,20 +72,28 @@ class Purse:
     """Microcredits, less all that is owed up to this moment; an overdraft bounds it not."""
     rate: int
     """Microcredits per hour of all of them together."""
+    ending: tuple[tuple[timedelta, int], ...] = ()
+    """In how long some of the balance ends, and how many microcredits."""
 
     @classmethod
-    def of(cls, balance: int, leases: Iterable[Lease], now: datetime) -> Purse:
+    def of(
+        cls,
+        balance: int,
+        leases: Iterable[Lease],
+        now: datetime,
+        ending: Iterable[tuple[datetime, int]] = (),
+    ) -> Purse:
         """``balance`` is the account's in the books, ``leases`` those that it pays for."""
         due = rate = 0
         for lease in leases:
             if lease.state is LeaseState.RUNNING:
                 due += rules.charge_due(lease, now)
                 rate += lease.rate
-        return cls(balance - due, rate)
+        return cls(balance - due, rate, tuple((end - now, left) for end, left in ending))
 
     def lasts(self, lease: Lease) -> timedelta | None:
         """How long it pays for a lease, its overdraft included; None for ever."""
-        return rules.time_left(self.balance + lease.overdraft, self.rate)
+        return lasts(self.ending, self.balance + lease.overdraft, self.rate)
 
 
 @dataclass(frozen=True, slots=True)

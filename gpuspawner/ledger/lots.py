@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from ..errors import LedgerError
 from .entries import SYSTEM_GRANTS, Posting, Transfer, TransferKind
-from .rules import ACTOR_ACCOUNTING, owed, transfer_id
+from .rules import ACTOR_ACCOUNTING, HOUR, owed, time_left, transfer_id
+
+_MICROSECOND = timedelta(microseconds=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,43 @@ def _spend(lots: Iterable[Lot], left: dict[str, int], amount: int) -> int:
         left[lot.id] -= taken
         amount -= taken
     return amount
+
+
+def lasts(ending: Sequence[tuple[timedelta, int]], available: int, rate: int) -> timedelta | None:
+    """How long so many microcredits last at a rate, when some of them end.
+
+    ``ending``: in how long, and how many; those that end first are spent first, and what is left
+    of them then is lost. None when they last for ever.
+    """
+    if rate <= 0:
+        return None
+    lots = sorted(ending)
+    left = [amount for _, amount in lots]
+    free = available - sum(left)
+    if free < 0:
+        free, left = 0, _without(left, -free)
+    at = timedelta(0)
+    for number, (end, _) in enumerate(lots):
+        rest = left[number:]
+        most = time_left(free + sum(rest), rate)
+        if most is not None and most <= end - at:
+            return at + most
+        spent = rate * ((end - at) // _MICROSECOND) // HOUR
+        free -= max(0, spent - sum(rest))
+        left[number:] = _without(rest, spent)
+        left[number], at = 0, max(at, end)
+    more = time_left(free, rate)
+    return None if more is None or more > timedelta.max - at else at + more
+
+
+def _without(amounts: Sequence[int], spent: int) -> list[int]:
+    """Amounts, the first of which are spent first."""
+    left = []
+    for amount in amounts:
+        taken = min(amount, max(0, spent))
+        spent -= taken
+        left.append(amount - taken)
+    return left
 
 
 def expiry(lot: Lot, taken: int, at: datetime) -> Transfer | None:

@@ -111,12 +111,14 @@ def time_left(available: int, rate: int) -> timedelta | None:
 
 def runs_dry_at(available: int, rate: int, now: datetime) -> datetime | None:
     """When ``available`` microcredits are used up at ``rate``; None when they never are."""
-    left = time_left(available, rate)
-    if left is None:
-        return None
+    return after(now, time_left(available, rate))
+
+
+def after(now: datetime, left: timedelta | None) -> datetime | None:
+    """The moment in so long; None when that is never, or past the year 9999."""
     try:
-        return now + left
-    except OverflowError:  # past the year 9999
+        return None if left is None else now + left
+    except OverflowError:
         return None
 
 

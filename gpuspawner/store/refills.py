@@ -51,13 +51,18 @@ def insert(connection: sa.Connection, refill: Refill) -> None:
     connection.execute(sa.insert(refills).values(row))
 
 
-def get(connection: sa.Connection, refill_id: str, *, lock: bool = False) -> Refill:
-    """One refill. Raises UnknownRefill."""
+def find(connection: sa.Connection, refill_id: str, *, lock: bool = False) -> Refill | None:
+    """One refill, if there is one of this id."""
     query = sa.select(refills).where(refills.c.id == refill_id)
     row = connection.execute(query.with_for_update() if lock else query).mappings().first()
-    if row is None:
-        raise UnknownRefill(refill=refill_id)
-    return _refill(row)
+    return _refill(row) if row is not None else None
+
+
+def get(connection: sa.Connection, refill_id: str, *, lock: bool = False) -> Refill:
+    """One refill. Raises UnknownRefill."""
+    if found := find(connection, refill_id, lock=lock):
+        return found
+    raise UnknownRefill(refill=refill_id)
 
 
 def all_refills(connection: sa.Connection, *, ended: bool = False) -> list[Refill]:

@@ -35,6 +35,8 @@ _VERSIONS = Prepared(
     ).where(OPEN_TICKET)
 )
 
+_COUNT = Prepared(sa.select(sa.func.count()).select_from(tickets).where(OPEN_TICKET))
+
 
 def insert(connection: sa.Connection, ticket: Ticket) -> None:
     """Write a new ticket. Raises ServerWaits when the server has one already; the transaction
@@ -74,6 +76,12 @@ def count_of_group(connection: sa.Connection, group: str) -> int:
     """How many tickets wait that count on a group."""
     ((count,),) = _OPEN_OF_GROUP.rows(connection, name=group)
     return int(count)
+
+
+def count(connection: sa.Connection) -> int:
+    """How many tickets wait."""
+    ((number,),) = _COUNT.rows(connection)
+    return int(number)
 
 
 def waiting(connection: sa.Connection) -> list[Ticket]:

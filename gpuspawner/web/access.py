@@ -19,6 +19,11 @@ NO_SCOPE = (
     "custom:gpuspawner:grant for this account's member or group."
 )
 
+ONLY_GIVES = (
+    "You may give credits to {account!r}, and take none back: an amount below zero is for admins. "
+    "Ask one to undo what was given by mistake."
+)
+
 
 async def must_read(handler: Handler, account: str) -> None:
     """Let through who may see this account's statement: its member, an admin, a scope's holder.
@@ -35,6 +40,12 @@ async def must_grant(handler: Handler, account: str) -> None:
     """Let through who may give credits to this account. Raises HTTPError 403 with a sentence."""
     if not await reaches(handler, handler.reach(GRANT), account):
         raise web.HTTPError(403) from NotAllowed(NO_SCOPE.format(account=account))
+
+
+def must_take(handler: Handler, account: str) -> None:
+    """Let through who may take credits back: admins alone. Raises HTTPError 403."""
+    if not handler.admin:
+        raise web.HTTPError(403) from NotAllowed(ONLY_GIVES.format(account=account))
 
 
 def may_see_balance(handler: Handler, account: str) -> bool:

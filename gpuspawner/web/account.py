@@ -1,4 +1,4 @@
-"""A member's own credits: statement, receipts, CSV, and the button that stops a server."""
+"""A member's own credits: statement, receipts, CSV, and who pays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from markupsafe import Markup
 from tornado import web
 
 from ..errors import (
-    CannotStop,
     GPUSpawnerError,
     InvalidRequest,
     LedgerError,
@@ -28,9 +27,9 @@ from .api import amount, instant
 from .base import Handler
 from .corrections import refundable
 from .fields import LAST, account_of, whole
-from .forms import FormPage, part
+from .forms import part
 from .pages import MemberPage, Page
-from .sessions import own_lease
+from .sessions import goes_on
 
 ITEMS = 100
 """Items of a receipt on a page."""
@@ -142,8 +141,10 @@ class ReceiptPage(Page):
             some=some,
             items=receipt.items,
             first=after == 0,
+            back=receipt.lease.charged + receipt.lease.refunded - receipt.items.total,
             ended=receipt.lease.state is LeaseState.ENDED,
             refundable=self.admin and refundable(receipt.lease),
+            goes_on=self.admin and goes_on(receipt.lease),
             refunded=self.get_query_argument("refunded", ""),
             xsrf=Markup(self.xsrf_form_html()),
             account_page=f"accounts/{part(receipt.lease.account)}",
@@ -165,39 +166,6 @@ class ReceiptCSV(CSVHandler):
             items = self.broker.receipt(lease_id, after, 2000).items
             yield [item(entry) for entry in items.entries]
             after = items.newer
-
-
-class StopPage(FormPage):
-    """The button that stops a server of mine: asked once more, then done."""
-
-    async def get(self, lease_id: str) -> None:
-        self.redirect(self.context.prefix)
-
-    @web.authenticated
-    async def post(self, lease_id: str) -> None:
-        lease = await own_lease(self, lease_id)
-        if lease.state is LeaseState.ENDED:
-            raise web.HTTPError(409) from CannotStop(why="it has stopped already")
-        name = lease.server.name or "My server"
-        if not self.confirmed:
-            self.ask(
-                f"Stop {name if lease.server.name else 'my server'}?",
-                [("Server", name), ("Environment", lease.environment or "the hub's own")],
-                action=f"leases/{lease_id}/stop",
-                button="Stop it",
-                back="",
-                note="What runs in it ends now. Your files stay, and it costs nothing more.",
-                danger=True,
-            )
-            return
-        hub = self.context.hub
-        if hub is None:
-            raise web.HTTPError(503) from CannotStop(why="the Hub cannot be asked just now")
-        try:
-            await hub.stop_server(lease.server)
-        except GPUSpawnerError as error:
-            raise web.HTTPError(error.status_code, "%s", error.message) from error
-        self.go(f"?stopped={lease_id}")
 
 
 class PayerForm(MemberPage):
@@ -304,7 +272,6 @@ HANDLERS: list[tuple[str, type[Handler]]] = [
     (r"statement\.csv", StatementCSV),
     (f"leases/{_LEASE}", ReceiptPage),
     (rf"leases/{_LEASE}\.csv", ReceiptCSV),
-    (f"leases/{_LEASE}/stop", StopPage),
     ("accounts/([^/]+)/statement", StatementPage),
     (r"accounts/([^/]+)/statement\.csv", StatementCSV),
 ]

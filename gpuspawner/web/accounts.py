@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from tornado import web
 
 from ..broker.admin import LONGEST_REASON, checked_reason
@@ -10,9 +12,9 @@ from ..model import format_credits, member_account
 from ..store.search import LONGEST
 from . import access, credits, figures
 from .base import Handler
-from .fields import account_of, amount_of, key_of, text_of
+from .fields import account_of, amount_of, date_of, key_of, text_of
 from .forms import FormPage, part
-from .pages import Page, credit
+from .pages import Page, credit, exactly
 
 ROWS = 50
 """Accounts on a page."""
@@ -44,7 +46,9 @@ class AccountsPage(Page):
             admin=True,
             now=now,
             search=text,
-            accounts=[figures.funds(each, opened, now, minutes) for each in found.found],
+            accounts=await self.read(
+                figures.all_funds, self.broker, found.found, opened, now, minutes
+            ),
             following=found.following,
             first=not after,
         )
@@ -85,12 +89,13 @@ class AccountPage(FormPage):
             path=f"accounts/{part(account)}",
             funds=funds,
             members=sorted(members) if kind == "group" else None,
-            lasting=credits.lasting(funds.account.available, overview),
+            lasting=credits.lasting(funds, overview, self.broker.clock()),
             running=await self.read(credits.running_of, self.broker, account),
             past=await self.read(credits.of_account, self.broker, account),
             done=DONE.get(self.get_query_argument("done", ""), ""),
             error=refusal.message if refusal else "",
-            typed={"amount": "", "reason": "", **typed},
+            typed={"amount": "", "reason": "", "until": "", **typed},
+            zone_name=self.broker.rate_zone,
             longest=LONGEST_REASON,
             xsrf=self.xsrf,
         )
@@ -106,13 +111,17 @@ class GrantForm(AccountPage):
     async def post(self, name: str) -> None:
         account = account_of(name)
         await access.must_grant(self, account)
-        typed = {field: self.field(field)[: 2 * LONGEST_REASON] for field in ("amount", "reason")}
+        names = ("amount", "reason", "until")
+        typed = {field: self.field(field)[: 2 * LONGEST_REASON] for field in names}
         try:
             amount = amount_of(typed["amount"])
+            if amount < 0:
+                access.must_take(self, account)
             reason = checked_reason(self.field("reason"), needed=True)
+            until = date_of(typed["until"], "until", self.broker.rate_zone)
             before = await self.broker.run(self.broker.account, account)
             if not self.confirmed:
-                self._ask(account, amount, reason, before.balance)
+                self._ask(account, amount, reason, before.balance, until)
                 return
             key = key_of(self.field("key"))
             done = await self.broker.run(
@@ -122,6 +131,7 @@ class GrantForm(AccountPage):
                 actor=self.actor,
                 reason=reason,
                 key=f"page:{self.actor}:{key}",
+                until=until,
             )
         except UnknownAccount as error:
             raise web.HTTPError(404) from error
@@ -131,8 +141,11 @@ class GrantForm(AccountPage):
         became = ("granted" if amount > 0 else "taken") if done else "nothing"
         self.go(f"accounts/{part(account)}?done={became}")
 
-    def _ask(self, account: str, amount: int, reason: str, balance: int) -> None:
+    def _ask(
+        self, account: str, amount: int, reason: str, balance: int, until: datetime | None
+    ) -> None:
         giving = amount > 0
+        end = f"{exactly(until).striptags()} ({until.astimezone():%Z})" if until else "never"
         self.ask(
             f"Give credits to {account}?" if giving else f"Take credits back from {account}?",
             [
@@ -140,11 +153,16 @@ class GrantForm(AccountPage):
                 ("Reason", reason),
                 ("Balance now", credit(balance)),
                 ("Balance then", credit(balance + amount)),
+                *([("They end", end)] if giving else []),
             ],
             action=f"accounts/{part(account)}/grant",
             button="Give them" if giving else "Take them back",
             back=f"accounts/{part(account)}",
-            fields={"amount": format_credits(amount, 6), "reason": reason},
+            fields={
+                "amount": format_credits(amount, 6),
+                "reason": reason,
+                "until": until.isoformat() if until else "",
+            },
             note="It stays in the statement, with your name and the reason.",
             danger=not giving,
             here="accounts",

@@ -187,6 +187,9 @@ def lease(some: figures.LeaseFigures) -> dict[str, Any]:
         "claim_by": instant(it.claim_by),
         "group": it.group,
         "outcome": it.outcome,
+        "charged": amount(it.charged),
+        "refunded": amount(it.refunded),
+        "waived": amount(it.waived),
     }
 
 

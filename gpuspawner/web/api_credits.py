@@ -8,16 +8,25 @@ from typing import Any
 from tornado import web
 
 from ..broker.admin import checked_reason
-from ..errors import GPUSpawnerError, LedgerError, NotAllowed
+from ..errors import NotAllowed
 from ..scopes import READ_ACCOUNTS
 from ..store.search import LONGEST, Accounts
 from ..store.statements import Entry
 from . import access, credits, figures
 from .account import may_see
 from .api import APIHandler, amount, entry, funds, instant, lease
-from .api_queue import ChangingAPI
+from .api_queue import ChangingAPI, refusals
 from .base import Handler
-from .fields import LAST, MOST_LINES, account_of, exact_amount, key_of, text_of, whole
+from .fields import (
+    LAST,
+    MOST_LINES,
+    account_of,
+    exact_amount,
+    instant_of,
+    key_of,
+    text_of,
+    whole,
+)
 
 NOT_ALL = (
     f"The list of accounts is for admins and for whoever has the scope {READ_ACCOUNTS}. Your own "
@@ -45,14 +54,12 @@ class AccountsAPI(APIHandler):
 
         found = await self.read(find)
         opened = await self.read(self.broker.open_leases)
-        now = self.broker.clock()
+        now, minutes = self.broker.clock(), self.context.warn_minutes
+        told = await self.read(figures.all_funds, self.broker, found.found, opened, now, minutes)
         self.answer(
             {
                 "as_of": instant(now),
-                "accounts": [
-                    funds(figures.funds(each, opened, now, self.context.warn_minutes))
-                    for each in found.found
-                ],
+                "accounts": [funds(each) for each in told],
                 "next": found.following,
             }
         )
@@ -99,7 +106,8 @@ class StatementAPI(APIHandler):
 class GrantAPI(ChangingAPI):
     """Give credits to an account: ``{"amount": "25", "reason": "week 3", "key": "week-3"}``.
 
-    The same key with the same amount is given once, however often it is sent.
+    The same key with the same amount is given once, however often it is sent. ``until`` is when
+    they end. An amount below zero takes back, which is for admins.
     """
 
     for_services = True
@@ -108,31 +116,28 @@ class GrantAPI(ChangingAPI):
     async def post(self, name: str) -> None:
         account = account_of(name)
         await access.must_grant(self, account)
-        sent = self.sent("amount", "reason", "key")
-        try:
+        sent = self.sent("amount", "reason", "key", "until")
+        with refusals():
             micro = exact_amount(sent.get("amount"))
+            until = sent.get("until")
+            ends = None if until is None else instant_of(until, "until")
             reason = checked_reason(sent["reason"], needed=True)
             key = key_of(sent["key"]) if "key" in sent else secrets.token_hex(8)
-            done = await self.broker.run(
-                self.broker.grant,
-                account,
-                micro,
-                actor=self.actor,
-                reason=reason,
-                # Whose key it is: nobody uses up another's.
-                key=f"api:{self.actor}:{account}:{key}",
-            )
-            found = await self.broker.run(self.broker.account, account)
-        except LedgerError as error:
-            raise web.HTTPError(409) from error
-        except GPUSpawnerError as error:
-            raise web.HTTPError(error.status_code) from error
+        if micro < 0:
+            access.must_take(self, account)
+        # Whose key it is: nobody uses up another's.
+        its_key = f"api:{self.actor}:{account}:{key}"
+        done = await self.do(
+            self.broker.grant, account, micro, reason=reason, key=its_key, until=ends
+        )
+        found = await self.read(self.broker.account, account)
         self.answer(
             {
                 "granted": done,
                 "account": account,
                 "amount": amount(micro),
                 "key": key,
+                "until": instant(ends),
                 "balance": amount(found.balance),
             }
         )

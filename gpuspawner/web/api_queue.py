@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
@@ -11,7 +12,7 @@ from tornado import web
 
 from ..broker import Standing
 from ..broker.admin import LONGEST_REASON
-from ..errors import InvalidRequest, UnknownTicket
+from ..errors import GPUSpawnerError, InvalidRequest, LedgerError, UnknownTicket
 from ..model import Ticket
 from ..scheduler import Estimate, Priority
 from ..store.closures import GRANTING, Change, Closure
@@ -57,11 +58,14 @@ class QueueAPI(APIHandler):
 class ChangingAPI(APIHandler):
     """What changes share: the object that was sent, and refusals as sentences."""
 
-    def sent(self, *fields: str) -> dict[str, Any]:
-        """The JSON object that was sent; none of other fields. Raises InvalidRequest."""
+    def sent(self, *fields: str, longest: int = LONGEST) -> dict[str, Any]:
+        """The JSON object that was sent, of so many bytes at the most; none of other fields.
+
+        Raises HTTPError 400.
+        """
         body = self.request.body
         try:
-            found = json.loads(body or b"{}") if len(body) <= LONGEST else None
+            found = json.loads(body or b"{}") if len(body) <= longest else None
         except (ValueError, RecursionError):
             found = None
         there_are = ", ".join(fields)
@@ -82,6 +86,24 @@ class ChangingAPI(APIHandler):
             return work(*args, actor=self.user, **kwargs)
 
         return await self.read(call)
+
+    async def do(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The same, of what was checked before: it cannot be done as things are, if it cannot."""
+        try:
+            return await self.broker.run(work, *args, actor=self.actor, **kwargs)
+        except (InvalidRequest, LedgerError) as error:
+            raise web.HTTPError(409) from error
+        except GPUSpawnerError as error:
+            raise web.HTTPError(error.status_code) from error
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What is sent is checked here: a mistake is the answer. Raises HTTPError."""
+    try:
+        yield
+    except GPUSpawnerError as error:
+        raise web.HTTPError(error.status_code) from error
 
 
 class TicketAPI(ChangingAPI):

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from tornado import web
 
-from ..broker.admin import LONGEST_REASON
+from ..broker.admin import LONGEST_REASON, checked_reason
 from ..broker.bulk import Bulk
-from ..errors import GPUSpawnerError, InvalidRequest
+from ..errors import GPUSpawnerError, InvalidRequest, LedgerError
+from ..ledger.bulk import Problem
+from .api import amount
+from .api_queue import ChangingAPI, refusals
 from .base import Handler
+from .fields import instant_of, of_type
 from .forms import FormPage
 
 MOST = 1024 * 1024
 """Bytes of a file."""
+
+SHOWN = 10
+"""Problems that are told of a file that is not given."""
 
 
 class BulkPage(FormPage):
@@ -80,4 +88,61 @@ class BulkPage(FormPage):
         return data
 
 
-HANDLERS: list[tuple[str, type[Handler]]] = [("bulk", BulkPage)]
+class BulkAPI(ChangingAPI):
+    """The same for scripts: ``{"csv": "ada,25\\nbob,25", "reason": "week 3", "dry_run": true}``."""
+
+    @web.authenticated
+    async def post(self) -> None:
+        self.need_admin()
+        sent = self.sent("csv", "reason", "dry_run", "open", "again", "until", longest=2 * MOST)
+        with refusals():
+            lines = of_type(sent.get("csv"), str, "csv")
+            dry_run, open_, again = (
+                of_type(sent.get(name, False), bool, name) for name in ("dry_run", "open", "again")
+            )
+            until = sent.get("until")
+            ends = None if until is None else instant_of(until, "until")
+            reason = checked_reason(sent["reason"])
+        found: Bulk = await self.do(
+            self.broker.grant_file,
+            lines.encode(),
+            reason=reason,
+            dry_run=dry_run,
+            open_accounts=open_,
+            again=again,
+            until=ends,
+        )
+        if found.problems and not dry_run:
+            raise web.HTTPError(409) from LedgerError(_told(found.problems))
+        self.answer(bulk_json(found))
+
+
+def bulk_json(found: Bulk) -> dict[str, Any]:
+    """What a file did, or would do, as JSON."""
+    return {
+        "done": found.done,
+        "total": amount(found.total),
+        "lines": [
+            {
+                "line": gift.row.number,
+                "account": gift.row.account,
+                "amount": amount(gift.row.amount),
+                "before": amount(gift.before),
+                "after": amount(gift.after),
+                "reason": gift.row.reason,
+                "opened": gift.opened,
+            }
+            for gift in found.gifts
+        ],
+        "problems": [{"line": p.number or None, "what": p.sentence} for p in found.problems],
+    }
+
+
+def _told(problems: Sequence[Problem]) -> str:
+    """What is wrong, in a few sentences."""
+    more = len(problems) - SHOWN
+    rest = [f"And {more} more; a dry run names all of them."] if more > 0 else []
+    return " ".join(["Nothing was given.", *(str(p) for p in problems[:SHOWN]), *rest])
+
+
+HANDLERS: list[tuple[str, type[Handler]]] = [("bulk", BulkPage), ("api/grants", BulkAPI)]

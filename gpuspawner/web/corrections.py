@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tornado import web
 
 from ..broker.admin import LONGEST_REASON, checked_reason
-from ..errors import GPUSpawnerError, InvalidRequest, UnknownTransfer
+from ..errors import GPUSpawnerError, InvalidRequest, LedgerError, UnknownTransfer
 from ..ledger.entries import Transfer
-from ..model import Lease, LeaseState
+from ..model import Lease, LeaseState, format_credits
 from . import figures
 from .api import amount, instant, lease
-from .api_queue import ChangingAPI
+from .api_queue import ChangingAPI, refusals
 from .base import Handler
+from .fields import amount_of, exact_amount, key_of
 from .forms import FormPage
 from .pages import credit
 
@@ -100,7 +102,7 @@ class TransferPage(FormPage):
 
 
 class RefundPage(FormPage):
-    """A session's charges given back, all of them: shown first, then confirmed."""
+    """What a session cost given back, all of it or a part: shown first, then confirmed."""
 
     async def get(self, lease_id: str) -> None:
         self.go(f"leases/{lease_id}")
@@ -109,29 +111,43 @@ class RefundPage(FormPage):
     async def post(self, lease_id: str) -> None:
         self.need_admin()
         found: Lease = await self.read(self.broker.lease, lease_id)
+        text = self.field("amount").strip()
         try:
             reason = checked_reason(self.field("reason"), needed=True)
+            part = amount_of(text) if text else None
             if not self.confirmed:
-                self._ask(found, reason)
+                self._ask(found, part, reason)
                 return
-            await self.broker.run(self.broker.refund, lease_id, actor=self.actor, reason=reason)
+            work = partial(
+                self.broker.refund,
+                actor=self.actor,
+                reason=reason,
+                key=self.key,
+            )
+            await self.broker.run(work, lease_id, part)
+        except LedgerError as refusal:
+            raise web.HTTPError(409) from refusal
         except GPUSpawnerError as refusal:
             raise web.HTTPError(refusal.status_code) from refusal
         self.go(f"leases/{lease_id}?refunded=1")
 
-    def _ask(self, found: Lease, reason: str) -> None:
+    def _ask(self, found: Lease, part: int | None, reason: str) -> None:
         self.ask(
-            "Give back what this session cost?",
+            "Give back what this session cost?" if part is None else "Give a part of it back?",
             [
                 ("Session of", str(found.server)),
                 ("To", found.account),
-                ("Credits", credit(found.charged)),
+                ("Credits", "all that is left" if part is None else credit(part)),
+                ("It cost", credit(found.charged)),
                 ("Reason", reason),
             ],
             action=f"leases/{found.id}/refund",
             button="Give it back",
             back=f"leases/{found.id}",
-            fields={"reason": reason},
+            fields={
+                "reason": reason,
+                "amount": "" if part is None else format_credits(part, 6),
+            },
             here="accounts",
         )
 
@@ -153,30 +169,25 @@ class ReversalAPI(ChangingAPI):
     @web.authenticated
     async def post(self, transfer_id: str) -> None:
         self.need_admin()
-        reason = _reason(self)
+        reason = needed_reason(self.sent("reason"))
         found = await find_transfer(self, transfer_id)
-        try:
-            done = await self.broker.run(
-                self.broker.reverse, found.id, actor=self.actor, reason=reason
-            )
-        except GPUSpawnerError as error:
-            raise web.HTTPError(_conflict(error)) from error
+        done = await self.do(self.broker.reverse, found.id, reason=reason)
         self.answer(transfer_json(done, None))
 
 
 class RefundAPI(ChangingAPI):
-    """Give back what a session cost: ``{"reason": "the GPU was sick"}``."""
+    """Give back what a session cost: ``{"reason": "the GPU was sick"}``; a part of it with
+    ``"amount": "1.5"``. The same ``key`` is done once."""
 
     @web.authenticated
     async def post(self, lease_id: str) -> None:
         self.need_admin()
-        reason = _reason(self)
-        try:
-            done = await self.broker.run(
-                self.broker.refund, lease_id, actor=self.actor, reason=reason
-            )
-        except GPUSpawnerError as error:
-            raise web.HTTPError(_conflict(error)) from error
+        sent = self.sent("amount", "reason", "key")
+        reason = needed_reason(sent)
+        with refusals():
+            part = exact_amount(sent["amount"]) if sent.get("amount") is not None else None
+            key = f"api:{self.actor}:{key_of(sent['key'])}" if "key" in sent else ""
+        done = await self.do(self.broker.refund, lease_id, part, reason=reason, key=key)
         (told,) = figures.lease_figures(self.broker, [done], self.broker.clock())
         self.answer(lease(told))
 
@@ -203,17 +214,10 @@ def transfer_json(found: Transfer, reversal: Transfer | None) -> dict[str, Any]:
     }
 
 
-def _reason(handler: ChangingAPI) -> str:
+def needed_reason(sent: dict[str, Any]) -> str:
     """The reason that was sent. Raises HTTPError 400."""
-    try:
-        return checked_reason(handler.sent("reason")["reason"], needed=True)
-    except GPUSpawnerError as error:
-        raise web.HTTPError(error.status_code) from error
-
-
-def _conflict(error: GPUSpawnerError) -> int:
-    """What was sent is in order; it cannot be done as things are."""
-    return 409 if isinstance(error, InvalidRequest) else error.status_code
+    with refusals():
+        return checked_reason(sent["reason"], needed=True)
 
 
 _TRANSFER = "([0-9a-f]{32})"

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 from ..broker import Broker, Overview
 from ..errors import UnknownAccount
-from ..ledger import rules
+from ..ledger import lots
 from ..ledger.usage import Use
 from ..model import Account
 from ..store.statements import Page
@@ -70,14 +70,16 @@ def statement(broker: Broker, account: str, before: int | None = None) -> Page:
         return Page((), None)
 
 
-def lasting(available: int, overview: Overview) -> tuple[Lasting, ...]:
-    """What so many microcredits mean in hours of each kind of device, the cheapest last."""
+def lasting(some: figures.Funds, overview: Overview, now: datetime) -> tuple[Lasting, ...]:
+    """What an account's credits mean in hours of each kind of device, the cheapest last."""
+    available = some.account.available
+    ending = [(each.ends_at - now, each.left) for each in some.ending]
     return tuple(
         Lasting(
             model=count.model,
             memory_bytes=count.memory_bytes,
             rate=count.rate,
-            lasts=rules.time_left(available, count.rate),
+            lasts=lots.lasts(ending, available, count.rate),
         )
         for count in overview.models
     )
@@ -86,7 +88,8 @@ def lasting(available: int, overview: Overview) -> tuple[Lasting, ...]:
 def funds_of(broker: Broker, account: str, warn_minutes: tuple[float, ...]) -> figures.Funds:
     """Balance and holds of an account up to this second. Raises UnknownAccount."""
     found: Account = broker.account(account)
-    return figures.funds(found, broker.open_leases(), broker.clock(), warn_minutes)
+    ending = figures.ending_of(broker, account)
+    return figures.funds(found, broker.open_leases(), broker.clock(), warn_minutes, ending)
 
 
 def running_of(broker: Broker, account: str) -> tuple[figures.LeaseFigures, ...]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime, timezone
+from typing import Any
 
+from dateutil.parser import isoparse
 from tornado import web
 
 from ..errors import InvalidRequest, LedgerError, UnknownAccount
 from ..ledger.entries import check_account
+from ..ledger.pricing import parse_moment
 from ..model import MICRO, format_credits, parse_credits
 
 MOST_CREDITS = 1_000_000_000
@@ -81,6 +85,51 @@ def key_of(text: object, field: str = "key") -> str:
             field=field,
         )
     return text
+
+
+INSTANT = (
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt][0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?"
+    r"([Zz]|[+-][0-9]{2}:[0-9]{2})"
+)
+"""A moment as scripts send it: ISO 8601 with its zone."""
+
+_INSTANT = re.compile(INSTANT)
+_UNWRITABLE = re.compile(r"[\x00\ud800-\udfff]")
+
+
+def instant_of(text: object, field: str) -> datetime:
+    """A moment such as ``2027-07-01T00:00:00Z``, in UTC. Raises InvalidRequest."""
+    try:
+        if not isinstance(text, str) or not _INSTANT.fullmatch(text):
+            raise ValueError
+        # Fractions are read to the microsecond.
+        moment = isoparse(re.sub(r"(\.[0-9]{6})[0-9]+", r"\1", text.upper()))
+        return moment.astimezone(timezone.utc)
+    except (ValueError, OverflowError):
+        raise InvalidRequest(
+            f"The field {field!r} is {str(text)[:60]!r}: write a moment with its zone, such as "
+            "2027-07-01T00:00:00Z.",
+            field=field,
+        ) from None
+
+
+def date_of(text: str, field: str, zone: str) -> datetime | None:
+    """A date as people type it, by the clock of a zone; None for nothing. Raises InvalidRequest."""
+    if not text.strip():
+        return None
+    try:
+        return parse_moment(text.strip().replace("T", " "), zone)
+    except ValueError as error:
+        raise InvalidRequest(f"The field {field!r}: {error}", field=field) from None
+
+
+def of_type(value: Any, kind: type, field: str) -> Any:
+    """A value of JSON of this kind, and no text that cannot be written down. Raises
+    InvalidRequest."""
+    if type(value) is kind and not (isinstance(value, str) and _UNWRITABLE.search(value)):
+        return value
+    what = {str: "text", int: "a whole number", bool: "true or false", list: "a list of texts"}
+    raise InvalidRequest(f"The field {field!r} is {what[kind]}.", field=field)
 
 
 def account_of(name: str) -> str:

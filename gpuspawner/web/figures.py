@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from ..broker import Broker, DeviceView, Overview, Standing
-from ..ledger import rules
+from ..ledger import lots, rules
 from ..model import Account, Lease, LeaseState, Ticket
 from ..scheduler import Ranked
 from ..store.closures import GRANTING, Change, Closure
@@ -38,6 +38,15 @@ class LeaseFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """Credits that end."""
+
+    ends_at: datetime
+    left: int
+    """Microcredits."""
+
+
+@dataclass(frozen=True, slots=True)
 class Funds:
     """An account right now."""
 
@@ -50,6 +59,8 @@ class Funds:
     dry_at: datetime | None
     warning: float | None = None
     """The warning that is due, in minutes left; None while there is time enough."""
+    ending: tuple[Ending, ...] = ()
+    """What of the balance ends, first what ends first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +145,7 @@ def member(broker: Broker, user: str, warn_minutes: Sequence[float]) -> Member:
     past = broker.find_leases(user=user, limit=SESSIONS).found
     return Member(
         now=now,
-        funds=funds(account, opened, now, warn_minutes),
+        funds=funds(account, opened, now, warn_minutes, ending_of(broker, account.name)),
         running=lease_figures(broker, [s for s in opened if s.server.user == user], now),
         sessions=lease_figures(broker, [s for s in past if s.state is LeaseState.ENDED], now),
     )
@@ -147,9 +158,12 @@ def everyone(broker: Broker, warn_minutes: Sequence[float]) -> Everyone:
     paying = {lease.account for lease in opened}
     return Everyone(
         now=now,
-        accounts=tuple(
-            funds(account, opened, now, warn_minutes)
-            for account in broker.find_accounts(limit=PAYING, among=paying).found
+        accounts=all_funds(
+            broker,
+            broker.find_accounts(limit=PAYING, among=paying).found,
+            opened,
+            now,
+            warn_minutes,
         ),
         running=lease_figures(broker, opened, now),
     )
@@ -207,23 +221,53 @@ def lease_figures(
     )
 
 
+def all_funds(
+    broker: Broker,
+    accounts: Collection[Account],
+    opened: Collection[Lease],
+    now: datetime,
+    warn_minutes: Sequence[float],
+) -> tuple[Funds, ...]:
+    """Several accounts; what of them ends is looked at where something runs that costs."""
+    ending = broker.ending_of({lease.account for lease in opened if lease.rate})
+    return tuple(
+        funds(account, opened, now, warn_minutes, _told(ending.get(account.name, ())))
+        for account in accounts
+    )
+
+
+def ending_of(broker: Broker, account: str) -> tuple[Ending, ...]:
+    """What of an account's balance ends."""
+    return _told(broker.ending_of([account]).get(account, ()))
+
+
+def _told(ending: Collection[tuple[datetime, int]]) -> tuple[Ending, ...]:
+    return tuple(Ending(*some) for some in ending)
+
+
 def funds(
-    account: Account, opened: Collection[Lease], now: datetime, warn_minutes: Sequence[float]
+    account: Account,
+    opened: Collection[Lease],
+    now: datetime,
+    warn_minutes: Sequence[float],
+    ending: tuple[Ending, ...] = (),
 ) -> Funds:
-    """An account with all that its running leases owe up to ``now`` taken off."""
+    """An account with all that its running leases owe up to ``now`` taken off; ``ending``: what
+    of its balance ends."""
     mine = [lease for lease in opened if lease.account == account.name]
     rate = sum(lease.rate for lease in mine if lease.state is LeaseState.RUNNING)
     dues = {lease.id: rules.charge_due(lease, now) for lease in mine}
     held = sum(max(0, lease.hold - lease.charged - dues[lease.id]) for lease in mine)
     current = replace(account, balance=account.balance - sum(dues.values()), held=held)
     spendable = current.balance + min((s.overdraft for s in mine if s.rate), default=0)
-    lasts = rules.time_left(spendable, rate)
+    lasts = lots.lasts([(some.ends_at - now, some.left) for some in ending], spendable, rate)
     return Funds(
         account=current,
         rate=rate,
         lasts=lasts,
-        dry_at=rules.runs_dry_at(spendable, rate, now),
+        dry_at=rules.after(now, lasts),
         warning=due_warning(warn_minutes, lasts),
+        ending=ending,
     )
 
 

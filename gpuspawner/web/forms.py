@@ -9,6 +9,8 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
+from ..broker.admin import LONGEST_REASON
+from .fields import key_of
 from .pages import Page
 
 
@@ -23,6 +25,13 @@ class FormPage(Page):
     def confirmed(self) -> bool:
         """Whether the member has seen what will be done, and wants it."""
         return self.field("confirm") == "yes"
+
+    @property
+    def key(self) -> str:
+        """By which a form that is sent twice is known; empty when it has none. Raises
+        InvalidRequest."""
+        text = self.field("key")
+        return f"page:{self.actor}:{key_of(text)}" if text else ""
 
     @property
     def xsrf(self) -> Markup:
@@ -40,10 +49,11 @@ class FormPage(Page):
         fields: Mapping[str, str] | None = None,
         note: str = "",
         danger: bool = False,
+        why: str | None = None,
         **values: Any,
     ) -> None:
         """Show what will be done, with a button that does it; ``action`` and ``back`` are paths
-        below the service's own."""
+        below the service's own. ``why``: a reason is asked for, and this is in its field."""
         self.show(
             "confirm.html",
             user=self.user,
@@ -56,6 +66,8 @@ class FormPage(Page):
             fields={"key": secrets.token_hex(8), **(fields or {}), "confirm": "yes"},
             note=note,
             danger=danger,
+            why=why,
+            longest=LONGEST_REASON,
             xsrf=self.xsrf,
             **{"here": "mine", **values},
         )

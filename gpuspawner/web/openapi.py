@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .. import __version__
-from . import openapi_folders
+from . import openapi_admin, openapi_folders
 from .api import APIHandler
 from .base import Handler
 from .openapi_schemas import SCHEMAS, choices, ref
@@ -114,11 +114,7 @@ def paths() -> dict[str, dict[str, Operation]]:
                 "receipt", "What a session cost, item by item.", "Receipt", LEASE, AFTER, LIMIT
             )
         },
-        "/api/leases/{lease}/refund": {
-            "post": operation("refund", "Give back what it cost.", "Lease", LEASE, body="Needed")
-        },
-        "/api/rates": {"get": operation("rates", "What GPU time costs.", "Rates")},
-        "/api/refills": {"get": operation("refills", "Credits that come again.", "Refills")},
+        **openapi_admin.paths(operation, in_path, LEASE),
         **_of_accounts(),
         **_of_the_line(),
         **_of_notices(),
@@ -155,8 +151,9 @@ def _of_accounts() -> dict[str, dict[str, Operation]]:
         "/api/accounts/{account}/grants": {
             "post": operation(
                 "grant",
-                "Give credits, or take some back with an amount below zero. The same key with the "
-                "same amount is done once, however often it is sent.",
+                "Give credits, until a moment if you like. Admins take some back with an amount "
+                "below zero; for others that is 403. The same key with the same amount is done "
+                "once, however often it is sent.",
                 "Granted",
                 ACCOUNT,
                 body="Grant",
@@ -270,7 +267,12 @@ def _of_folders() -> dict[str, dict[str, Operation]]:
 
 def document(prefix: str, channels: Collection[str] = ()) -> dict[str, Any]:
     """The whole document, for a service that lies below ``prefix`` and has these channels."""
-    schemas = {**SCHEMAS, **openapi_folders.SCHEMAS, "Choices": choices(channels)}
+    schemas = {
+        **SCHEMAS,
+        **openapi_admin.SCHEMAS,
+        **openapi_folders.SCHEMAS,
+        "Choices": choices(channels),
+    }
     return {
         "openapi": "3.1.0",
         "info": {

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .fields import EXACT
+from .fields import INSTANT as MOMENT
 
 Schema = dict[str, Any]
 
@@ -40,7 +41,7 @@ NEEDED: Schema = {
 GIVEN: Schema = {
     "type": "string",
     "pattern": f"^{EXACT}$",
-    "description": "Credits with six decimals at the most; below zero takes back.",
+    "description": "Credits with six decimals at the most; below zero takes back, for admins.",
     "examples": ["25", "-0.5"],
 }
 
@@ -178,8 +179,23 @@ SCHEMAS: dict[str, Schema] = {
         amount=GIVEN,
         reason=NEEDED,
         key={"type": "string", "pattern": "^[0-9A-Za-z_.:-]{1,100}$"},
+        until=maybe(
+            {
+                "type": "string",
+                "format": "date-time",
+                "pattern": f"^{MOMENT}$",
+                "description": "When they end: what is left then is taken back.",
+            }
+        ),
     ),
-    "Granted": full(granted=FLAG, account=TEXT, amount=AMOUNT, key=TEXT, balance=AMOUNT),
+    "Granted": full(
+        granted=FLAG,
+        account=TEXT,
+        amount=AMOUNT,
+        key=TEXT,
+        until=maybe(INSTANT),
+        balance=AMOUNT,
+    ),
     "Lease": full(
         id=TEXT,
         user=TEXT,
@@ -200,6 +216,9 @@ SCHEMAS: dict[str, Schema] = {
         claim_by=maybe(INSTANT),
         group=TEXT,
         outcome=TEXT,
+        charged=AMOUNT,
+        refunded=AMOUNT,
+        waived=AMOUNT,
     ),
     "Leases": full(as_of=INSTANT, leases=listed(ref("Lease")), next=maybe(TEXT)),
     "Receipt": full(
@@ -263,6 +282,7 @@ SCHEMAS: dict[str, Schema] = {
         total=full(**USE),
     ),
     "Trail": full(as_of=INSTANT, changes=listed(full(id=INTEGER, **CHANGE)), next=maybe(INTEGER)),
+    "RateTold": RATE_TOLD,
     "Rates": full(
         as_of=INSTANT, next_change=maybe(INSTANT), rates=listed(either(full(**RATE), RATE_TOLD))
     ),

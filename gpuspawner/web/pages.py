@@ -112,7 +112,7 @@ class MemberPage(Page):
             files=await self.read(self.broker.files_of, self.user),
             folders=had,
             offered=offered,
-            lasting=credits.lasting(mine.funds.account.available, overview),
+            lasting=credits.lasting(mine.funds, overview, mine.now),
             payers=await self.read(self.broker.payers, self.user, self.groups),
             kept=self.get_query_argument("kept", ""),
             stopped=self.get_query_argument("stopped", ""),
@@ -142,6 +142,8 @@ class AdminPage(Page):
             user=self.user,
             admin=True,
             everyone=all_of_them,
+            stopped=self.get_query_argument("stopped", ""),
+            xsrf=Markup(self.xsrf_form_html()),
             overview=overview,
             devices=found,
         )

@@ -11,10 +11,12 @@ from tornado import web
 
 from ..broker.admin import LONGEST_REASON, checked_reason
 from ..broker.prices import words
-from ..errors import GPUSpawnerError, InvalidRequest
+from ..errors import GPUSpawnerError, InvalidRequest, UnknownRate
 from ..ledger.pricing import ANY, Rate
-from .api import APIHandler, amount, instant
+from .api import amount, instant
+from .api_queue import ChangingAPI, refusals
 from .base import Handler
+from .fields import instant_of, of_type
 from .forms import FormPage
 
 FIELDS = ("rate", "model", "environment", "hours", "since", "reason")
@@ -136,8 +138,11 @@ class RemoveRatePage(RatesPage):
         )
 
 
-class RatesAPI(APIHandler):
-    """The rates, the first that fits being what a new server pays; for everybody who signs in."""
+class RatesAPI(ChangingAPI):
+    """The rates, the first that fits being what a new server pays; for everybody who signs in.
+
+    Admins set one: ``{"rate": "2.5", "model": "A100", "from": "2026-12-01T00:00:00Z"}``.
+    """
 
     @web.authenticated
     async def get(self) -> None:
@@ -150,6 +155,39 @@ class RatesAPI(APIHandler):
                 "rates": [rate_json(rate, self.admin) for rate in found.rates],
             }
         )
+
+    @web.authenticated
+    async def post(self) -> None:
+        self.need_admin()
+        sent = self.sent("rate", "model", "environment", "slots", "hours", "zone", "from", "reason")
+        with refusals():
+            wanted = {
+                name: of_type(sent[name], int if name == "slots" else str, name)
+                for name in ("model", "environment", "slots", "hours", "zone")
+                if sent.get(name) is not None
+            }
+            if (since := sent.get("from")) is not None:
+                wanted["since"] = instant_of(since, "from").isoformat()
+            rate = of_type(sent.get("rate"), str, "rate")
+            reason = checked_reason(sent["reason"])
+        work = partial(self.broker.set_rate, rate, **wanted)
+        set_ = await self.change(work, reason=reason)
+        self.answer(rate_json(set_, admin=True))
+
+
+class RemoveRateAPI(ChangingAPI):
+    """Have one of an admin's rates hold no more: ``{"reason": "the contract is over"}``."""
+
+    @web.authenticated
+    async def post(self, rate_id: str) -> None:
+        self.need_admin()
+        with refusals():
+            reason = checked_reason(self.sent("reason")["reason"])
+        rates = (await self.read(self.broker.all_rates)).rates
+        if not any(rate.id == int(rate_id) for rate in rates):
+            raise web.HTTPError(404) from UnknownRate(rate=rate_id)
+        removed = await self.do(self.broker.remove_rate, int(rate_id), reason=reason)
+        self.answer(rate_json(removed, admin=True))
 
 
 def rate_json(rate: Rate, admin: bool) -> dict[str, Any]:
@@ -171,4 +209,5 @@ HANDLERS: list[tuple[str, type[Handler]]] = [
     ("rates", RatesPage),
     ("rates/([0-9]{1,18})/remove", RemoveRatePage),
     ("api/rates", RatesAPI),
+    ("api/rates/([0-9]{1,18})/remove", RemoveRateAPI),
 ]

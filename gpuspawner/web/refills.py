@@ -8,18 +8,25 @@ from typing import Any
 
 from tornado import web
 
-from ..broker.admin import LONGEST_REASON
+from ..broker.admin import LONGEST_REASON, checked_reason
 from ..errors import GPUSpawnerError, InvalidRequest
-from ..ledger.refills import Mode, Refill
+from ..ledger.refills import LONGEST_KEPT, Mode, Refill
 from ..model import Account, format_credits
 from . import access
-from .api import APIHandler, amount, instant
+from .api import amount, instant
+from .api_queue import ChangingAPI, refusals
 from .base import Handler
-from .fields import amount_of
+from .fields import amount_of, exact_amount, instant_of, key_of, of_type
 from .forms import FormPage
 from .pages import credit, moment
 
 FIELDS = ("rule", "zone", "mode", "amount", "cap", "keep", "audience", "reason")
+
+SENT = (
+    *("rule", "zone", "from", "mode", "amount", "cap", "keep_days", "audience", "reason"),
+    *("key", "dry_run"),
+)
+"""Fields of a refill as a script sends it."""
 
 DONE = {"added": "The refill is made.", "ended": "The refill is ended: what was given stays."}
 
@@ -58,12 +65,12 @@ class RefillsPage(FormPage):
         self.need_admin()
         typed = {name: self.field(name).strip()[:2000] for name in FIELDS}
         try:
-            wanted = _wanted(typed)
+            plan = partial(self.broker.plan_refill, actor=self.actor, **_wanted(typed))
+            planned = await self.broker.run(plan, key=self.key if self.confirmed else "")
             if not self.confirmed:
-                plan = partial(self.broker.plan_refill, actor=self.actor, **wanted)
-                await self._ask(await self.broker.run(plan), typed)
+                await self._ask(planned, typed)
                 return
-            await self.broker.run(partial(self.broker.add_refill, actor=self.actor, **wanted))
+            await self.broker.run(self.broker.add_refill, planned)
         except GPUSpawnerError as refusal:
             await self.show_refills(refusal, **typed)
             return
@@ -121,8 +128,10 @@ class EndRefillPage(RefillsPage):
         self.go("refills?done=ended")
 
 
-class RefillsAPI(APIHandler):
-    """Every refill that is not ended, for admins."""
+class RefillsAPI(ChangingAPI):
+    """Every refill that is not ended, for admins; and a new one, or what it would be:
+    ``{"rule": "FREQ=WEEKLY;BYDAY=MO", "amount": "5", "audience": ["everybody"],
+    "reason": "the week", "dry_run": true}``."""
 
     @web.authenticated
     async def get(self) -> None:
@@ -134,6 +143,62 @@ class RefillsAPI(APIHandler):
                 "refills": [refill_json(refill) for refill in found],
             }
         )
+
+    @web.authenticated
+    async def post(self) -> None:
+        self.need_admin()
+        sent = self.sent(*SENT)
+        with refusals():
+            dry_run = of_type(sent.get("dry_run", False), bool, "dry_run")
+            key = f"api:{key_of(sent['key'])}" if sent.get("key") is not None else ""
+            plan = partial(self.broker.plan_refill, key=key, **_sent(sent))
+        made: Refill = await self.change(plan, reason=sent["reason"])
+        if not dry_run:
+            made = await self.read(self.broker.add_refill, made)
+        await answer_with(self, made, made=not dry_run)
+
+
+class RefillAPI(ChangingAPI):
+    """One refill, with what the next occurrence would give; for admins."""
+
+    @web.authenticated
+    async def get(self, refill_id: str) -> None:
+        self.need_admin()
+        await answer_with(self, await self.read(self.broker.refill, refill_id), made=True)
+
+
+class EndRefillAPI(ChangingAPI):
+    """Give a refill no more: ``{"reason": "the term is over"}``."""
+
+    @web.authenticated
+    async def post(self, refill_id: str) -> None:
+        self.need_admin()
+        with refusals():
+            reason = checked_reason(self.sent("reason")["reason"])
+        found = await self.read(self.broker.refill, refill_id)
+        ended = await self.do(self.broker.end_refill, found.id, reason=reason)
+        await answer_with(self, ended, made=True)
+
+
+async def answer_with(handler: ChangingAPI, refill: Refill, *, made: bool) -> None:
+    """Send a refill as JSON, with when it comes and what the first time would give now."""
+    members = {group: await access.members_of(handler, group) for group in refill.groups}
+    coming, gifts = await handler.read(handler.broker.preview_refill, refill, members)
+    handler.answer(
+        {
+            **refill_json(refill),
+            "made": made,
+            "comes_at": [instant(at) for at in coming],
+            "gifts": [
+                {
+                    "account": account.name,
+                    "balance": amount(account.balance),
+                    "amount": amount(gift),
+                }
+                for account, gift in gifts
+            ],
+        }
+    )
 
 
 def refill_json(refill: Refill) -> dict[str, Any]:
@@ -155,12 +220,42 @@ def refill_json(refill: Refill) -> dict[str, Any]:
     }
 
 
-def _wanted(typed: dict[str, str]) -> dict[str, Any]:
-    """What the form asks for. Raises InvalidRequest naming the field."""
+def _sent(sent: dict[str, Any]) -> dict[str, Any]:
+    """What a script asks for. Raises InvalidRequest naming the field."""
+    audience = of_type(sent.get("audience"), list, "audience")
+    keep, cap, since = (sent.get(name) for name in ("keep_days", "cap", "from"))
+    return {
+        "rule": of_type(sent.get("rule"), str, "rule"),
+        "zone": of_type(sent.get("zone", "UTC"), str, "zone"),
+        "mode": _mode(sent.get("mode", Mode.ADD.value)),
+        "amount": exact_amount(sent.get("amount")),
+        "cap": None if cap is None else exact_amount(cap, "cap"),
+        "keep": None if keep is None else _days(of_type(keep, int, "keep_days")),
+        "audience": [of_type(name, str, "audience") for name in audience],
+        "starts_at": None if since is None else instant_of(since, "from"),
+    }
+
+
+def _days(number: int) -> timedelta:
+    """Raises InvalidRequest."""
+    if not 0 < number <= LONGEST_KEPT.days:
+        raise InvalidRequest(
+            f"The field 'keep_days' is not valid: write from 1 to {LONGEST_KEPT.days}.",
+            field="keep_days",
+        )
+    return timedelta(days=number)
+
+
+def _mode(text: object) -> Mode:
+    """Raises InvalidRequest."""
     try:
-        mode = Mode(typed["mode"] or Mode.ADD.value)
+        return Mode(text)
     except ValueError:
         raise InvalidRequest("The field 'mode' is add or top_up.", field="mode") from None
+
+
+def _wanted(typed: dict[str, str]) -> dict[str, Any]:
+    """What the form asks for. Raises InvalidRequest naming the field."""
     keep = typed["keep"]
     if keep and not (keep.isascii() and keep.isdigit() and len(keep) < 6):
         raise InvalidRequest(
@@ -170,7 +265,7 @@ def _wanted(typed: dict[str, str]) -> dict[str, Any]:
     return {
         "rule": typed["rule"],
         "zone": typed["zone"] or "UTC",
-        "mode": mode,
+        "mode": _mode(typed["mode"] or Mode.ADD.value),
         "amount": amount_of(typed["amount"]),
         "cap": amount_of(typed["cap"], "cap") if typed["cap"] else None,
         "keep": timedelta(days=int(keep)) if keep else None,
@@ -191,4 +286,6 @@ HANDLERS: list[tuple[str, type[Handler]]] = [
     ("refills", RefillsPage),
     ("refills/([0-9a-f]{1,32})/end", EndRefillPage),
     ("api/refills", RefillsAPI),
+    ("api/refills/([0-9a-f]{1,32})", RefillAPI),
+    ("api/refills/([0-9a-f]{1,32})/end", EndRefillAPI),
 ]

@@ -16,6 +16,7 @@ from tests.support.hub import ADMIN
 from tests.support.lines import send
 from tests.support.pages import sign_in, words
 from tests.support.paying_hub import PayingHub
+from tests.support.processes import wait_for
 
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 800}
@@ -45,11 +46,13 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
         hub.api("POST", "users/cleo").raise_for_status()
         hub.broker.set_rate("2.5", model="T4", hours="Sat, Sun", actor="kim", reason="weekends")
         hub.broker.add_refill(
-            "FREQ=MONTHLY;BYMONTHDAY=1",
-            amount=10 * MICRO,
-            audience=["everybody"],
-            actor="kim",
-            reason="a month",
+            hub.broker.plan_refill(
+                "FREQ=MONTHLY;BYMONTHDAY=1",
+                amount=10 * MICRO,
+                audience=["everybody"],
+                actor="kim",
+                reason="a month",
+            )
         )
         yield hub
 
@@ -70,7 +73,7 @@ def test_pages_in_a_browser(
     assert page.locator("table th:not([scope])").count() == 0
     across = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.evaluate(across) == 0
-    assert axe.troubles(page) == []
+    assert axe.troubles(page, "landmark-unique") == []
     context.close()
 
 
@@ -172,6 +175,63 @@ def test_a_file_with_a_mistake_gives_nothing(hub: PayingHub, lines: str, sentenc
     assert hub.broker.accounts() == before
 
 
+# What a running server is told.
+
+
+def test_an_admin_stops_a_server_for_a_reason(hub: PayingHub, browser: Browser) -> None:
+    """Without JavaScript, by keyboard; its member reads the reason."""
+    lease = hub.start_server("cleo", gpus=1)
+    context = browser.new_context(viewport=PHONE, java_script_enabled=False)
+    page = context.new_page()
+    sign_in(page, hub, ADMIN, "admin")
+    with page.expect_navigation():
+        page.get_by_role("button", name="Stop cleo").press("Enter")
+    screenshot(page, "admin-stop-phone")
+    assert "Stop the server of cleo?" in page.inner_text("main")
+    assert axe.troubles(page, "landmark-unique") == []
+    page.get_by_label("Reason, which its member reads").fill("a new <fan>")
+    with page.expect_navigation():
+        page.get_by_role("button", name="Stop it").press("Enter")
+    assert "its member is told why" in page.inner_text("main")
+    context.close()
+    wait_for(lambda: hub.server("cleo") is None, "the stop", timeout=60)
+    ended = hub.broker.lease(lease.id)
+    assert (ended.outcome, ended.end_reason) == ("admin", "a new <fan>")
+    assert "an admin stopped it" in words(hub.page("cleo", "notices"))
+    assert "a new &lt;fan&gt;" in words(hub.page("cleo"))
+    (change,) = hub.json(ADMIN, "trail?search=fan").json()["changes"]
+    assert (change["actor"], change["action"]) == (ADMIN, "stop")
+    again = send(hub, ADMIN, f"leases/{lease.id}/stop", reason="x", confirm="yes")
+    assert (again.status_code, "has stopped already" in again.text) == (409, True)
+
+
+def test_a_stop_needs_an_admin_and_a_reason(hub: PayingHub) -> None:
+    lease = hub.start_server("cleo", "kept", gpus=0)
+    path = f"leases/{lease.id}/stop"
+    assert send(hub, "ada", path, reason="x", confirm="yes").status_code == 404
+    for reason, sentence in (("", "The reason is missing"), ("x" * 301, "300 is the most")):
+        refused = send(hub, ADMIN, path, reason=reason, confirm="yes")
+        assert refused.status_code == 400
+        assert sentence in words(refused) and "Stop the server of cleo?" in words(refused)
+    assert hub.broker.lease(lease.id).outcome == "" and hub.server("cleo", "kept")
+
+
+def test_credits_are_given_until_a_day(hub: PayingHub) -> None:
+    """By the clock of the hub's own zone for dates: Vienna's."""
+    path, sent = "accounts/member:bob/grant", {"amount": "7", "reason": "term", "key": "term-7"}
+    asked = words(send(hub, ADMIN, path, until="2999-07-01", **sent))
+    assert "They end" in asked
+    done = send(hub, ADMIN, path, until="2999-07-01", confirm="yes", **sent)
+    assert "The credits were given." in words(done)
+    ((ends_at, left),) = hub.broker.ending_of(["member:bob"])["member:bob"]
+    assert (f"{ends_at:%Y-%m-%d %H:%M}", left) == ("2999-06-30 22:00", 7 * MICRO)
+    assert "7.00 of them end at" in words(hub.page("bob"))
+    for until in ("soon", "2020-01-01", "2999-02-30"):
+        refused = send(hub, ADMIN, path, **{**sent, "until": until, "confirm": "yes", "key": "k"})
+        assert refused.status_code == 400, until
+    assert len(hub.broker.lots_of("member:bob")) == 1
+
+
 # Rates and refills.
 
 
@@ -222,8 +282,9 @@ def test_a_refill_is_previewed_made_and_ended(hub: PayingHub) -> None:
     assert "Make this refill?" in asked
     assert "50.00 credits to 2 accounts: member:ada 25.00, member:bob 25.00" in asked
     assert len(hub.broker.refills()) == 1
-    done = words(send(hub, ADMIN, "refills", confirm="yes", **WEEKLY))
-    assert "The refill is made." in done
+    for _ in range(2):
+        done = words(send(hub, ADMIN, "refills", confirm="yes", key="weekly-1", **WEEKLY))
+        assert "The refill is made." in done
     (made,) = [refill for refill in hub.broker.refills() if refill.made_by == ADMIN]
     assert "End this refill?" in words(send(hub, ADMIN, f"refills/{made.id}/end"))
     assert "The refill is ended" in words(send(hub, ADMIN, f"refills/{made.id}/end", confirm="yes"))

@@ -95,7 +95,9 @@ def test_refills_are_given_by_the_service_once_also_after_a_kill(
         past.open_account(name)
     refill = {"actor": "root", "reason": "term", "starts_at": then}
     course = past.add_refill(
-        "FREQ=DAILY;COUNT=3", amount=5 * MICRO, audience=["members:course-ml"], **refill
+        past.plan_refill(
+            "FREQ=DAILY;COUNT=3", amount=5 * MICRO, audience=["members:course-ml"], **refill
+        )
     )
     wait_for(lambda: len(hub.broker.refill_runs(course.id)) == 3, "three occurrences", timeout=30)
     assert hub.broker.member("ada").balance == 15 * MICRO, "as the Hub knows who is in the group"
@@ -105,8 +107,12 @@ def test_refills_are_given_by_the_service_once_also_after_a_kill(
     assert service is not None
     service.kill()
     wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
-    everybody = past.add_refill("FREQ=DAILY", amount=MICRO, audience=["everybody"], **refill)
-    missing = past.add_refill("FREQ=DAILY", amount=MICRO, audience=["members:gone"], **refill)
+    everybody = past.add_refill(
+        past.plan_refill("FREQ=DAILY", amount=MICRO, audience=["everybody"], **refill)
+    )
+    missing = past.add_refill(
+        past.plan_refill("FREQ=DAILY", amount=MICRO, audience=["members:gone"], **refill)
+    )
     hub.wait_pages()  # the Hub looks every 30 seconds, and starts it anew
     wait_for(lambda: len(hub.broker.refill_runs(everybody.id)) == 3, "the rest", timeout=30)
     assert hub.broker.member("bob").balance == 3 * MICRO

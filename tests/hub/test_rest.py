@@ -18,6 +18,7 @@ from gpuspawner.model import MICRO, member_account
 from gpuspawner.scopes import GRANT, READ_USAGE
 from tests.support.hub import ADMIN
 from tests.support.paying_hub import PayingHub
+from tests.support.processes import wait_for
 from tests.support.soak import rounds
 
 CONFIG = f"""
@@ -113,6 +114,25 @@ def test_a_bot_sees_the_accounts_of_its_group_alone(hub: PayingHub) -> None:
         assert call(hub, "bot", "GET", path).status_code == 403, path
 
 
+def test_a_bot_takes_nothing_back(hub: PayingHub) -> None:
+    """It may give: what members have is not the bot's to drain."""
+    before = hub.broker.member("bob").balance
+    refused = grant(hub, "bot", "member:bob", "-5")
+    assert (refused.status_code, refused.json()["error"]) == (403, "not_allowed")
+    assert "take none back: an amount below zero is for admins" in refused.json()["message"]
+    assert hub.broker.member("bob").balance == before
+    lease = hub.broker.find_leases(user="ada").found[-1].id
+    paths = [f"leases/{lease}/refund", f"leases/{lease}/stop", "grants", "rates", "refills"]
+    for path in paths:
+        body = {"reason": "x", "amount": "1", "csv": "bob,1", "rate": "0"}
+        for who in ("bot", "ada", "reporter"):
+            answer = call(hub, who, "POST", path, json=body)
+            assert answer.status_code == 403, (path, who, answer.text)
+    taken = grant(hub, ADMIN, "member:bob", "-5")
+    assert taken.ok and hub.broker.member("bob").balance == before - 5 * MICRO
+    assert grant(hub, "bot", "member:bob", "5").ok
+
+
 def test_who_leaves_the_group_gets_nothing_more(hub: PayingHub) -> None:
     hub.api("DELETE", "groups/ml101/users", json={"users": ["bob"]}).raise_for_status()
     try:
@@ -185,6 +205,9 @@ def test_pages_go_through_a_whole_statement(hub: PayingHub) -> None:
         ({"key": ""}, "'key'"),
         ({"key": "x y"}, "'key'"),
         ({"until": "tomorrow"}, "'until'"),
+        ({"until": "2999-01-01"}, "a moment with its zone"),
+        ({"until": "2999-02-30T00:00:00Z"}, "a moment with its zone"),
+        ({"until": 5}, "'until'"),
         ({"device": "GPU-1"}, "There is no field 'device'"),
     ],
 )
@@ -225,6 +248,99 @@ def test_a_report_of_use(hub: PayingHub) -> None:
     assert len(call(hub, ADMIN, "GET", "usage?by=week").json()["rows"]) == 4
     for query in ("by=x", "from=x", "to=2020-02-30", "from=2026-03-02&to=2026-03-01", "to="):
         assert call(hub, ADMIN, "GET", f"usage?{query}").status_code == 400, query
+
+
+# What admins change.
+
+
+def test_many_are_given_at_once_after_a_dry_run(hub: PayingHub) -> None:
+    before = hub.broker.member("bob").balance
+    body = {"csv": "bob,2.5,\ncleo,1,hello", "reason": "homework"}
+    dry = call(hub, ADMIN, "POST", "grants", json={**body, "dry_run": True}).json()
+    assert (dry["done"], dry["total"], dry["problems"]) == (False, "3.500000", [])
+    assert [line["account"] for line in dry["lines"]] == ["member:bob", "member:cleo"]
+    assert hub.broker.member("bob").balance == before
+    until = "2999-01-01T00:00:00Z"
+    done = call(hub, ADMIN, "POST", "grants", json={**body, "until": until}).json()
+    assert done["done"] and hub.broker.member("bob").balance == before + 5 * MICRO // 2
+    assert hub.broker.ending_of(["member:bob"])["member:bob"][0][1] == 5 * MICRO // 2
+    again = call(hub, ADMIN, "POST", "grants", json=body)
+    assert again.status_code == 409 and "were given at" in again.json()["message"]
+    wrong = {"csv": "zoe,1\nbob,NaN", "reason": "x", "dry_run": True}
+    problems = call(hub, ADMIN, "POST", "grants", json=wrong).json()["problems"]
+    assert [problem["line"] for problem in problems] == [1, 2]
+    assert call(hub, ADMIN, "POST", "grants", json={"csv": 5}).status_code == 400
+
+
+def test_credits_that_end_are_given_until_a_moment(hub: PayingHub) -> None:
+    given = grant(hub, ADMIN, "member:cleo", "4", until="2999-01-01T01:00:00+01:00")
+    assert given.json()["until"] == "2999-01-01T00:00:00.000Z"
+    over = grant(hub, ADMIN, "member:cleo", "4", until="2020-01-01T00:00:00Z")
+    assert (over.status_code, "over already" in over.json()["message"]) == (409, True)
+
+
+def test_a_rate_is_set_and_removed(hub: PayingHub) -> None:
+    body = {"rate": "2.5", "model": "T4", "hours": "Sat, Sun", "zone": "Europe/Vienna"}
+    body |= {"from": "2999-01-01T00:00:00Z", "reason": "weekends"}
+    made = call(hub, ADMIN, "POST", "rates", json=body).json()
+    assert (made["rate_per_hour"], made["from"]) == ("2.500000", "2999-01-01T00:00:00.000Z")
+    assert made in call(hub, ADMIN, "GET", "rates").json()["rates"]
+    for field, value in (("rate", "1,5"), ("rate", 2), ("hours", "x"), ("zone", "Mars"), ("x", 1)):
+        refused = call(hub, ADMIN, "POST", "rates", json={**body, field: value})
+        assert refused.status_code == 400, field
+        assert f"'{field}'" in refused.json()["message"]
+    path = f"rates/{made['id']}/remove"
+    assert call(hub, ADMIN, "POST", path, json={"reason": "over"}).json() == made
+    assert call(hub, ADMIN, "POST", path, json={}).status_code == 404
+
+
+def test_a_refill_is_tried_made_once_and_ended(hub: PayingHub) -> None:
+    body = {"rule": "FREQ=WEEKLY;BYDAY=MO", "amount": "5", "audience": ["members:ml101"]}
+    body |= {"from": "2999-01-01T00:00:00Z", "keep_days": 7, "reason": "term", "key": "term"}
+    tried = call(hub, ADMIN, "POST", "refills", json={**body, "dry_run": True}).json()
+    assert (tried["made"], tried["keep_seconds"]) == (False, 7 * 86400)
+    assert [gift["account"] for gift in tried["gifts"]] == ["member:ada", "member:bob"]
+    assert hub.broker.refills() == []
+    first, second = (call(hub, ADMIN, "POST", "refills", json=body).json() for _ in range(2))
+    assert first == second and len(hub.broker.refills()) == 1
+    told = call(hub, ADMIN, "GET", f"refills/{first['id']}").json()
+    assert told["comes_at"] == tried["comes_at"] and len(told["comes_at"]) == 5
+    other = call(hub, ADMIN, "POST", "refills", json={**body, "amount": "6"})
+    assert (other.status_code, "same key" in other.json()["message"]) == (400, True)
+    for field, value in (("rule", "x"), ("amount", "-1"), ("audience", []), ("keep_days", 0)):
+        refused = call(hub, ADMIN, "POST", "refills", json={**body, field: value, "key": "k"})
+        assert refused.status_code == 400, field
+    ended = call(hub, ADMIN, "POST", f"refills/{first['id']}/end", json={"reason": "over"}).json()
+    assert ended["comes_at"] == [] and hub.broker.refills() == []
+
+
+def test_a_session_is_stopped_and_given_back_in_parts(hub: PayingHub) -> None:
+    lease = hub.start_server("cleo", "stopped", gpus=1, gpu_model="A100")
+    wait_for(lambda: hub.broker.lease(lease.id).charged > 2, "a charge", timeout=60)
+    refused = call(hub, ADMIN, "POST", f"leases/{lease.id}/refund", json={"reason": "x"})
+    assert (refused.status_code, "goes on" in refused.json()["message"]) == (409, True)
+    assert call(hub, ADMIN, "POST", f"leases/{lease.id}/stop", json={}).status_code == 400
+    why = {"reason": "a new fan"}
+    stopped = call(hub, ADMIN, "POST", f"leases/{lease.id}/stop", json=why).json()
+    assert (stopped["outcome"], stopped["end_reason"]) == ("admin", "a new fan")
+    again = call(hub, ADMIN, "POST", f"leases/{lease.id}/stop", json=why)
+    assert again.status_code == 409, again.text
+    wait_for(lambda: hub.broker.lease(lease.id).ended_at, "the stop", timeout=60)
+    cost = hub.broker.lease(lease.id).charged
+    part = {"amount": "0.000001", "reason": "a slow disk", "key": "mail-7"}
+    for _ in range(2):
+        told = call(hub, ADMIN, "POST", f"leases/{lease.id}/refund", json=part).json()
+        assert told["refunded"] == "0.000001"
+        assert Decimal(told["charged"]) * MICRO == cost - 1
+    for amount in ("100000", "0", "-1", "1,5", 1):
+        body = {**part, "amount": amount, "key": "other"}
+        refused = call(hub, ADMIN, "POST", f"leases/{lease.id}/refund", json=body)
+        assert refused.status_code in (400, 409), amount
+    rest = call(hub, ADMIN, "POST", f"leases/{lease.id}/refund", json={"reason": "all"}).json()
+    assert (rest["charged"], rest["outcome"]) == ("0.000000", "refunded")
+    receipt = call(hub, "cleo", "GET", f"leases/{lease.id}/receipt").json()
+    assert receipt["total"] == "0.000000"
+    assert [item["kind"] for item in receipt["items"]][-2:] == ["refund", "refund"]
 
 
 # The document.

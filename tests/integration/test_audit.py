@@ -151,13 +151,15 @@ def test_a_failed_start_that_was_charged(used: Broker) -> None:
 def test_refills_and_credits_that_end(used: Broker) -> None:
     clock: Clock = used.clock  # type: ignore[assignment]
     used.add_refill(
-        "FREQ=DAILY",
-        amount=10 * MICRO,
-        actor="admin",
-        reason="term",
-        audience=["everybody"],
-        starts_at=clock.now + timedelta(days=1),
-        keep=timedelta(days=1),
+        used.plan_refill(
+            "FREQ=DAILY",
+            amount=10 * MICRO,
+            actor="admin",
+            reason="term",
+            audience=["everybody"],
+            starts_at=clock.now + timedelta(days=1),
+            keep=timedelta(days=1),
+        )
     )
     for _ in range(3):
         clock.forward(days=1)

@@ -122,6 +122,32 @@ def test_a_lease_is_refunded(cli: Command, broker: Broker) -> None:
     assert (change.actor, change.action) == ("cli:root", "refund")
 
 
+def test_a_part_of_a_lease_is_refunded_once(cli: Command, broker: Broker) -> None:
+    lease = grant(broker, ADA, devices=1, model="A100")
+    broker.forward(hours=2)
+    broker.release(lease.id, ended_at=broker.clock(), reason="stopped")
+    part = ["refund", lease.id, "--amount", "1.2", "--key", "mail-7", "--reason", "a slow disk"]
+    said = cli(*part).stdout
+    assert "Gave 1.20 credits back" in said and "It cost 6.00 now" in said
+    assert "with the key 'mail-7' was made before" in cli(*part).stdout
+    assert "another amount" in cli(*part[:3], "1.3", *part[4:], code=1).stderr
+    for amount, code, words in (
+        ("6.000001", 1, "at most 6.000000"),
+        ("-1", 1, "more than 0"),
+        ("0", 2, "nothing would change"),
+        ("1,5", 2, "1,5"),
+        ("NaN", 2, "NaN"),
+    ):
+        refused = cli("refund", lease.id, "--amount", amount, "--reason", "x", code=code)
+        assert words in refused.stderr, amount
+    assert broker.member("ada").balance == 94 * MICRO
+    rest = cli.json("refund", lease.id, "--reason", "all of it")
+    assert (rest["refunded"], rest["left"], rest["balance"]) == (
+        *("6.000000", "0.000000"),
+        "100.000000",
+    )
+
+
 def test_a_transfer_is_reversed_by_the_first_letters_of_its_id(
     cli: Command, broker: Broker
 ) -> None:

@@ -37,8 +37,10 @@ def test_each_occurrence_is_given_once_whenever_it_is_killed(database_url: str) 
     broker = open_broker(database_url, clock, opening_grant=0)
     for number in range(MEMBERS):
         broker.open_account(f"user{number}")
-    add = broker.add_refill("FREQ=DAILY", **_refill(T0, 3))
-    ends = broker.add_refill("FREQ=DAILY;INTERVAL=2", **_refill(T0, 1), keep=timedelta(days=1))
+    add = broker.add_refill(broker.plan_refill("FREQ=DAILY", **_refill(T0, 3)))
+    ends = broker.add_refill(
+        broker.plan_refill("FREQ=DAILY;INTERVAL=2", **_refill(T0, 1), keep=timedelta(days=1))
+    )
     clock.forward(days=DAYS)
     random_pauses = random.Random(7)
     for _ in range(rounds(60)):

@@ -10,12 +10,13 @@ from playwright.sync_api import Page
 SOURCE = Path(axe_core_python.__file__).with_name("axe.min.js")
 
 
-def troubles(page: Page) -> list[str]:
-    """Serious and critical findings, each with the first element that has it."""
+def troubles(page: Page, *also: str) -> list[str]:
+    """Serious and critical findings, each with the first element that has it; ``also`` those of
+    these rules."""
     page.evaluate(SOURCE.read_text(encoding="utf-8"))
     found = page.evaluate("axe.run()")
     return [
         f"{finding['impact']} {finding['id']}: {finding['nodes'][0]['html'][:200]}"
         for finding in found["violations"]
-        if finding["impact"] in ("serious", "critical")
+        if finding["impact"] in ("serious", "critical") or finding["id"] in also
     ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpuspawner.errors import LedgerError
 from gpuspawner.ledger.entries import TransferKind
-from gpuspawner.ledger.lots import Flow, Lot, Use, expiry, left_of
+from gpuspawner.ledger.lots import Flow, Lot, Use, expiry, lasts, left_of
 from gpuspawner.model import MICRO
 
 T0 = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
@@ -165,3 +165,47 @@ def test_the_time_of_an_end_is_what_counts_and_not_when_it_is_known(
             for use in known
         ]
         assert left_of(lots, Flow(late), hour(at)) == left_of(lots, Flow(known), hour(at))
+
+
+# How long they last.
+
+
+def test_what_ends_soon_does_not_last() -> None:
+    day = timedelta(days=1)
+    assert lasts([], 10, 0) is None
+    assert lasts([], 10 * MICRO, MICRO) == timedelta(hours=10)
+    assert lasts([(timedelta(hours=4), 10 * MICRO)], 10 * MICRO, MICRO) == timedelta(hours=4)
+    assert lasts([(timedelta(hours=4), 9 * MICRO)], 10 * MICRO, MICRO) == timedelta(hours=5)
+    assert lasts([(day, 6 * MICRO), (2 * day, 6 * MICRO)], 12 * MICRO, MICRO) == day / 2
+    assert lasts([(day, MICRO)], 0, MICRO) == timedelta(0)
+    assert lasts([(day, 2 * MICRO)], -MICRO, MICRO) == timedelta(0)
+    assert lasts([(day, MICRO)], 10**30, 1) is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 10**9)), max_size=5),
+    st.integers(0, 10**9),
+    st.integers(3_600_000, 10**9),
+)
+def test_they_last_until_nothing_is_left(
+    ending: list[tuple[int, int]], free: int, rate: int
+) -> None:
+    """As the lots themselves are settled."""
+    spans = [(timedelta(seconds=seconds), amount) for seconds, amount in ending]
+    found = lasts(spans, free + sum(amount for _, amount in ending), rate)
+    assert found is not None
+
+    def left(span: timedelta) -> int:
+        now = T0 + span
+        lots = [
+            Lot(id=str(n), account="member:a", amount=amount, starts_at=T0, ends_at=T0 + end)
+            for n, (end, amount) in enumerate(spans)
+        ]
+        use = Use(rate, T0)
+        gone = left_of(lots, Flow([use], [(T0, free)]), now)
+        lost = sum(gone[lot.id] for lot in lots if lot.ends_at <= now)
+        return free + sum(lot.amount for lot in lots) - lost - use.cost(now)
+
+    assert left(found) <= len(ending) + 1
+    if found > timedelta(seconds=1):
+        assert left(found - timedelta(seconds=1)) > 0

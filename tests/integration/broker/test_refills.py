@@ -33,7 +33,9 @@ def refill(broker: Broker, rule: str = "FREQ=DAILY", credits: float = 10, **more
     if "BYHOUR" not in rule:
         more.setdefault("starts_at", broker.clock() + timedelta(days=1))
     amount = round(credits * MICRO)
-    return broker.add_refill(rule, amount=amount, actor="root", reason="term", **more)
+    return broker.add_refill(
+        broker.plan_refill(rule, amount=amount, actor="root", reason="term", **more)
+    )
 
 
 def catch_up(broker: Broker, members: dict[str, list[str]] | None = None) -> int:
@@ -135,14 +137,47 @@ def test_the_beginning_is_the_first_occurrence_if_the_rule_allows_it(
 ) -> None:
     clock.forward(seconds=20.5)
     amount = {"amount": MICRO, "audience": ["everybody"], "actor": "root", "reason": "term"}
-    first = broker.add_refill("FREQ=DAILY;COUNT=2", **amount)
+    first = broker.add_refill(broker.plan_refill("FREQ=DAILY;COUNT=2", **amount))
     assert first.next_at == T0 + timedelta(minutes=1)
-    monday = broker.add_refill("FREQ=WEEKLY;BYDAY=MO", **amount)
+    monday = broker.add_refill(broker.plan_refill("FREQ=WEEKLY;BYDAY=MO", **amount))
     assert monday.next_at == T0 + timedelta(days=2, minutes=1)
     clock.forward(minutes=1)
     assert catch_up(broker) == 1
     clock.forward(days=1)
     assert catch_up(broker) == 1 and credits_of(broker) == 2
+
+
+def test_the_same_key_makes_it_once(broker: Broker) -> None:
+    made = refill(broker, key="term-1")
+    assert refill(broker, key="term-1").id == made.id and len(broker.refills()) == 1
+    with pytest.raises(InvalidRequest, match="with the same key, and is another one"):
+        refill(broker, key="term-1", credits=11)
+    with pytest.raises(InvalidRequest, match="another one"):
+        refill(broker, key="term-1", zone="Europe/Vienna")
+    broker.end_refill(made.id, actor="root")
+    assert refill(broker, key="term-1").ended_at is not None, "what was ended stays so"
+    assert refill(broker, key="term-2").id != made.id
+    assert [change.action for change in broker.trail()] == [
+        "refill_add",
+        "refill_end",
+        "refill_add",
+    ]
+
+
+def test_eight_make_it_with_one_key_at_once(broker: Broker) -> None:
+    gate, made = threading.Barrier(8), []
+
+    def run() -> None:
+        gate.wait(30)
+        made.append(refill(broker, key="term-1").id)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(made) == 8 and len(set(made)) == 1
+    assert len(broker.refills()) == 1 and len(broker.trail()) == 1
 
 
 # How much.
@@ -302,7 +337,9 @@ def test_a_refill_that_makes_no_sense_is_refused(
     values |= wrong
     amount = values.pop("credits") * MICRO
     with pytest.raises(InvalidRequest, match=words):
-        broker.add_refill(values.pop("rule"), amount=amount, actor="root", **values)
+        broker.add_refill(
+            broker.plan_refill(values.pop("rule"), amount=amount, actor="root", **values)
+        )
     assert broker.refills() == [] and broker.trail() == []
 
 

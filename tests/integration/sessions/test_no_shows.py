@@ -3,7 +3,10 @@ clock is the test's."""
 
 from __future__ import annotations
 
+import pytest
+
 from gpuspawner.broker import Broker
+from gpuspawner.errors import CannotStop, InvalidRequest, UnknownLease
 from gpuspawner.ledger.rules import owed
 from gpuspawner.model import MICRO, Lease, NoticeKind
 from tests.support.rounds import RATE, START, Clock
@@ -95,3 +98,20 @@ def test_an_order_stays_and_says_who_gave_it(broker: Broker, clock: Clock) -> No
     assert broker.order_stop(lease.id, "admin", actor="lee", reason="other") == ended
     (notice,) = told(broker, "ada", NoticeKind.STOPPED)
     assert notice.body.startswith("The machine gets a new fan. Your files")
+
+
+def test_an_admin_hears_that_there_is_nothing_to_stop(broker: Broker, clock: Clock) -> None:
+    lease = session(broker, "ada")
+    for reason, words in (("", "reason is missing"), ("x" * 301, "300 is the most")):
+        with pytest.raises(InvalidRequest, match=words):
+            broker.stop(lease.id, actor="kim", reason=reason)
+    with pytest.raises(UnknownLease):
+        broker.stop("nothing", actor="kim", reason="a fan")
+    broker.stop(lease.id, actor="kim", reason="a fan")
+    with pytest.raises(CannotStop, match=r"is being stopped already \(a fan\)"):
+        broker.stop(lease.id, actor="lee", reason="other")
+    broker.release(lease.id, ended_at=clock.now, reason="stopped")
+    with pytest.raises(CannotStop, match="has stopped already"):
+        broker.stop(lease.id, actor="lee", reason="other")
+    assert [change.actor for change in broker.trail()] == ["kim"]
+    assert broker.lease(lease.id).end_reason == "a fan"
