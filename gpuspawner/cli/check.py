@@ -19,8 +19,9 @@ from ..broker.broker import utcnow
 from ..broker.view import COUNTED, DeviceView
 from ..catalog import Catalog, load
 from ..engines.probe import Finding, Status
-from ..errors import ConfigError, GPUSpawnerError
-from ..model import DeviceStatus, Inventory
+from ..errors import ConfigError, GPUSpawnerError, TooMuchAsked
+from ..model import DeviceStatus, Inventory, Request
+from ..pool import must_run
 from .check_database import check_database
 from .config import DEFAULT_FILE, Settings
 from .devices import look
@@ -86,6 +87,8 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[Finding
     yield finding
     finding, inventory = _devices(settings, readable)
     yield finding
+    if catalog is not None and (old := _too_old(catalog, inventory)):
+        yield Finding("driver", Status.FAIL, old, "Install a newer driver, or change the entry.")
     if hub is None:
         for name in LEANING_ON_HUB:
             yield Finding(name, Status.UNCHECKED, "The configuration is not valid.")
@@ -145,6 +148,22 @@ def _catalog(hub: Hub) -> tuple[Finding, Catalog | None]:
         return Finding(name, Status.FAIL, error.message, remedy), None
     text = f"{path}: {count(len(catalog.environments), 'environment')}"
     return Finding(name, Status.OK, text), catalog
+
+
+def _too_old(catalog: Catalog, inventory: Inventory) -> str:
+    """The first environment that this machine's driver is too old for, in words; else empty."""
+    for environment in catalog.environments:
+        request = Request(
+            devices=1,
+            environment=environment.slug,
+            min_driver=environment.min_driver,
+            min_cuda=environment.min_cuda,
+        )
+        try:
+            must_run(request, inventory)
+        except TooMuchAsked as error:
+            return error.message.partition(". ")[0] + "."
+    return ""
 
 
 # Devices.

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from tests.support.command import Command
+from tests.support.nvml import nvml_library as nvml
+from tests.support.nvml.nvml_library import gpus
 from tests.support.processes import REPO
 
 CATALOG = """
@@ -95,3 +97,24 @@ def test_the_schema_is_printed_for_editors(cli: Command) -> None:
     assert list(validator.iter_errors(shipped)) == []
     shipped["environments"][0]["colour"] = "red"
     assert [error.validator for error in validator.iter_errors(shipped)] == ["additionalProperties"]
+
+
+def test_a_driver_that_is_too_old_for_an_environment_is_red(cli: Command, tmp_path: Path) -> None:
+    library = nvml.build_nvml_library(tmp_path)
+    nvml.write_fleet(tmp_path / "fleet", gpus(1))
+    seen = nvml.environment(library, tmp_path / "fleet")
+    (cli.folder / "catalog.yaml").write_text(
+        "environments:\n"
+        "  - {slug: fits, image: x, min_driver: '550.54', min_cuda: '12.4'}\n"
+        "  - {slug: new, image: x, min_driver: '550.54.16'}\n"
+    )
+    (cli.folder / "jupyterhub_config.py").write_text(
+        "c.JupyterHub.spawner_class = 'gpu-local'\nc.GPUSpawnerMixin.catalog = 'catalog.yaml'\n"
+    )
+    done = cli("check", "--no-containers", "--json", code=1, **seen)
+    (driver,) = (each for each in json.loads(done.stdout)["checks"] if each["name"] == "driver")
+    assert (driver["status"], driver["text"]) == (
+        "fail",
+        "The environment 'new' needs NVIDIA driver 550.54.16 or newer, and this machine has "
+        "550.54.15.",
+    )
