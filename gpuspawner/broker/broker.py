@@ -89,7 +89,7 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlook
         look = self.look()
         with self.store.read() as connection:
             taken, closed = leases.taken(connection), closures.load(connection)
-            waiting, rates = len(tickets.versions(connection)), self.rates_in(connection)
+            waiting, rates = tickets.count(connection), self.rates_in(connection)
         views = view.device_views(look.devices, taken, closed)
         return view.Overview(
             devices=views,
