@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -66,6 +67,21 @@ class CatalogHub(PayingHub):
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogHub]:
     with CatalogHub(tmp_path_factory.mktemp("catalog") / "hub") as hub:
         yield hub
+
+
+def wild() -> str:
+    """Markup in every text that a catalog may hold."""
+    bad = '<script>alert("{0}")</script><img src=x onerror=alert("{0}")>'
+    keys = ("display_name", "summary", "description", "maintainer")
+    lines = [f"{key}: '{bad.format(key)}'" for key in keys]
+    lines += [f"frameworks: {{'{bad.format('framework')}': '{bad.format('version')}'}}"]
+    lines += [f"links: {{'{bad.format('link')}': 'https://example.org/?<script>alert(1)'}}"]
+    lines += [f"allowed_groups: ['{bad.format('group')}']", "packages: wild.txt"]
+    lines += ["changes: wild.md", "sample_notebook: wild.ipynb"]
+    option = f"{{display_name: '{bad.format('option')}', choices: {{x: {{display_name: "
+    lines += [f"profile_options: {{o: {option}'{bad.format('choice')}'}}}}}}}}"]
+    body = "".join(f"        {line}\n" for line in lines)
+    return f"{CATALOG}      - slug: wild\n        image: none\n{body}"
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +167,11 @@ def test_choices_within_an_environment_reach_the_server(hub: CatalogHub) -> None
     hub.start_server("hal", environment="one", gpus=0, options=["one.size=large", "two.x=y"])
     assert (variables("gil")["SIZE"], variables("hal")["SIZE"]) == ("usual", "large")
     assert variables("hal")["KEPT"] == "yes it is"
+    assert 'value="one.size=large"' in hub.form("kay")
+    chosen = {"environment": "one", "gpus": "0", "options": ["one.size=large"]}
+    hub.post_form(hub.session("kay"), "/hub/spawn/kay", chosen)
+    hub.wait_server("kay")
+    assert variables("kay")["SIZE"] == "large"
     wrong = hub.spawn("ida", {"environment": "one", "options": {"size": "huge"}})
     assert message(wrong) == "Number one has no 'huge' for 'size'. Choose one of: usual, large."
     wrong = hub.spawn("ida", {"environment": "two", "options": {"size": "large"}})
@@ -181,6 +202,41 @@ def test_ten_thousand_environments(hub: CatalogHub) -> None:
     wrong = message(hub.spawn("lea", {"environment": "nothing-like-it"}))
     assert wrong.endswith("more.") and len(wrong) < 500
     assert "Did you mean 'e-9999'" in message(hub.spawn("lea", {"environment": "e-99999"}))
+
+
+def test_markup_stays_words_on_every_page(hub: CatalogHub) -> None:
+    bad = '<script>alert("file")</script><img src=x onerror=alert("file")>'
+    (hub.folder / "wild.md").write_text(f"{bad}\n\n[x](javascript:alert(1))")
+    (hub.folder / "wild.txt").write_text(f"{bad}==1.0\n")
+    cells = [
+        {"cell_type": "markdown", "metadata": {}, "source": bad},
+        {
+            "cell_type": "code",
+            "metadata": {},
+            "source": bad,
+            "execution_count": 1,
+            "outputs": [
+                {"output_type": "stream", "name": "stdout", "text": bad},
+                {"output_type": "display_data", "metadata": {}, "data": {"text/html": bad}},
+            ],
+        },
+    ]
+    notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}
+    (hub.folder / "wild.ipynb").write_text(json.dumps(notebook))
+    hub.write(wild().replace("allowed_groups:", "# allowed_groups:"))
+    pages = [hub.form("ada")]
+    for path in ("environments", "environments/wild"):
+        answer = requests.get(f"{hub.url}/hub/{path}", headers=NAVIGATION, timeout=SOON)
+        assert answer.status_code == 200, answer.text
+        pages.append(answer.text)
+    for page in pages:
+        assert "alert(" in page, "it is shown, as words"
+        for tag in ("<script>alert", "<img src=x", 'javascript:alert(1)"'):
+            assert tag not in page
+    # Its group is no group's name here; whoever may not use it is told so, in words.
+    hub.write(wild())
+    refused = message(hub.spawn("mia", {"environment": "wild"}))
+    assert refused.startswith("You may not use the environment 'wild'")
 
 
 def test_the_schema_for_editors_is_there_for_everybody(hub: CatalogHub) -> None:
