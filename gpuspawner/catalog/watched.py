@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import ConfigError, GPUSpawnerError
 from . import Catalog, load
 
-AT_ONCE = 500_000
+AT_ONCE = 100_000
 """Bytes of a catalog that is read while somebody waits for it; a larger one is read beside."""
 
 AGAIN = 5.0
