@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.support import axe
 from tests.support.browser import screenshot
+from tests.support.catalog_files import EVIL, FILES
 from tests.support.gpu_hub import text_of
 from tests.support.hub import NAVIGATION, USER_PASSWORD
 from tests.support.paying_hub import PayingHub
@@ -21,80 +21,6 @@ from tests.support.processes import wait_for
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 SLOW = 60_000
 """Milliseconds for a page or a server, on a machine with other things to do."""
-
-EVIL = "<script>document.title='ran'</script><img src=x onerror=\"document.title='ran'\">"
-
-CATALOG = f"""
-environments:
-  - slug: torch
-    display_name: PyTorch
-    summary: Deep learning, with everything for a course.
-    description: "Open `train.ipynb` first.\\n\\n- one\\n- two\\n\\n[Docs](https://pytorch.org/docs)"
-    image: "torch:2.5"
-    default: true
-    logo: torch.svg
-    frameworks: {{PyTorch: "2.5.1", CUDA: "12.4"}}
-    devices: {{default: 1, max: 2}}
-    hours: {{default: 2, max: 8}}
-    mem_limit: 16G
-    profile_options:
-      room:
-        display_name: Memory
-        choices:
-          usual: {{display_name: 16 GB}}
-          more: {{display_name: 64 GB, mem_limit: 64G}}
-    maintainer: The lab
-    tested_on: 2026-10-01
-    packages: packages.txt
-    changes: changes.md
-    sample_notebook: sample.ipynb
-    links: {{The course: "https://lab.example/course"}}
-  - slug: jax
-    display_name: JAX
-    summary: Arrays and gradients.
-    image: x
-    frameworks: {{JAX: "0.4.35"}}
-    models: [T4]
-  - slug: plain
-    display_name: JupyterLab
-    summary: Notes and files.
-    image: x
-    devices: {{max: 0}}
-  - slug: evil
-    display_name: {json.dumps("Evil " + EVIL)}
-    summary: {json.dumps(EVIL)}
-    description: {json.dumps(EVIL + " [x](javascript:alert(1))")}
-    maintainer: {json.dumps(EVIL)}
-    image: x
-    devices: {{max: 0}}
-  - slug: staff
-    display_name: For the staff
-    image: x
-    allowed_groups: [staff]
-"""
-
-NOTEBOOK = {
-    "nbformat": 4,
-    "nbformat_minor": 5,
-    "metadata": {},
-    "cells": [
-        {"cell_type": "markdown", "source": "## Train a model"},
-        {
-            "cell_type": "code",
-            "source": "print(40 + 2)",
-            "outputs": [{"output_type": "stream", "name": "stdout", "text": "42\n"}],
-        },
-    ],
-}
-
-FILES = {
-    "catalog.yaml": CATALOG,
-    "packages.txt": "torch==2.5.1\nnumpy==2.1.3\n",
-    "changes.md": "- PyTorch 2.5.1\n",
-    "sample.ipynb": json.dumps(NOTEBOOK),
-    "torch.svg": '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9">'
-    '<rect width="9" height="9" fill="#c34"/><script>alert(1)</script></svg>',
-}
 
 
 @pytest.fixture(scope="module")
