@@ -178,6 +178,8 @@ def _append(c: Config, setting: str, entry: Any) -> None:
 
 def _environment(c: Config) -> dict[str, str]:
     settings = {section: _plain_section(c, section) for section in SECTIONS}
+    if catalog := _catalog_to_pull(c):
+        settings["Accounting"].setdefault("catalog", catalog)
     database = settings["Broker"].pop("database_url", None) or default_url()
     # The secrets of channels too, where their URLs name variables and not files.
     named = set(re.findall(r"\{env:([^{}\s]+)\}", json.dumps(settings["Notifier"])))
@@ -193,6 +195,19 @@ def _environment(c: Config) -> dict[str, str]:
         "GPUSPAWNER_CONFIG": json.dumps(settings),
         "GPUSPAWNER_HUB_PID": str(os.getpid()),
     }
+
+
+def _catalog_to_pull(c: Config) -> str:
+    """The catalog of a Docker spawner that pulls images; empty when there is none."""
+    found: dict[str, Any] = {}
+    for section in ("DockerSpawner", "GPUSpawnerMixin", "GPUDockerSpawner"):
+        found |= c.get(section, {})
+    pulls = str(found.get("pull_policy", "")).lower() not in ("never", "skip")
+    local = "local" in str(c.JupyterHub.get("spawner_class", "")).lower()
+    path = found.get("catalog")
+    if not isinstance(path, (str, os.PathLike)) or not path or local or not pulls:
+        return ""
+    return str(os.path.abspath(path))
 
 
 def _engine_url(c: Config) -> str:

@@ -25,6 +25,7 @@ from ..broker import Broker
 from ..engines import DockerEngine, Engine, LocalEngine
 from ..errors import ConfigError, GPUSpawnerError, Unavailable
 from ..store.granter import hub_name
+from .ahead import PullsAhead
 from .credits import Credits
 from .hub import Hub
 from .leaving import Leaving
@@ -54,7 +55,7 @@ LEAVING_EVERY = 600.0
 ENGINES: dict[str, Callable[[], Engine]] = {"docker": DockerEngine, "local": LocalEngine}
 
 
-class Accounting(Application):
+class Accounting(PullsAhead, Application):
     """Charges, warns, stops what nobody pays for, reconciles, tells members, serves the pages.
 
     The Hub runs it as a service; ``gpuspawner.add_services(c)`` says so in its configuration.
@@ -228,6 +229,7 @@ class Accounting(Application):
                 self._hub_gone(stop),
             )
         ]
+        self.pull_ahead(tick.broker)
         try:
             await stop.wait()
         finally:

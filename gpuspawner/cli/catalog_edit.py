@@ -15,7 +15,6 @@ import yaml
 from ..catalog import Catalog, Environment, load
 from ..errors import ConfigError
 
-
 _SHARED = "other entries share what would be changed"
 
 

@@ -65,8 +65,8 @@ def grammar(add: Add) -> None:
 
 def add_entry(arguments: argparse.Namespace, settings: Settings) -> int:
     """Make a catalog entry from an image's labels, and print or append it."""
-    client, _ = _engine(settings)
-    image = _present(client, arguments.image)
+    client, hub = _engine(settings)
+    image = _present(client, hub, arguments.image)
     packages = packages_of(client, arguments.image)
     entry = entry_of(arguments.image, image.labels, packages, arguments.slug)
     Catalog.from_mapping({"environments": [entry]}, f"the entry of {arguments.image}")
@@ -91,14 +91,14 @@ def add_entry(arguments: argparse.Namespace, settings: Settings) -> int:
 def pull_images(arguments: argparse.Namespace, settings: Settings) -> int:
     """Pull the images of environments, one after the other."""
     chosen = _chosen(load(catalog_file(arguments, settings)), arguments.slugs)
-    client, _ = _engine(settings)
+    client, hub = _engine(settings)
     told = []
-    for image in dict.fromkeys(environment.image for environment in chosen):
+    for image in dict.fromkeys(image for each in chosen for image in each.images):
         if local(client, image):
             told.append({"image": image, "state": "here", "why": ""})
             continue
         try:
-            follow(image, pull(client, image))
+            follow(image, pull(hub.connect, image))
             told.append({"image": image, "state": "pulled", "why": ""})
         except ImageUnavailable as error:
             told.append({"image": image, "state": "failed", "why": error.message})
@@ -140,18 +140,17 @@ def check_images(arguments: argparse.Namespace, settings: Settings) -> int:
     """Whether each environment's image is here, as pinned, and the newest."""
     found = load(catalog_file(arguments, settings))
     client, _ = _engine(settings)
-    findings = [_look(client, environment) for environment in found.environments]
+    findings = [_look(client, e.slug, image) for e in found.environments for image in e.images]
     _print(arguments, findings)
     return int(any(finding.status is Status.FAIL for finding in findings))
 
 
-def _look(client: docker.APIClient, environment: Environment) -> Finding:
-    name, image = environment.slug, environment.image
+def _look(client: docker.APIClient, name: str, image: str) -> Finding:
     here = local(client, image)
     if here is None:
         text = f"{image} is not here: the first start would wait for a pull."
         return Finding(name, Status.FAIL, text, f"gpuspawner catalog pull {name}")
-    has = environment.image_digest or here.digest_in(image)
+    has = image.partition("@")[2] or here.digest_in(image)
     if not has:
         return Finding(name, Status.OK, f"{image} is here; it was built on this machine.")
     try:
@@ -172,7 +171,7 @@ def update(arguments: argparse.Namespace, settings: Settings) -> int:
     """Pull the newest image, try it, and only then write its digest into the catalog."""
     file = CatalogFile(catalog_file(arguments, settings))
     environment = file.catalog.get(arguments.slug)
-    client, _ = _engine(settings)
+    client, hub = _engine(settings)
     old = _old(client, environment)
     digest = offered(client, environment.image)
     if digest == environment.image_digest:
@@ -181,7 +180,7 @@ def update(arguments: argparse.Namespace, settings: Settings) -> int:
     image = pinned(environment.image, digest)
     if not local(client, image):
         # By its digest only: members go on with the image that has the tag here.
-        follow(image, pull(client, image))
+        follow(image, pull(hub.connect, image))
     found = smoke(client, image, first_page=environment.default_url)
     if not passed(found):
         _print(arguments, found)
@@ -231,7 +230,7 @@ def prune(arguments: argparse.Namespace, settings: Settings) -> int:
     """Show, or remove, images of environments that are environments no more."""
     found = load(catalog_file(arguments, settings))
     client, hub = _engine(settings)
-    named = [environment.image for environment in found.environments]
+    named = [image for each in found.environments for image in each.images]
     named += [str(getattr(hub.spawner, "image", ""))] if hub.uses_docker else []
     told = []
     for each in removable(client, list(filter(None, named))):
@@ -278,11 +277,11 @@ def _engine(settings: Settings) -> tuple[docker.APIClient, Any]:
         ) from error
 
 
-def _present(client: docker.APIClient, image: str) -> LocalImage:
+def _present(client: docker.APIClient, hub: Any, image: str) -> LocalImage:
     """The image, pulled if it is not here. Raises ImageUnavailable."""
     found = local(client, image)
     if found is None:
-        follow(image, pull(client, image))
+        follow(image, pull(hub.connect, image))
         found = local(client, image)
     if found is None:
         raise ImageUnavailable(image=image, why="it went again", remedy="Try again in a moment.")

@@ -66,9 +66,9 @@ class Hub:
         """Whether the engine runs on this machine, as far as its address tells."""
         return self.engine_address.startswith(("unix:", "/", "http+unix:"))
 
-    def connect(self) -> docker.APIClient:
-        """A client with the spawner's own settings."""
-        settings: dict[str, Any] = {"version": "auto", "timeout": ENGINE_SECONDS}
+    def connect(self, timeout: float = ENGINE_SECONDS) -> docker.APIClient:
+        """A client with the spawner's own settings; ``timeout`` is in seconds."""
+        settings: dict[str, Any] = {"version": "auto", "timeout": timeout}
         if self.uses_docker and self.spawner.tls_config:
             settings["tls"] = docker.tls.TLSConfig(**self.spawner.tls_config)
         settings.update(kwargs_from_env())

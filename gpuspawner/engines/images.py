@@ -116,15 +116,15 @@ def removable(client: docker.APIClient, named: Collection[str]) -> list[Removabl
 
 def remove(client: docker.APIClient, image: LocalImage) -> str:
     """Remove it by all of its names; why not, when the engine says that it is needed."""
-    try:
-        for name in (*image.tags, *image.digests) or (image.id,):
+    for name in (*image.tags, *image.digests) or (image.id,):
+        try:
             client.remove_image(name)
-    except NotFound:
-        return ""  # it went with its last name
-    except APIError as error:
-        return words_of(error)
-    except (DockerException, requests.RequestException, OSError) as error:
-        raise EngineUnavailable() from error
+        except NotFound:
+            continue  # it went with another name
+        except APIError as error:
+            return words_of(error)
+        except (DockerException, requests.RequestException, OSError) as error:
+            raise EngineUnavailable() from error
     return ""
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import docker
@@ -13,6 +14,9 @@ from docker.errors import DockerException, StreamParseError
 
 from ..errors import ImageUnavailable
 from .probe import words_of
+
+Connect = Callable[[float], docker.APIClient]
+"""Makes a client of the engine, with a timeout in seconds."""
 
 SILENT_SECONDS = 300.0
 """Seconds without a word of the engine after which a pull is given up. It tells of each piece
@@ -44,7 +48,8 @@ _WHY = (
     ),
     (
         r"timed? ?out|deadline exceeded|connection (refused|reset)|no such host|unexpected EOF|"
-        r"\bEOF\b|TLS handshake|network is unreachable|temporary failure|name resolution",
+        r"\bEOF\b|byte range|TLS handshake|network is unreachable|temporary failure|"
+        r"name resolution",
         "its registry does not answer, or stopped in the middle",
         _LATER,
     ),
@@ -81,23 +86,18 @@ def split_image(image: str) -> tuple[str, str]:
 
 
 def pull(
-    client: docker.APIClient, image: str, silent: float = SILENT_SECONDS
-) -> Iterator[Progress]:
+    connect: Connect, image: str, silent: float = SILENT_SECONDS
+) -> Generator[Progress, None, None]:
     """Pull ``image`` and say how far it is. Raises ImageUnavailable.
 
-    A digest is proved by the engine: another image under its name is refused. To give up is to
-    close the iterator: the engine then stops, unless somebody else pulls the same.
+    ``connect`` makes a client with a timeout in seconds, for this pull alone. A digest is proved
+    by the engine: another image under its name is refused. To give up is to close the
+    generator: the engine then stops, unless somebody else pulls the same.
     """
-    repository, tag = split_image(image)
-    client.timeout = silent
-    progress = _Layers()
     try:
-        for event in client.pull(repository, tag, stream=True, decode=True):
-            if "error" in event:
-                raise unavailable(image, str(event["error"]))
-            if progress.hear(event):
-                yield progress.now()
-        yield progress.now()
+        with closing(connect(silent)) as client:
+            _limit(client, silent)
+            yield from _pull(client, image)
     except (requests.Timeout, urllib3.exceptions.ReadTimeoutError, TimeoutError) as error:
         why = f"nothing came from its registry for {silent:.0f} seconds"
         raise ImageUnavailable(image=image, why=why, remedy=_LATER) from error
@@ -105,6 +105,27 @@ def pull(
         raise ImageUnavailable(image=image, why="the engine stopped", remedy=_LATER) from error
     except _NO_ANSWER as error:
         raise unavailable(image, words_of(error)) from error
+
+
+def _limit(client: docker.APIClient, silent: float) -> None:
+    """Give up a silent pull: docker-py itself waits for one as long as it takes."""
+    post = client.post
+
+    def patient(url: str, **kwargs: Any) -> Any:
+        return post(url, **{**kwargs, "timeout": silent})
+
+    client.post = patient
+
+
+def _pull(client: docker.APIClient, image: str) -> Generator[Progress, None, None]:
+    repository, tag = split_image(image)
+    progress = _Layers()
+    for event in client.pull(repository, tag, stream=True, decode=True):
+        if "error" in event:
+            raise unavailable(image, str(event["error"]))
+        if progress.hear(event):
+            yield progress.now()
+    yield progress.now()
 
 
 class _Layers:

@@ -212,7 +212,7 @@ class GPUDockerSpawner(GPUDockerFiles, DockerSpawner):
                     cause = f"the image {image} is not on this machine, and pulling is off"
                     raise StartFailed(cause=cause) from None
         self.said.say(f"Pulling {image}", 15)
-        pulls: Pulls = self.shared("gpuspawner_pulls", lambda: Pulls(lambda: self.connect(3600)))
+        pulls: Pulls = self.shared("gpuspawner_pulls", lambda: Pulls(self.connect))
         await pulls.pull(image, lambda message: self.said.say(message, 20))
 
     async def create_object(self) -> Any:

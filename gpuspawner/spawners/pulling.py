@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import docker
-
-from ..engines.pulls import Progress, pull
+from ..engines.pulls import Connect, Progress, pull
 from ..errors import ImageUnavailable, StartFailed
 
 SAY_EVERY = 0.5
@@ -21,7 +19,7 @@ SAY_EVERY = 0.5
 class Pulls:
     """The pulls of one hub: an image is pulled once, whoever waits for it."""
 
-    def __init__(self, connect: Callable[[], docker.APIClient], at_once: int = 4) -> None:
+    def __init__(self, connect: Connect, at_once: int = 4) -> None:
         self._connect = connect
         self._turns = asyncio.Semaphore(at_once)
         self._running: dict[str, asyncio.Future[None]] = {}
@@ -66,15 +64,12 @@ class Pulls:
         return tell
 
     def _pull(self, image: str, tell: Callable[[str], None]) -> None:
-        client = self._connect()
         try:
-            for message in sentences(image, pull(client, image)):
+            for message in sentences(image, pull(self._connect, image)):
                 tell(message)
         except ImageUnavailable as error:
             why = error.fields["why"]
             raise StartFailed(cause=f"the image {image} could not be pulled ({why})") from error
-        finally:
-            client.close()
 
 
 def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:

@@ -155,7 +155,7 @@ def test_base_has_nothing_to_compile_and_says_what_is_inside(
     """Every module that a server imports has bytecode that Python takes as it is."""
     look = "import jupyterlab.labapp, jupyterhub.singleuser, sys, os.path"
     stale = "[n for n, m in list(sys.modules.items()) if (f := getattr(m, '__file__', None))"
-    stale += " and f.endswith('.py') and not fresh(f, m.__cached__)]"
+    stale += " and f.endswith('.py') and (c := getattr(m, '__cached__', None)) and not fresh(f, c)]"
     fresh = "int.from_bytes(open(c, 'rb').read(16)[8:12], 'little') == int(os.path.getmtime(f))"
     code = f"{look}; fresh = lambda f, c: os.path.exists(c) and {fresh}; print({stale})"
     assert shell(clean_engine, images.BASE, f'python -B -c "{code}"') == "[]"

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import random
+import re
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,8 @@ class SlowRegistry:
         """Whether blobs are of the right size and hold something else."""
         self.moved: dict[str, str] = {}
         """What is sent for a manifest's digest: another digest's manifest."""
+        self.sent = 0
+        """Bytes of blobs that went out."""
         self._goes_on = Event()
         self._blobs: dict[str, bytes] = {}
         self._manifests: dict[str, bytes] = {}
@@ -140,35 +143,55 @@ def _handler(registry: SlowRegistry) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             what, _, name = self.path.rpartition("/")
             if self.path == "/v2/":
-                self._answer(b"{}", "application/json")
-            elif what.endswith("/manifests"):
-                self._answer(registry.manifest(name), MANIFEST)
-            elif what.endswith("/blobs"):
-                self._answer(registry.blob(name), "application/octet-stream", is_blob=True)
+                self._answer(200, b"{}", {"Content-Type": "application/json"})
+            elif what.endswith("/manifests") and (text := registry.manifest(name)):
+                told = {"Content-Type": MANIFEST, "Docker-Content-Digest": _digest(text)}
+                self._answer(200, text, told)
+            elif what.endswith("/blobs") and (blob := registry.blob(name)):
+                self._send_blob(blob)
             else:
-                self._answer(None, "")
+                code = "MANIFEST_UNKNOWN" if what.endswith("/manifests") else "BLOB_UNKNOWN"
+                words = {"errors": [{"code": code, "message": code.replace("_", " ").lower()}]}
+                kind = {"Content-Type": "application/json"}
+                self._answer(404, json.dumps(words).encode(), kind)
 
         do_HEAD = do_GET
 
-        def _answer(self, body: bytes | None, kind: str, is_blob: bool = False) -> None:
-            self.send_response(200 if body is not None else 404)
-            self.send_header("Content-Length", str(len(body or b"")))
-            if body is not None:
-                self.send_header("Content-Type", kind)
-                self.send_header("Docker-Content-Digest", _digest(body))
+        def _send_blob(self, blob: bytes) -> None:
+            """From where the engine broke off, if it did."""
+            if registry.lies:
+                blob = bytes(reversed(blob))
+            asked = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
+            first = int(asked[1]) if asked else 0
+            told = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
+            if asked:
+                told["Content-Range"] = f"bytes {first}-{len(blob) - 1}/{len(blob)}"
+            self._answer(206 if asked else 200, blob, told, first, slow=True)
+
+        def _answer(
+            self,
+            code: int,
+            body: bytes,
+            headers: dict[str, str],
+            first: int = 0,
+            slow: bool = False,
+        ) -> None:
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(body) - first))
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.end_headers()
-            if body is None or self.command == "HEAD":
+            if self.command == "HEAD":
                 return
-            if is_blob and registry.lies:
-                body = bytes(reversed(body))
             # Whoever gives up a pull closes the connection: that is no error here.
             with contextlib.suppress(ConnectionError):
-                for start in range(0, len(body), CHUNK):
-                    if is_blob and not registry.may_send(start):
+                for start in range(first, len(body), CHUNK):
+                    if slow and not registry.may_send(start):
                         self.close_connection = True
                         return
                     self.wfile.write(body[start : start + CHUNK])
-                    if len(body) > CHUNK:
+                    if slow and len(body) > CHUNK:
+                        registry.sent += CHUNK
                         time.sleep(CHUNK / registry.rate)
 
         def log_message(self, format: str, *args: Any) -> None:

@@ -33,10 +33,17 @@ def test_an_image_has_a_repository_and_a_version(image: str, parts: tuple[str, s
 class Engine:
     """The one call of a client that a pull makes; its answers are an engine's own words."""
 
-    timeout = 60.0
-
     def __init__(self, events: Sequence[dict[str, Any]]) -> None:
         self.events = events
+
+    def __call__(self, timeout: float) -> Engine:
+        return self
+
+    def post(self, *_: Any, **__: Any) -> None:
+        """Nothing is sent."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def pull(self, *_: Any, **__: Any) -> Iterator[dict[str, Any]]:
         return iter(self.events)

@@ -190,6 +190,31 @@ def test_the_default_database_is_the_hubs_too(
     assert service_of(c)["environment"]["GPUSPAWNER_DATABASE_URL"] == "postgresql:///gpu"
 
 
+@pytest.mark.parametrize(
+    "settings, told_of",
+    [
+        ({"GPUSpawnerMixin": {"catalog": "catalog.yaml"}}, "{here}/catalog.yaml"),
+        ({"GPUDockerSpawner": {"catalog": "/etc/c.yaml", "pull_policy": "always"}}, "/etc/c.yaml"),
+        ({"Accounting": {"catalog": ""}, "GPUDockerSpawner": {"catalog": "/etc/c.yaml"}}, ""),
+        ({"GPUDockerSpawner": {"catalog": "/c.yaml", "pull_policy": "Never"}}, None),
+        (
+            {"DockerSpawner": {"pull_policy": "skip"}, "GPUSpawnerMixin": {"catalog": "c.yaml"}},
+            None,
+        ),
+        ({"JupyterHub": {"spawner_class": "gpu-local"}, "GPUSpawnerMixin": {"catalog": "c"}}, None),
+        ({}, None),
+    ],
+)
+def test_the_service_hears_whose_images_it_pulls_ahead(
+    settings: dict[str, Any], told_of: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    c = Config(settings)
+    add_services(c)
+    expected = told_of and told_of.format(here=tmp_path)
+    assert told(c)["Accounting"].get("catalog") == expected
+
+
 def test_settings_of_every_plain_kind_reach_the_service() -> None:
     c = Config()
     c.Broker.gpu_rates.update({"A100": 4})

@@ -1,0 +1,220 @@
+"""Real: a Docker Engine with a disk of 96 MB, and a registry that misbehaves in every way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.accounting import ahead
+from gpuspawner.accounting.ahead import PullAhead
+from gpuspawner.broker import Broker
+from gpuspawner.catalog.watched import WatchedCatalog
+from gpuspawner.engines.images import local, offered, pinned
+from gpuspawner.engines.pulls import Progress, pull
+from gpuspawner.errors import ImageUnavailable, StartFailed
+from gpuspawner.model import Request, ServerRef
+from gpuspawner.spawners.pulling import Pulls
+from tests.support.processes import wait_for
+from tests.support.registry import SlowRegistry
+from tests.support.small_engine import SmallEngine
+
+SIZE = 8_000_000
+SETTINGS = {"Cmd": ["/program"]}
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[SmallEngine]:
+    with SmallEngine(96) as engine:
+        yield engine
+
+
+@pytest.fixture
+def registry(small: SmallEngine) -> Iterator[SlowRegistry]:
+    with SlowRegistry(size=SIZE) as registry:
+        registry.add("lab", {"program": b"x"}, SETTINGS)
+        yield registry
+        for listed in small.client.images():
+            small.client.remove_image(listed["Id"], force=True)
+
+
+def refusal(engine: SmallEngine, image: str, silent: float = 60.0) -> str:
+    with pytest.raises(ImageUnavailable) as refused:
+        list(pull(engine.connect, image, silent))
+    assert local(engine.client, image) is None
+    return refused.value.message
+
+
+def test_an_image_comes_with_its_progress(small: SmallEngine, registry: SlowRegistry) -> None:
+    registry.rate = 4_000_000
+    seen = list(pull(small.connect, f"{registry.repository}:lab"))
+    assert seen[-1].done == seen[-1].layers == 2
+    halves = [each for each in seen if 0 < each.got < SIZE / 2]
+    assert halves and all(isinstance(each, Progress) for each in seen)
+    here = local(small.client, f"{registry.repository}:lab")
+    assert here and here.digest_in(f"{registry.repository}:lab") == registry.digest("lab")
+
+
+def test_an_image_that_vanished(small: SmallEngine, registry: SlowRegistry) -> None:
+    image = f"{registry.repository}:lab"
+    digest = offered(small.client, image)
+    assert digest == registry.digest("lab")
+    registry.forget("lab")
+    for name in (image, pinned(image, digest)):
+        message = refusal(small, name)
+        assert f"The image {name} could not be pulled: its registry has no such image" in message
+    with pytest.raises(ImageUnavailable, match="no such image"):
+        offered(small.client, image)
+
+
+def test_a_registry_that_is_gone(small: SmallEngine) -> None:
+    with SlowRegistry(size=0) as gone:
+        image = f"{gone.repository}:lab"
+    assert "its registry does not answer" in refusal(small, image)
+    with pytest.raises(ImageUnavailable, match="does not answer"):
+        offered(small.client, image)
+
+
+def test_a_layer_that_is_not_what_its_digest_says(
+    small: SmallEngine, registry: SlowRegistry
+) -> None:
+    registry.lies = True
+    assert "is not what the digest says" in refusal(small, f"{registry.repository}:lab")
+    registry.lies = False
+    list(pull(small.connect, f"{registry.repository}:lab"))
+
+
+def test_another_image_under_a_pinned_digest(small: SmallEngine, registry: SlowRegistry) -> None:
+    registry.add("other", {"program": b"y"}, SETTINGS)
+    image = pinned(f"{registry.repository}:lab", registry.digest("lab"))
+    registry.moved[registry.digest("lab")] = registry.digest("other")
+    assert "is not what the digest says" in refusal(small, image)
+    registry.moved.clear()
+    list(pull(small.connect, image))
+    here = local(small.client, image)
+    assert here and not here.tags, "by its digest only: no tag of this engine has moved"
+
+
+def test_a_registry_that_stops_in_the_middle(small: SmallEngine, registry: SlowRegistry) -> None:
+    registry.stops_after = SIZE // 2
+    assert "stopped in the middle" in refusal(small, f"{registry.repository}:lab")
+    registry.stops_after = None
+    list(pull(small.connect, f"{registry.repository}:lab"))
+
+
+def test_a_registry_that_hangs_in_the_middle(small: SmallEngine, registry: SlowRegistry) -> None:
+    registry.hangs_after = SIZE // 2
+    message = refusal(small, f"{registry.repository}:lab", silent=3)
+    assert "nothing came from its registry for 3 seconds" in message
+    registry.go_on()
+    list(pull(small.connect, f"{registry.repository}:lab"))
+
+
+def test_a_disk_that_is_full_in_the_middle(small: SmallEngine, registry: SlowRegistry) -> None:
+    registry.size = 120_000_000
+    registry.add("large", {"program": b"x"}, SETTINGS)
+    message = refusal(small, f"{registry.repository}:large")
+    assert "the engine's disk is full. Make room: `gpuspawner catalog prune`" in message
+    list(pull(small.connect, f"{registry.repository}:lab"))
+
+
+async def test_a_member_hears_why(small: SmallEngine, registry: SlowRegistry) -> None:
+    """What a waiting spawn gets, and how far the pull is meanwhile."""
+    pulls = Pulls(small.connect)
+    said: list[str] = []
+    image = f"{registry.repository}:nowhere"
+    with pytest.raises(StartFailed, match=f"{image} could not be pulled .its registry has no such"):
+        await pulls.pull(image, said.append)
+    registry.rate = 4_000_000
+    await pulls.pull(f"{registry.repository}:lab", said.append)
+    assert said[-1] == f"The image {registry.repository}:lab is here"
+    assert any("of 2 layers, " in message for message in said)
+
+
+# Ahead of members.
+
+
+class Service:
+    """The part of the accounting service that pulls ahead, with a real catalog and store."""
+
+    def __init__(self, folder: Path, engine: SmallEngine, images: dict[str, str]) -> None:
+        entries = "".join(f"- {{slug: {slug}, image: '{x}'}}\n" for slug, x in images.items())
+        file = folder / "catalog.yaml"
+        file.write_text(f"environments:\n{entries}")
+        self.broker = Broker(
+            database_url=f"sqlite:///{folder}/hub.sqlite", device_source="simulated:2xT4"
+        )
+        self.pulling = PullAhead(
+            WatchedCatalog(file), self.broker, logging.getLogger("ahead"), engine.connect
+        )
+
+
+def test_images_come_ahead_one_after_the_other(
+    small: SmallEngine, registry: SlowRegistry, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    registry.add("two", {"program": b"2"}, SETTINGS)
+    names = {slug: f"{registry.repository}:{slug}" for slug in ("lab", "gone", "two")}
+    service = Service(tmp_path, small, names)
+    service.pulling.look()
+    assert local(small.client, names["lab"]) and local(small.client, names["two"])
+    assert "no such image" in caplog.text and "tried again in 5 minutes" in caplog.text
+    caplog.clear()
+    service.pulling.look()
+    assert not caplog.text, "what failed is not tried at once again, what is here is left alone"
+
+
+def test_a_newer_image_is_told_of_and_not_pulled(
+    small: SmallEngine,
+    registry: SlowRegistry,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "OFFERS_EVERY", 0.0)
+    caplog.set_level(logging.INFO)
+    image = f"{registry.repository}:lab"
+    list(pull(small.connect, image))
+    service = Service(tmp_path, small, {"lab": image})
+    service.pulling.look()
+    assert not caplog.text
+    registry.add("new", {"program": b"new"}, SETTINGS)
+    registry.retag("lab", "new")
+    service.pulling.look()
+    assert "There is a newer image for lab" in caplog.text
+    assert "gpuspawner catalog update lab" in caplog.text
+    here = local(small.client, image)
+    assert here and here.digest_in(image) != registry.digest("new")
+
+
+def test_a_member_who_waits_for_another_image_goes_first(
+    small: SmallEngine, registry: SlowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our own pull is given up while theirs is not here, and goes on from there afterwards."""
+    monkeypatch.setattr(ahead, "LOOK_AROUND", 0.1)
+    registry.add("mine", {"program": b"m"}, SETTINGS)
+    names = {slug: f"{registry.repository}:{slug}" for slug in ("lab", "mine")}
+    service = Service(tmp_path, small, names)
+    service.broker.open_account("ada")
+    registry.rate = 1_000_000
+    looking = threading.Thread(target=service.pulling.look)
+    looking.start()
+    wait_for(lambda: registry.sent > SIZE // 8, "our pull to be under way", timeout=60)
+    lease = service.broker.acquire(
+        ServerRef("ada"), Request(devices=1, environment="mine"), engine="docker"
+    )
+    looking.join(timeout=60)
+    assert not looking.is_alive()
+    assert local(small.client, names["lab"]) is None
+    sent = registry.sent
+    time.sleep(1)
+    assert registry.sent - sent < SIZE // 4, "the engine has stopped too"
+    registry.rate = 100_000_000
+    list(pull(small.connect, names["mine"]))
+    service.broker.confirm(lease.id, "a container")
+    service.pulling.look()
+    assert local(small.client, names["lab"])
