@@ -37,6 +37,7 @@ IMAGE = (
     r"[A-Za-z0-9](?:[A-Za-z0-9_./-]|:(?=[0-9]+/))*"  # a host with its port, and the name
     r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@sha256:[0-9a-f]{64})?"
 )
+DAY = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
 VERSION = r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,3}"
 
 _RESERVED_TARGETS = (WORKSPACE, "/proc", "/sys", "/dev")
@@ -72,10 +73,12 @@ def version(value: object) -> str:
 
 def day(value: object) -> date:
     """A date such as ``2026-05-31``."""
-    try:
-        found = date.fromisoformat(value) if isinstance(value, str) else value
-    except ValueError:
-        found = None
+    found = value
+    if isinstance(value, str):  # which newer Pythons would read in other forms too
+        try:
+            found = date.fromisoformat(value) if re.fullmatch(DAY, value) else None
+        except ValueError:
+            found = None
     if not isinstance(found, date) or isinstance(found, datetime):
         raise ValueError(f"is {shown(value)}, not a date. Write one such as 2026-05-31.")
     return found

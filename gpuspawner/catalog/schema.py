@@ -82,9 +82,7 @@ def _for_people() -> Schema:
             ),
         ),
         "maintainer": _line("Whom to ask about it."),
-        "tested_on": _says(
-            "The day it was last tried.", _text(r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$", format="date")
-        ),
+        "tested_on": _says("The day it was last tried.", _text(f"^{kinds.DAY}$", format="date")),
         "packages": _says("A file beside this one: name==version a line.", _file("packages")),
         "sample_notebook": _says("A notebook beside this file.", _file("sample_notebook")),
         "changes": _says("A Markdown file beside this one: what is new.", _file("changes")),

@@ -30,8 +30,8 @@ PLAIN = """
 a A 0 -a a- a.b a_b a/b a/../b ../a a..b .. . / // /a //a /a/../b /lab ~ lab notebook vscode a/x.py
 .x.md x.md X.MD x.lock x.ipynb x.png x.svg x.exe x.py /x.md ./x.md a\\b.md a/x.md true whole shared
 base base:1 base:1:2 h:5000/b h:5000/b:1 b@sha256:0 UPPER:x 8G 8 8GiB 1.5T 0 0G 1K 5M -1 1e9 8X
-12.4 12 12.4.1.2 12.4.1.2.3 12. .4 v12 2026-05-31 2026-02-30 31.5.2026 https://a.b http:// ftp://a
-mailto:a@b mailto:a javascript:x /x?y#z A100 NVIDIA_X CUDA_ cuda_x PATH X=Y rw ro
+12.4 12 12.4.1.2 12.4.1.2.3 12. .4 v12 2026-05-31 2026-02-30 20260531 2026-W01-1 31.5.2026 https://a.b
+http:// ftp://a mailto:a@b mailto:a javascript:x /x?y#z A100 NVIDIA_X CUDA_ cuda_x PATH X=Y rw ro
 """
 WORDS = [word for line in PLAIN.splitlines() for word in line.split()]
 

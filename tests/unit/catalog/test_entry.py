@@ -217,6 +217,7 @@ BAD = [
     ("tested_on: yesterday", "not a date. Write one such as 2026-05-31"),
     ("tested_on: '2026-02-30'", "not a date"),
     ("tested_on: 2026", "is 2026, not a date"),
+    ("tested_on: '20260531'", "not a date"),
     ("packages: ../x.txt", "without '..'"),
     ("packages: a\\..\\x.txt", "without '..'"),
     ("packages: /etc/x.txt", "without '..'"),
