@@ -116,8 +116,9 @@ def test_killed_in_the_midst_of_writing(broker: Broker, database_url: str) -> No
             daemon=True,
         )
         victim.start()
-        assert ready.poll(60) and ready.recv() == "working"
-        time.sleep(chance.uniform(0, 0.2))
+        for _ in range(1 + chance.randrange(3)):  # on a slow machine too there is what can break
+            assert ready.poll(60) and ready.recv() == "working"
+        time.sleep(chance.uniform(0, 0.1))
         assert victim.pid is not None and victim.is_alive()
         os.kill(victim.pid, signal.SIGKILL)
         victim.join(timeout=30)

@@ -157,7 +157,7 @@ def charges(gate: Barrier, url: str, began: float, count: int) -> int:
 
 
 def work_until_killed(ready: Connection, url: str, began: float, user: str) -> None:
-    """Everything that writes, as fast as it goes, for ever."""
+    """Everything that writes, as fast as it goes, for ever; ``ready`` is told of each round."""
     broker = fast_broker(url, began)
     broker.open_account(user)
     for leftover in broker.open_leases():
@@ -174,6 +174,7 @@ def work_until_killed(ready: Connection, url: str, began: float, user: str) -> N
             failed = chance.random() < 0.3
             reason = FAILED if failed else "stopped"
             broker.release(lease.id, ended_at=broker.clock(), reason=reason, failed=failed)
+        ready.send("working")
 
 
 WARNINGS = tuple(range(30, 601, 30))
