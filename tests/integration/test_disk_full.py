@@ -1,4 +1,5 @@
-"""A disk that fills up in the middle of a tick. Real: a file system of its own that is too small.
+"""A disk that fills up in the middle of a tick. Real: a file system of its own that is too small,
+with a database of SQLite, or a tablespace of PostgreSQL, on it.
 
 Nothing is half-written, the command and the broker say so in words, and when there is room again
 the next tick goes on from where it was.
@@ -6,22 +7,31 @@ the next tick goes on from where it was.
 
 from __future__ import annotations
 
+import pwd
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.support.processes import REPO
 
 SCRIPT = """
 import os, sys
+from contextlib import ExitStack
 from pathlib import Path
 from gpuspawner.broker import Broker
 from gpuspawner.errors import StoreUnavailable
 from gpuspawner.cli import main
 from tests.support.brokers import Clock, open_broker, problems, running
+from tests.support.postgres import PrivatePostgres
 
-place = Path(sys.argv[1])
+place, kind, parts = Path(sys.argv[1]), sys.argv[2], ExitStack()
 url = f"sqlite:///{place}/gpuspawner.sqlite"
+words = "database or disk is full"
+if kind == "postgresql":
+    server = parts.enter_context(PrivatePostgres())
+    url, words = server.fresh_database(place), "could not extend file"
 clock = Clock()
 broker = open_broker(url, clock, device_source="simulated:400xA100-80GB", gpu_rates={"*": 4})
 for number in range(400):
@@ -35,8 +45,9 @@ def state():
 ballast = place / "somebody-elses"
 full = 0
 for left in (0, 4096, 40_000, 150_000, 400_000):
-    with broker.store.engine.connect() as connection:  # so that the log has to grow
-        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    with broker.store.engine.connect() as connection:
+        if kind == "sqlite":  # so that the log has to grow
+            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
     with open(ballast, "wb") as file:
         free = os.statvfs(place)
         file.write(bytes(max(0, free.f_bavail * free.f_frsize - left)))
@@ -46,7 +57,7 @@ for left in (0, 4096, 40_000, 150_000, 400_000):
         broker.charge_all()
     except StoreUnavailable as error:
         full += 1
-        assert "full" in str(error.__cause__), error.__cause__
+        assert words in str(error.__cause__), error.__cause__
         assert error.message.endswith("nothing was changed."), error.message
         assert state() == before, "half of a tick was written"
         broker.store.engine.dispose()
@@ -61,31 +72,42 @@ assert broker.charge_all() == 400, "it goes on when there is room"
 assert all(lease.charged == 6 * 4_000_000 // 60 for lease in broker.open_leases())
 assert problems(broker.store) == []
 assert not [finding.problem for finding in broker.audit()[0] if finding.problem]
+broker.store.close()
+parts.close()
 print("well")
 """
 
 
-def test_a_disk_that_fills_up_in_mid_tick(tmp_path: Path) -> None:
+def root_of_its_own(kind: str) -> list[str]:
+    """A command by which another one sees a mount of its own; PostgreSQL refuses to be root."""
+    root = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
+    mount = 'mount -t tmpfs -o size=32m tmpfs "$0" && exec "$@"'
+    if kind == "sqlite":
+        return [*root, mount]
+    user = pwd.getpwnam("postgres")
+    again = f"unshare --user --map-user={user.pw_uid} --map-group={user.pw_gid}"
+    return [*root, mount.replace('exec "$@"', f'exec {again} "$@"')]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_disk_that_fills_up_in_mid_tick(tmp_path: Path, kind: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     place = tmp_path / "disk"
     place.mkdir()
     # A mount that only this command sees, and that ends with it.
-    mount = f'mount -t tmpfs -o size=32m tmpfs "{place}" && exec "$@"'
     done = subprocess.run(
-        [
-            *("unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", mount, "sh"),
-            *(sys.executable, str(script), str(place)),
-        ],
+        [*root_of_its_own(kind), str(place), sys.executable, str(script), str(place), kind],
         cwd=REPO,
         env={
             "PYTHONPATH": str(REPO),
             "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
             "HOME": str(tmp_path),
+            "TMPDIR": str(tmp_path),
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -93,7 +115,7 @@ def test_a_disk_that_fills_up_in_mid_tick(tmp_path: Path) -> None:
     assert said[-1] == "well"
     refused = [line for line in done.stderr.splitlines() if line.startswith("gpuspawner: ")]
     for line in refused:
-        assert "database or disk is full" in line
+        assert "disk is full" in line or "could not extend file" in line
         assert "nothing was changed" in line
     assert any(line == "grant 0 1" for line in said), "the command says it too"
     assert "Traceback" not in done.stderr

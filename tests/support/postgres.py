@@ -89,13 +89,18 @@ class PrivatePostgres:
             shutil.rmtree(self.directory, ignore_errors=True)
             self.port = 0
 
-    def fresh_database(self) -> str:
-        """Create an empty database and return its SQLAlchemy URL."""
+    def fresh_database(self, place: Path | None = None) -> str:
+        """Create an empty database and return its SQLAlchemy URL; ``place``: an empty folder of
+        the server's user that its tables lie in."""
         name = f"test_{os.getpid()}_{next(self._numbers)}"
         connection = self._connect()
         connection.autocommit = True
         with connection.cursor() as cursor:
-            cursor.execute(f'CREATE DATABASE "{name}"')
+            where = ""
+            if place is not None:
+                cursor.execute(f"CREATE TABLESPACE {name} LOCATION '{place}'")
+                where = f" TABLESPACE {name}"
+            cursor.execute(f'CREATE DATABASE "{name}"{where}')
         connection.close()
         return f"postgresql+psycopg2://postgres@127.0.0.1:{self.port}/{name}"
 
