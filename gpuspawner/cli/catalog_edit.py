@@ -59,7 +59,7 @@ class CatalogFile:
         were = tuple(e for e in self.catalog.environments if e is not before)
         if others != were or replace(after, environments=()) != _without(self.catalog):
             raise _by_hand(self.path, _SHARED)
-        _replace(self.path, text)
+        replace_file(self.path, text)
         self.catalog, self.text = after, text
 
 
@@ -135,8 +135,9 @@ def _without(catalog: Catalog) -> Catalog:
     return replace(catalog, environments=())
 
 
-def _replace(path: Path, text: str) -> None:
-    """The new text under the old name, mode and owner: all of it, or nothing."""
+def replace_file(path: Path, text: str) -> None:
+    """The new text under that name, with the mode and owner of what was there: all of it, or
+    nothing. Raises ConfigError."""
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
@@ -145,10 +146,13 @@ def _replace(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         try:
-            shutil.copymode(path, file.name)
-            there = path.stat()
-            if (there.st_uid, there.st_gid) != (os.geteuid(), os.getegid()):
-                os.chown(file.name, there.st_uid, there.st_gid)
+            if path.exists():
+                shutil.copymode(path, file.name)
+                there = path.stat()
+                if (there.st_uid, there.st_gid) != (os.geteuid(), os.getegid()):
+                    os.chown(file.name, there.st_uid, there.st_gid)
+            else:
+                os.chmod(file.name, 0o644)
             os.replace(file.name, path)
         except OSError:
             os.unlink(file.name)

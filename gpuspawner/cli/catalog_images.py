@@ -27,6 +27,7 @@ from ..errors import ConfigError, EngineUnavailable, ImageUnavailable
 from .catalog_edit import CatalogFile, entry_text
 from .catalog_entry import entry_of
 from .catalog_file import catalog_file
+from .catalog_files import changes_file, packages_file
 from .check import line_of
 from .config import Settings
 from .output import count, note, show
@@ -75,11 +76,10 @@ def add_entry(arguments: argparse.Namespace, settings: Settings) -> int:
         note("Put it under 'environments' of the catalog, or say --write.")
         return 0
     file = CatalogFile(catalog_file(arguments, settings))
-    if any(e.slug == entry["slug"] for e in file.catalog.environments):
-        raise ConfigError(
-            f"{file.path} has an environment {entry['slug']!r} already. Say --slug NAME for "
-            "another one, or `gpuspawner catalog update` for a newer image."
-        )
+    _check_slug(file, str(entry["slug"]))
+    if packages:
+        folder = file.path.parent
+        entry["packages"] = packages_file(folder, str(entry["slug"]), "", packages)
     file.add(entry)
     show(arguments.json, entry, f"{file.path} has an environment {entry['slug']!r} now.")
     return 0
@@ -171,6 +171,8 @@ def update(arguments: argparse.Namespace, settings: Settings) -> int:
     """Pull the newest image, try it, and only then write its digest into the catalog."""
     file = CatalogFile(catalog_file(arguments, settings))
     environment = file.catalog.get(arguments.slug)
+    if arguments.keep_as:
+        _check_slug(file, arguments.keep_as)
     client, hub = _engine(settings)
     old = _old(client, environment)
     digest = offered(client, environment.image)
@@ -187,11 +189,27 @@ def update(arguments: argparse.Namespace, settings: Settings) -> int:
         note(f"{environment.slug} keeps the image that it has: {environment.image}")
         return 1
     if arguments.keep_as:
-        file.add(_kept_entry(file, environment, old, arguments.keep_as))
-    file.set_keys(environment.slug, {"image": image, "tested_on": date.today().isoformat()})
+        file.add(_kept_entry(client, file, environment, old, arguments.keep_as))
+    keys = {"image": image, "tested_on": date.today().isoformat()}
+    file.set_keys(environment.slug, keys | _told(client, file, environment, image))
     text = f"{environment.slug} has {image} now. Servers that run keep theirs until they end."
     show(arguments.json, _plain(environment, digest, found), text)
     return 0
+
+
+def _told(
+    client: docker.APIClient, file: CatalogFile, environment: Environment, image: str
+) -> dict[str, str]:
+    """What is inside the new image, and what is new in it, in files beside the catalog."""
+    after = packages_of(client, image)
+    if not after:
+        return {}
+    folder, slug = file.path.parent, environment.slug
+    keys = {}
+    if before := packages_of(client, environment.image):
+        keys["changes"] = changes_file(folder, environment, before, after, date.today())
+    keys["packages"] = packages_file(folder, slug, environment.packages, after)
+    return keys
 
 
 def _old(client: docker.APIClient, environment: Environment) -> str:
@@ -201,18 +219,27 @@ def _old(client: docker.APIClient, environment: Environment) -> str:
     return pinned(environment.image, digest) if digest else environment.image
 
 
+def _check_slug(file: CatalogFile, slug: str) -> None:
+    """Raises ConfigError unless a new environment can be called so."""
+    Catalog.from_mapping({"environments": [{"slug": slug, "image": "any"}]}, "The new environment")
+    if any(e.slug == slug for e in file.catalog.environments):
+        raise ConfigError(
+            f"{file.path} has an environment {slug!r} already. Give the new one another name, or "
+            "say `gpuspawner catalog update` for a newer image."
+        )
+
+
 def _kept_entry(
-    file: CatalogFile, environment: Environment, image: str, slug: str
+    client: docker.APIClient, file: CatalogFile, environment: Environment, image: str, slug: str
 ) -> dict[str, Any]:
     """The entry as it is in the file, under another slug and with the old image."""
     entry = file.plain_entry(environment.slug)
-    entry.pop("default", None)
-    return {
-        **entry,
-        "slug": slug,
-        "display_name": f"{environment.display_name} (older)",
-        "image": image,
-    }
+    for key in ("default", "packages", "changes"):
+        entry.pop(key, None)
+    if packages := packages_of(client, environment.image):
+        entry["packages"] = packages_file(file.path.parent, slug, "", packages)
+    name = f"{environment.display_name} (older)"
+    return {**entry, "slug": slug, "display_name": name, "image": image}
 
 
 def _plain(environment: Environment, digest: str, found: Sequence[Finding]) -> dict[str, Any]:

@@ -177,7 +177,10 @@ def test_pytorch_builds_on_base(
         PYTORCH,
         REPO / "images" / "pytorch",
         base=images.BASE,
-        arguments={"TORCH_REQUIREMENT": wanted, "EXTRA_REQUIREMENTS": "matplotlib numpy pandas"},
+        arguments={
+            "TORCH_REQUIREMENT": wanted,
+            "EXTRA_REQUIREMENTS": "matplotlib numpy pandas" if torch else "numpy",
+        },
         # Where the wheel is served changes with each run, and what is in the image does not.
         passing={"PIP_INDEX_ARGS": index},
     )
