@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from ..errors import InvalidRequest
 from .choices import ProfileOption
-from .markdown import first_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +116,8 @@ class Environment:
     @property
     def card_text(self) -> str:
         """The summary, or else the description's first paragraph; plain text."""
+        from .markdown import first_words  # slow to import, and few processes show cards
+
         return self.summary or first_words(self.description)
 
     @property
