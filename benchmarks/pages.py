@@ -127,7 +127,10 @@ def in_browser(browser: Browser, hub: PayingHub, path: str, user: str = "") -> d
     session.on("Network.loadingFinished", lambda e: sent.append(e["encodedDataLength"]))
     page.on("request", lambda r: elsewhere.append(not r.url.startswith((hub.url, "data:"))))
     page.goto(f"{hub.url}/hub/{path}", wait_until="networkidle")
-    paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    painted = page.wait_for_function(
+        "(performance.getEntriesByName('first-contentful-paint')[0] || {}).startTime"
+    )
+    paint = float(painted.json_value())
     context.close()
     return {"paint": paint, "kb": sum(sent) / 1000, "elsewhere": sum(elsewhere)}
 

@@ -50,7 +50,10 @@ class Outlooks(Places):
         if not 0 <= now - since < FRESH:
             since, known = now, {}
         # Environments that need the same share one answer.
-        wanted = {name: replace(request, environment="") for name, request in requests.items()}
+        wanted = {
+            name: replace(request, environment="") if request.environment else request
+            for name, request in requests.items()
+        }
         missing = set(wanted.values()) - known.keys()
         if missing:
             known = known | self._look_ahead(missing, now)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
 
+from markupsafe import Markup
+
 from ..broker.outlook import Outlook
 from ..broker.view import Overview
 from ..catalog import Environment
@@ -19,6 +21,9 @@ from .prices import Prices
 PAGE = 60
 """Cards on one page."""
 
+MOST_BADGES = 4
+"""Frameworks that a card names."""
+
 LONGEST = 100
 """Characters of a search."""
 
@@ -28,10 +33,12 @@ class Card:
     """What a card says of an environment."""
 
     environment: Environment
+    face: Markup
+    """Its logo, or the first letter of its name."""
+    badges: Markup
+    """What comes with it, and how many devices a server may have."""
     text: str
     """What it is, in a few words."""
-    devices: str
-    """``no GPU``, or ``up to 4 GPUs``."""
     now: str
     """``3 of 8 GPUs free now``, and how long one waits otherwise."""
     at_once: bool
@@ -48,11 +55,6 @@ class Card:
     @property
     def name(self) -> str:
         return self.environment.display_name
-
-    @property
-    def initial(self) -> str:
-        """In place of a logo."""
-        return self.name[:1].upper()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +86,20 @@ def make_cards(
     overview: Overview,
     outlooks: Mapping[str, Outlook],
     now: datetime,
+    pages_url: str,
     closed: Iterable[str] = (),
 ) -> list[Card]:
-    """A card for each. ``outlooks`` are by slug; ``closed`` are the slugs that the reader sees
-    and may not start."""
+    """A card for each. ``outlooks`` are by slug; ``pages_url`` is where the catalog's pages are;
+    ``closed`` are the slugs that the reader sees and may not start."""
     some = list(environments)
     prices = Prices(overview, some, now)
     shut = frozenset(closed)
     return [
         Card(
             environment=environment,
+            face=_face(environment, pages_url),
+            badges=_badges(environment),
             text=first_words(environment.summary or environment.description),
-            devices=devices_of(environment),
             now=said(outlooks[environment.slug], cpu_only=environment.cpu_only),
             at_once=outlooks[environment.slug].at_once,
             price=prices.of(environment),
@@ -157,7 +161,31 @@ def _round(wait: timedelta) -> str:
     return format_time_left(timedelta(minutes=math.ceil(minutes / step) * step))
 
 
-@lru_cache(maxsize=16384)
+# The same for everybody: made once.
+
+
+@lru_cache(maxsize=1024)
+def _face(environment: Environment, pages_url: str) -> Markup:
+    if not environment.logo:
+        letter = environment.display_name[:1].upper()
+        logo = Markup('<span class="gs-logo" aria-hidden="true">{}</span>').format(letter)
+    else:
+        beside = not environment.logo.startswith("/")
+        source = f"{pages_url}/{environment.slug}/logo" if beside else environment.logo
+        logo = Markup(
+            '<img class="gs-logo" src="{}" alt="" width="40" height="40" loading="lazy">'
+        ).format(source)
+    return Markup('<span class="gs-face">{}</span>').format(logo)
+
+
+@lru_cache(maxsize=1024)
+def _badges(environment: Environment) -> Markup:
+    of_one = Markup('<span class="badge text-bg-light border">{} {}</span>')
+    found = [of_one.format(f.name, f.version) for f in environment.frameworks[:MOST_BADGES]]
+    devices = Markup('<span class="badge text-bg-secondary">{}</span>')
+    return Markup(" ").join([*found, devices.format(devices_of(environment))])
+
+
 def _haystack(environment: Environment) -> str:
     """All that a search looks at."""
     names = (f"{f.name} {f.version}" for f in environment.frameworks)

@@ -5,18 +5,18 @@ They are JupyterHub handlers, so that its templates, its sign-in and its cookies
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from jupyterhub.handlers.base import BaseHandler
+from jupyterhub.user import User
 from tornado import web
 from tornado.httputil import url_concat
 
 from ..catalog import Catalog, Environment
 from ..errors import GPUSpawnerError
-from .cards import LONGEST, PAGE, Wanted, frameworks_of
+from .cards import LONGEST, PAGE, Wanted
 from .details import Details, logo_file, read_details
-from .site import CatalogPages, State
+from .site import CatalogPages, Found, State
 
 FILES = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
 """What a file beside the catalog may do when it is opened by itself: a drawing can hold scripts."""
@@ -40,6 +40,15 @@ class Handler(BaseHandler):
         """Those of the reader; none for whoever has not signed in, and for a service."""
         user = self.current_user
         return frozenset(group.name for group in getattr(user, "groups", ()))
+
+    @property
+    def running(self) -> bool:
+        """Whether the reader's default server runs: then no launch would start another."""
+        user = self.current_user
+        if not isinstance(user, User):
+            return False
+        known = user.orm_user.orm_spawners.get("")
+        return bool(known and known.server)
 
     def catalog(self) -> Catalog:
         try:
@@ -65,6 +74,7 @@ class Handler(BaseHandler):
             template,
             no_spawner_check=True,  # else the bar of every page would make a spawner
             environments_url=f"{self.hub.base_url}environments",
+            running=self.running,
             **values,
         )
         self.set_header("Cache-Control", "no-store")
@@ -82,25 +92,14 @@ class Environments(Handler):
     """All of them, as cards to search."""
 
     async def get(self) -> None:
-        wanted = self._wanted()
-        everything = self.shown()
-        found = [e for e in everything if wanted.takes(e)]
-        if wanted.at_once:
-            found = await self.ask(self.site.starting_at_once, found)
-        pages = max(1, math.ceil(len(found) / PAGE))
-        page = min(self._page(), pages)
-        some = found[PAGE * (page - 1) : PAGE * page]
-        state: State = await self.ask(self.site.state, some, self.groups)
+        wanted, page = self._wanted(), self._page()
+        found: Found = await self.ask(self.site.search, self.catalog(), self.groups, wanted, page)
         await self.show(
             "environments.html",
-            cards=state.cards,
-            overview=state.overview,
+            cards=found.state.cards,
+            overview=found.state.overview,
+            look=found,
             wanted=wanted,
-            found=len(found),
-            total=len(everything),
-            frameworks=frameworks_of(everything),
-            page=page,
-            pages=pages,
             link_to=self._link_to,
         )
 

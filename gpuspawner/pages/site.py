@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from ..broker import Broker
 from ..broker.view import Overview
 from ..catalog import Catalog, DeviceLimits, Environment
 from ..catalog.watched import watched
-from .cards import Card, make_cards, usual_request
+from .cards import PAGE, Card, Wanted, frameworks_of, make_cards, usual_request
 
 KEY = "gpuspawner_pages"
 
@@ -24,6 +25,20 @@ class State:
 
     overview: Overview
     cards: list[Card]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One page of a search."""
+
+    state: State
+    found: int
+    total: int
+    """Environments that its reader may hear of."""
+    frameworks: list[str]
+    """Of all of these."""
+    page: int
+    pages: int
 
 
 class CatalogPages(Configurable):
@@ -86,20 +101,32 @@ class CatalogPages(Configurable):
             return list(catalog.environments)
         return list(catalog.visible_to(groups))
 
+    def search(self, catalog: Catalog, groups: Collection[str], wanted: Wanted, page: int) -> Found:
+        """One page of what somebody looks for, the first is 1. Asks the store."""
+        everything = self.shown(catalog, groups)
+        found = [e for e in everything if wanted.takes(e)] if wanted else everything
+        if wanted.at_once:
+            outlooks = self.broker.outlooks({e.slug: usual_request(e) for e in found})
+            found = [e for e in found if outlooks[e.slug].at_once]
+        pages = max(1, math.ceil(len(found) / PAGE))
+        page = min(page, pages)
+        return Found(
+            state=self.state(found[PAGE * (page - 1) : PAGE * page], groups),
+            found=len(found),
+            total=len(everything),
+            frameworks=frameworks_of(everything),
+            page=page,
+            pages=pages,
+        )
+
     def state(self, environments: Iterable[Environment], groups: Collection[str]) -> State:
         """The cards of these environments for a reader in these groups. Asks the store."""
         some = list(environments)
         overview = self.broker.overview()
         outlooks = self.broker.outlooks({e.slug: usual_request(e) for e in some})
         closed = [e.slug for e in some if not e.visible_to(groups)]
-        cards = make_cards(some, overview, outlooks, self.broker.clock(), closed)
-        return State(overview, cards)
-
-    def starting_at_once(self, environments: Iterable[Environment]) -> list[Environment]:
-        """Those of which a server would start now. Asks the store."""
-        some = list(environments)
-        outlooks = self.broker.outlooks({e.slug: usual_request(e) for e in some})
-        return [e for e in some if outlooks[e.slug].at_once]
+        now, url = self.broker.clock(), f"{self.settings['hub'].base_url}environments"
+        return State(overview, make_cards(some, overview, outlooks, now, url, closed))
 
     def _configured(self, trait: str) -> Any:
         """What the configuration says of the hub's spawner class, the nearest class first."""

@@ -31,6 +31,7 @@ _templates = Templates(
     ),
     autoescape=True,
     trim_blocks=True,
+    auto_reload=False,
 )
 
 
@@ -129,7 +130,7 @@ class GPUSpawnerForm(GPUSpawnerLinks):
         count = chosen.devices.default if last.gpus is None else last.gpus
         now = self.broker.clock()
         outlooks = self.broker.outlooks({e.slug: usual_request(e) for e in shown})
-        cards = make_cards(shown, overview, outlooks, now)
+        cards = make_cards(shown, overview, outlooks, now, limits.pages_url)
         prices = Prices(overview, shown, now)
         lines = prices.lines(account.available)
         offered = payer_choices(payers, last.account)

@@ -26,6 +26,7 @@ SHORTEST = {
     "queue_estimates": ("--trace", "TRACE"),
     "ledger": ("--entries", "2000"),
     "tick": ("--leases", "200"),
+    "pages": ("--members", "3"),
     "busy_year": ("--leases", "500", "--charge-minutes", "100000"),
 }
 """The benchmarks, and what makes them shorter than one run does."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,17 +26,23 @@ SLOW = 60_000
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    """Three GPUs; an A100 costs 4 credits an hour and a T4 1."""
+def catalog(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The catalog, with the files that it names beside it."""
     folder = tmp_path_factory.mktemp("catalog")
     for name, text in FILES.items():
         (folder / name).write_text(text, encoding="utf-8")
+    return folder / "catalog.yaml"
+
+
+@pytest.fixture(scope="module")
+def hub(catalog: Path) -> Iterator[PayingHub]:
+    """Three GPUs; an A100 costs 4 credits an hour and a T4 1."""
     config = f"""
-c.GPUSpawnerMixin.catalog = {str(folder / "catalog.yaml")!r}
+c.GPUSpawnerMixin.catalog = {str(catalog)!r}
 c.Broker.opening_grant = 100
 c.Broker.gpu_rates = {{"A100": 4, "T4": 1}}
 """
-    with PayingHub(folder / "hub", config) as hub:
+    with PayingHub(catalog.parent / "hub", config) as hub:
         yield hub
 
 
@@ -199,6 +207,8 @@ def test_browse_launch_sign_in_choose_land(hub: PayingHub, browser: Browser) -> 
     [lease] = hub.broker.open_leases()
     assert (lease.environment, len(lease.devices), lease.seconds) == ("torch", 2, 4 * 3600)
     assert page.inner_text("body") == lease.id
+    page.goto(f"{hub.url}/hub/environments/jax")
+    expect(page.get_by_text("Your server runs already")).to_be_visible()
     # Back again: what they chose last time, and the ways to everything else.
     hub.stop_server("ada")
     page.goto(f"{hub.url}/hub/home")
@@ -214,6 +224,15 @@ def test_browse_launch_sign_in_choose_land(hub: PayingHub, browser: Browser) -> 
     page.goto(f"{hub.url}/hub/environments/nope")
     keep(page, "6-not-there")
     assert elsewhere == [] and errors == []
+    page.context.close()
+
+
+def test_in_the_dark(hub: PayingHub, browser: Browser) -> None:
+    page = open_page(browser, hub, color_scheme="dark")
+    screenshot(page, "catalog-8-dark")
+    assert axe.troubles(page) == []
+    page.goto(f"{hub.url}/hub/environments/torch")
+    assert axe.troubles(page) == []
     page.context.close()
 
 
@@ -321,6 +340,30 @@ def test_a_link_starts_nothing_whatever_it_says(hub: PayingHub) -> None:
     assert hub.server("emil") is None and not hub.broker.open_leases()
     plain = follow("")
     assert "gpuspawner-by-link" not in plain.text
+
+
+def test_ten_thousand_environments(hub: PayingHub, catalog: Path) -> None:
+    """Edited in while the hub runs; the pages and the form show some, and lead to all."""
+    many = [{"slug": f"e{n}", "display_name": f"Number {n}", "image": "x"} for n in range(10_000)]
+    before = catalog.read_text(encoding="utf-8")
+    session = hub.login("gerd")
+    catalog.write_text(json.dumps({"environments": many}), encoding="utf-8")
+    try:
+        wait_for(
+            lambda: "10000 environments" in get(hub, "environments").text, "the edit", timeout=90
+        )
+        assert "Page 167 of 167" in words(get(hub, "environments", page="999"))
+        found = words(get(hub, "environments", q="number 9999"))
+        assert "1 of 10000 environments" in found and "Number 9999" in found
+        url = f"{hub.url}/hub/spawn?opt-environment=e9999"
+        form = session.get(url, headers=NAVIGATION, timeout=60)
+        assert form.status_code == 200, words(form)
+        assert len(form.content) < 300_000
+        assert re.search(r'value="e9999"\s+checked', form.text)
+        assert "9939 more are" in words(form)
+    finally:
+        catalog.write_text(before, encoding="utf-8")
+    wait_for(lambda: "4 environments" in get(hub, "environments").text, "the edit", timeout=30)
 
 
 def test_who_may_sees_what_is_for_their_group(hub: PayingHub) -> None:
