@@ -114,6 +114,13 @@ class Transfer:
                 "must sum to zero."
             )
 
+    @property
+    def apart(self) -> bool:
+        """Whether it is neither a charge of a lease nor its settlement: what the times and the
+        rate of a lease do not tell."""
+        told = self.kind in (TransferKind.CHARGE, TransferKind.REFUND)
+        return not told or self.key.startswith("refund:")
+
     def amount_for(self, account: str) -> int:
         """Microcredits that this transfer moves into ``account`` (negative: out of it)."""
         return sum(p.amount for p in self.postings if p.account == account)

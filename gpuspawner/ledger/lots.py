@@ -10,7 +10,7 @@ does not depend on when a tick ran either, and can be computed late, or once mor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -81,14 +81,23 @@ class Flow:
     """Moments, and microcredits into (minus: out of) the account: no charges of leases, and no
     reversals of lots."""
 
-    def until(self, moment: datetime) -> tuple[int, int]:
-        """What came and what was spent up to and with the moment, since the account is there."""
-        spent = sum(use.cost(moment) for use in self.uses)
-        came = 0
-        for at, amount in self.moves:
-            if at <= moment:
+    def along(self, moments: Iterable[datetime]) -> Iterator[tuple[datetime, int, int]]:
+        """Each of the moments, which come in order, with what came and what was spent up to and
+        with it, since the account is there."""
+        uses = sorted(self.uses, key=lambda use: use.started_at, reverse=True)
+        moves = sorted(self.moves, reverse=True)
+        running: list[Use] = []
+        came = spent = 0
+        for moment in moments:
+            while moves and moves[-1][0] <= moment:
+                amount = moves.pop()[1]
                 came, spent = (came + amount, spent) if amount > 0 else (came, spent - amount)
-        return came, spent
+            while uses and uses[-1].started_at <= moment:
+                running.append(uses.pop())
+            over = [use for use in running if use.ended_at and use.ended_at <= moment]
+            spent += sum(use.cost(moment) for use in over)  # which does not change any more
+            running = [use for use in running if not use.ended_at or use.ended_at > moment]
+            yield moment, came, spent + sum(use.cost(moment) for use in running)
 
 
 def left_of(lots: Iterable[Lot], flow: Flow, now: datetime) -> dict[str, int]:
@@ -101,8 +110,8 @@ def left_of(lots: Iterable[Lot], flow: Flow, now: datetime) -> dict[str, int]:
     moments = {lot.starts_at for lot in known} | {lot.over_at for lot in known}
     moments |= {lot.cancelled_at for lot in known if lot.cancelled_at}
     free = came_before = spent_before = 0
-    for moment in sorted({moment for moment in moments if moment < now} | {now}):
-        came, spent = flow.until(moment)
+    until_now = sorted({moment for moment in moments if moment < now} | {now})
+    for moment, came, spent in flow.along(until_now):
         # Open from the last moment up to this one.
         usable = [lot for lot in known if lot.starts_at < moment <= lot.over_at]
         free += came - came_before

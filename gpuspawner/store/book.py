@@ -28,7 +28,7 @@ _INSERT_TRANSFER = {
     "sqlite": Prepared(sqlite.insert(transfers).on_conflict_do_nothing(), _COLUMNS),
     "postgresql": Prepared(postgresql.insert(transfers).on_conflict_do_nothing(), _COLUMNS),
 }
-_INSERT_POSTING = Prepared(sa.insert(postings), ("transfer_id", "account", "amount"))
+_INSERT_POSTING = Prepared(sa.insert(postings), ("transfer_id", "account", "amount", "apart"))
 _MOVE = Prepared(
     sa.update(accounts)
     .where(accounts.c.name == sa.bindparam("account"))
@@ -48,13 +48,14 @@ _MOVE_TWO = Prepared(
 )
 _INSERT_TWO = Prepared(
     sa.insert(postings).from_select(
-        ("transfer_id", "account", "amount"),
+        ("transfer_id", "account", "amount", "apart"),
         sa.union_all(
             *(
                 sa.select(
                     sa.bindparam("transfer", type_=sa.Text),
                     sa.bindparam(account, type_=sa.Text),
                     sa.bindparam(amount, type_=_amount),
+                    sa.bindparam("apart", type_=sa.Boolean),
                 )
                 for account, amount in (("one", "a"), ("two", "b"))
             )
@@ -73,8 +74,8 @@ _POST_TWO = Prepared(
         ), lines (account, amount) AS (
             VALUES (:one, CAST(:a AS BIGINT)), (:two, CAST(:b AS BIGINT))
         ), written AS (
-            INSERT INTO postings (transfer_id, account, amount)
-            SELECT posted.id, lines.account, lines.amount FROM posted CROSS JOIN lines
+            INSERT INTO postings (transfer_id, account, amount, apart)
+            SELECT posted.id, lines.account, lines.amount, :apart FROM posted CROSS JOIN lines
         )
         UPDATE accounts SET balance = balance + lines.amount
         FROM lines, posted WHERE accounts.name = lines.account
@@ -160,6 +161,7 @@ def post(connection: sa.Connection, transfer: Transfer) -> bool:
         move(connection, posting, transfer.at)
     rows = [
         {"transfer_id": transfer.id, "account": p.account, "amount": p.amount}
+        | {"apart": transfer.apart}
         for p in transfer.postings
     ]
     _INSERT_POSTING.run_each(connection, rows)
@@ -262,7 +264,13 @@ def _is_plain(transfer: Transfer) -> bool:
 
 def _both(transfer: Transfer) -> dict[str, str | int]:
     one, two = transfer.postings
-    return {"one": one.account, "two": two.account, "a": one.amount, "b": two.amount}
+    return {
+        "one": one.account,
+        "two": two.account,
+        "a": one.amount,
+        "b": two.amount,
+        "apart": transfer.apart,
+    }
 
 
 def _too_much(transfer: Transfer) -> LedgerError:

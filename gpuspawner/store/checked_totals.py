@@ -9,7 +9,8 @@ import sqlalchemy as sa
 
 from ..ledger.usage import DAY, Use, midnight
 from . import leases as lease_rows
-from .schema import leases, moved, postings, totals
+from .schema import leases, postings
+from .schema_totals import moved, totals
 from .totals import EVER, Key, parts
 
 AT_ONCE = 500

@@ -118,6 +118,16 @@ def _whole(connection: sa.Connection) -> Iterator[str]:
         yield f"Transfer {name} has no postings: it moved nothing."
 
 
+def _apart(connection: sa.Connection) -> Iterator[str]:
+    """A posting is marked as apart exactly when it is no charge of a lease or its settlement."""
+    kinds = [TransferKind.CHARGE.value, TransferKind.REFUND.value]
+    told = transfers.c.kind.in_(kinds) & ~transfers.c.key.startswith("refund:")
+    joined = postings.join(transfers, transfers.c.id == postings.c.transfer_id)
+    query = sa.select(postings.c.transfer_id).select_from(joined).where(postings.c.apart == told)
+    for (name,) in connection.execute(query.limit(1)):
+        yield f"The postings of transfer {name} are marked as what they are not."
+
+
 def _zero_sum(connection: sa.Connection) -> Iterator[str]:
     """The postings of each transfer sum to zero."""
     query = sa.select(postings.c.transfer_id, postings.c.amount).order_by(postings.c.id)
@@ -253,6 +263,7 @@ CHECKS: dict[str, Check] = {
     "order of times": _times,
     "keys": _keys,
     "whole transfers": _whole,
+    "marks of postings": _apart,
     "zero sum": _zero_sum,
     "balances": _balances,
     "holds": _holds,

@@ -12,7 +12,7 @@ from ..ledger.lots import Flow, Lot, Use
 from ..ledger.rules import reversal_key
 from ..model import LeaseState
 from .prepared import Prepared
-from .schema import OPEN_LOT, leases, lots, postings, transfers
+from .schema import APART, OPEN_LOT, leases, lots, postings, transfers
 
 _FIELDS = (
     "transfer_id",
@@ -85,20 +85,22 @@ def newest_end(connection: sa.Connection, account: str) -> datetime | None:
 
 
 def flow(connection: sa.Connection, account: str) -> Flow:
-    """What moved and moves on an account beside its lots."""
+    """What moved and moves on an account beside its lots.
+
+    What a lease costs is told by its times, but for what an admin gave back: of its charges, one
+    a minute, none is read.
+    """
     back = transfers.c.key.like("refund:%")
-    # What a lease costs is told by its times, but for what an admin gave back.
-    told = transfers.c.kind.in_([TransferKind.CHARGE.value, TransferKind.REFUND.value]) & ~back
     query = (
         sa.select(transfers.c.at, postings.c.amount, transfers.c.lease_id, back)
         .join(postings, postings.c.transfer_id == transfers.c.id)
         .outerjoin(lots, lots.c.transfer_id == transfers.c.id)
         .where(
             postings.c.account == account,
+            APART,
             lots.c.transfer_id.is_(None),
             transfers.c.key.not_in(_reversals(connection, account)),
             transfers.c.kind != TransferKind.EXPIRY.value,
-            ~told,
         )
         .order_by(postings.c.id)
     )

@@ -28,6 +28,7 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    false,
     literal_column,
     text,
 )
@@ -238,33 +239,20 @@ postings = Table(
     Column("transfer_id", Text, ForeignKey("transfers.id"), nullable=False),
     Column("account", Text, ForeignKey("accounts.name"), nullable=False),
     Column("amount", BigInteger, nullable=False),
+    # Whether it is no charge of a lease and no settlement of one: what its times do not tell.
+    Column("apart", Boolean, nullable=False, default=False, server_default=false()),
+)
+APART: ColumnElement[bool] = literal_column("postings.apart")
+_apart: ColumnElement[bool] = literal_column("apart")
+Index(
+    "postings_apart",
+    postings.c.account,
+    postings.c.id,
+    sqlite_where=_apart,
+    postgresql_where=_apart,
 )
 Index("postings_by_account", postings.c.account, postings.c.id)
 Index("postings_by_transfer", postings.c.transfer_id)
-
-totals = Table(
-    "totals",
-    metadata,
-    # What ended leases used and cost, by one of their names, in a day or a month of UTC.
-    Column("by", Text, primary_key=True),
-    Column("span", Text, primary_key=True),
-    Column("since", UTCDateTime, primary_key=True),
-    Column("name", Text, primary_key=True),
-    Column("micros", BigInteger, nullable=False),
-    Column("cost", BigInteger, nullable=False),
-    Column("sessions", BigInteger, nullable=False),
-    CheckConstraint("span IN ('day', 'month', 'ever')", name="totals_span"),
-)
-
-moved = Table(
-    "moved",
-    metadata,
-    # Microcredits that came to and went from an account of the ledger's own, up to a posting.
-    Column("account", Text, ForeignKey("accounts.name"), primary_key=True),
-    Column("came", BigInteger, nullable=False),
-    Column("went", BigInteger, nullable=False),
-    Column("last", BigInteger, nullable=False),
-)
 
 closures = Table(
     "closures",

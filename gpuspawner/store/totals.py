@@ -23,7 +23,8 @@ from ..model import Lease
 from . import history
 from . import leases as lease_rows
 from .prepared import Prepared
-from .schema import TO_ADD_UP, accounts, leases, moved, postings, totals
+from .schema import TO_ADD_UP, accounts, leases, postings
+from .schema_totals import moved, totals
 
 AT_ONCE = 200
 """Leases that are added up in one transaction."""

@@ -16,7 +16,8 @@ from ..ledger.usage import DAY, Use, kind_of, midnight, use_of
 from ..model import Lease
 from . import leases as lease_rows
 from .prepared import Prepared
-from .schema import LONG_LEASE, TO_ADD_UP, UTCDateTime, leases, totals
+from .schema import LONG_LEASE, TO_ADD_UP, UTCDateTime, leases
+from .schema_totals import totals
 from .totals import DAY as OF_DAY
 from .totals import MONTH as OF_MONTH
 

@@ -87,7 +87,9 @@ def report(broker: Broker, by: str, first: date, last: date) -> Report:
 
 
 async def remember(broker: Broker) -> None:
-    """Add up what has ended since the last time, a few leases at once: a hub waits for none."""
+    """Have at hand what pages tell of the past, before anybody asks: what the line learns from it,
+    and totals of what has ended since the last time, a few leases at once: a hub waits for none."""
+    await broker.run(broker.standings)
     while await broker.run(broker.add_up) == AT_ONCE:
         await asyncio.sleep(PAUSE)
 

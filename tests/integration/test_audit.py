@@ -111,6 +111,11 @@ WRONG = {
         "WHERE transfer_id IN (SELECT id FROM transfers WHERE kind = 'refund')",
         "has no postings: it moved nothing",
     ),
+    "marks of postings": (
+        "UPDATE postings SET apart = NOT apart "
+        "WHERE transfer_id IN (SELECT id FROM transfers WHERE kind = 'refund')",
+        "are marked as what they are not",
+    ),
     "zero sum": (
         "UPDATE postings SET amount = amount + 1 WHERE id = 1",
         "sum to 1 microcredits, not zero",

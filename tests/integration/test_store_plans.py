@@ -16,7 +16,8 @@ import sqlalchemy as sa
 
 from gpuspawner.model import Lease, LeasedDevice, Place, ServerRef
 from gpuspawner.pool import texts
-from gpuspawner.store import Store, book, granting, leases
+from gpuspawner.store import Store, book, granting, leases, lots
+from gpuspawner.store.schema import TO_ADD_UP
 from tests.support.brokers import T0
 
 QUESTIONS: dict[str, Callable[[sa.Connection], Any]] = {
@@ -26,6 +27,7 @@ QUESTIONS: dict[str, Callable[[sa.Connection], Any]] = {
     "places": leases.places_taken,
     "what an account has set aside": lambda c: leases.held(c, "member:anna"),
     "an account with what it has set aside": lambda c: book.find(c, "member:anna"),
+    "what is to be added up": lambda c: leases.where(c, TO_ADD_UP),
     "what a grant must know": lambda c: granting.read(c, ServerRef("anna"), "member:anna"),
 }
 
@@ -54,8 +56,8 @@ class RecordingConnection(sqlite3.Connection):
         return super().cursor(Recording)
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_what_has_ended_is_not_read(store: Store, question: str) -> None:
+def steps(store: Store, question: Callable[[sa.Connection], Any]) -> list[tuple[str, str]]:
+    """What is asked, and each step of how it is found."""
     sa.event.listen(
         store.engine,
         "do_connect",
@@ -63,14 +65,30 @@ def test_what_has_ended_is_not_read(store: Store, question: str) -> None:
     )
     with store.read() as connection:
         Recording.asked.clear()
-        QUESTIONS[question](connection)
+        question(connection)
         asked = list(Recording.asked)
         assert asked
-        for statement, parameters in asked:
-            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", tuple(parameters))
-            for step in plan.scalars("detail"):
-                fine = "USING" in step or step in ("SCAN CONSTANT ROW", "SCAN rates")
-                assert fine or "SCAN" not in step, f"{step}, for {statement}"
+        return [
+            (statement, step)
+            for statement, parameters in asked
+            for step in connection.exec_driver_sql(
+                f"EXPLAIN QUERY PLAN {statement}", tuple(parameters)
+            ).scalars("detail")
+        ]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_has_ended_is_not_read(store: Store, question: str) -> None:
+    for statement, step in steps(store, QUESTIONS[question]):
+        fine = "USING" in step or step in ("SCAN CONSTANT ROW", "SCAN rates")
+        assert fine or "SCAN" not in step, f"{step}, for {statement}"
+
+
+def test_credits_that_end_are_settled_without_the_charges(store: Store) -> None:
+    """Of a year of charges, one a minute, none is read: the index has only what is apart."""
+    found = steps(store, lambda c: lots.flow(c, "member:anna"))
+    ledger = [step for _, step in found if "postings" in step]
+    assert ledger == ["SEARCH postings USING INDEX postings_apart (account=?)"]
 
 
 def test_places_read_as_one_text_are_those_read_row_by_row(database_url: str) -> None:

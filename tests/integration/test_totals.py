@@ -14,7 +14,7 @@ from gpuspawner.broker import Broker
 from gpuspawner.ledger.usage import Kind, Use
 from gpuspawner.store import checked_totals, totals
 from gpuspawner.store.schema import leases
-from gpuspawner.store.schema import totals as rows_of_totals
+from gpuspawner.store.schema_totals import totals as rows_of_totals
 from tests.support.brokers import Clock, acquire, open_broker, running
 
 NEW_YEAR = datetime(2024, 12, 31, 22, 30, tzinfo=timezone.utc)

@@ -231,7 +231,9 @@ def _write(store: Store, batch: _Batch, balances: dict[str, int]) -> None:
         other = SYSTEM_GRANTS if row["kind"] == "grant" else SYSTEM_USAGE
         for account, moved in ((own, amount), (other, -amount)):
             balances[account] += moved
-            lines.append({"transfer_id": row["id"], "account": account, "amount": moved})
+            apart = row["kind"] == "grant"
+            line = {"transfer_id": row["id"], "account": account, "amount": moved}
+            lines.append(line | {"apart": apart})
     with store.write() as connection:
         for table, rows in (
             (leases, batch.leases),

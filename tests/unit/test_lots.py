@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
@@ -149,7 +150,7 @@ def test_nobody_loses_what_they_could_have_spent(
     flow = Flow(uses, moved)
     lots = [replace(one, cancelled_at=None) for one in lots]  # a reversal is owed, and paid again
     left = left_of(lots, flow, hour(100))
-    _, spent = flow.until(hour(100))
+    ((_, _, spent),) = flow.along([hour(100)])
     assert sum(one.amount - left[one.id] for one in lots) <= spent
 
 
@@ -209,3 +210,25 @@ def test_they_last_until_nothing_is_left(
     assert left(found) <= len(ending) + 1
     if found > timedelta(seconds=1):
         assert left(found - timedelta(seconds=1)) > 0
+
+
+def test_what_moved_along_many_moments_is_what_moved_up_to_each() -> None:
+    chance = random.Random(5)
+
+    def some() -> datetime:
+        return hour(chance.choice((chance.randint(0, 40), 40 * chance.random())))
+
+    for _ in range(300):
+        uses = []
+        for _ in range(chance.randint(0, 6)):
+            began, ended = sorted((some(), some()))
+            over = chance.random() < 0.7
+            most = chance.choice((None, chance.randint(0, 30 * MICRO))) if over else None
+            uses.append(Use(chance.randint(1, 3 * MICRO), began, ended if over else None, most))
+        moves = [(some(), chance.choice((-1, 1)) * chance.randint(1, 9)) for _ in range(4)]
+        moments = sorted(some() for _ in range(chance.randint(1, 9)))
+        for moment, came, spent in Flow(uses, moves).along(moments):
+            past = [amount for at, amount in moves if at <= moment]
+            assert came == sum(amount for amount in past if amount > 0)
+            out = -sum(amount for amount in past if amount < 0)
+            assert spent == out + sum(use.cost(moment) for use in uses)
