@@ -22,6 +22,8 @@ from .check import check
 from .config import DEFAULT_FILE, Settings, load, passwords, redact
 from .credits import accounts, statement
 from .devices import devices
+from .folders import folders
+from .folders import grammar as folders_grammar
 from .giving import grammar as giving_grammar
 from .grammar import changes_of
 from .granting import drain, pause, resume, trail, undrain
@@ -34,6 +36,8 @@ from .refills import refills
 from .release import release
 from .sessions import extend, stop
 from .simulate import simulate
+from .workspaces import grammar as workspaces_grammar
+from .workspaces import workspaces
 
 OK, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -142,6 +146,10 @@ def parser() -> argparse.ArgumentParser:
     refills_grammar(add("refills", refills, "List what is given again and again."), _common)
     rates_grammar(add("rates", rates, "List what GPU time costs, and change it."), _common)
     catalog_grammar(add("catalog", catalog, "List the environments, and check them."), _common)
+    workspaces_grammar(
+        add("workspaces", workspaces, "List members' files, and pack them."), _common
+    )
+    folders_grammar(add("folders", folders, "List the folders that members share."), _common)
     _queue_actions(add("queue", queue, "List who waits in line, and why in this order."))
     for name, command, what in (
         ("pause", pause, "Give out no GPUs: what runs goes on, who waits waits on."),

@@ -17,6 +17,7 @@ from ..engines.probe import Finding, Status
 from ..engines.surroundings import check_directory, check_volume
 from ..model import Device, Inventory
 from ..pool import leasable
+from .check_files import check_quotas
 from .check_hub import check_reachable
 from .hub import Hub
 
@@ -45,6 +46,7 @@ def check_docker(
         yield Finding("GPU injection", Status.UNCHECKED, why)
         yield Finding("hub API", Status.UNCHECKED, why)
     yield _check_workspace(client, image, hub, why)
+    yield from check_quotas(hub)
     if catalog is not None and (mounts := (*catalog.datasets, *catalog.shared_folders)):
         yield _check_mounts(client, mounts, hub)
 

@@ -57,7 +57,7 @@ class GPUDockerFiles(GPUSpawnerMixin):
     )
 
     workspace_quota = Union(
-        [ByteSpecification(), Callable()],
+        [Callable(), ByteSpecification()],  # which fails for what has no last character
         default_value=0,
         config=True,
         help="""
@@ -143,6 +143,8 @@ class GPUDockerFiles(GPUSpawnerMixin):
 
     async def find_folders(self) -> None:
         """Find out which shared folders this start gets, as things are now."""
+        if not self.broker.folder_source:
+            return
         forget_folders(self.authenticator, self.broker)
         found = await self.broker.run(self.broker.folder_mounts, self.user.name)
         self._folders = tuple(found)

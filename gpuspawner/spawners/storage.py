@@ -81,7 +81,7 @@ class Storage:
             return
         directory = source.startswith("/")
         if directory or not await self._volume_exists(source, labels):
-            await self._give_to_user(source, image)
+            await self._give_to_user(source, image, needed=directory and bool(quota))
         if directory:
             await self._keep_quota(source, quota)
         self._prepared.add((source, quota))
@@ -102,15 +102,18 @@ class Storage:
         await self.spawner.docker("create_volume", source, labels=labels)
         return False
 
-    async def _give_to_user(self, source: str, image: str) -> None:
+    async def _give_to_user(self, source: str, image: str, *, needed: bool) -> None:
         """Hand a new workspace, which Docker makes as root's, to the image's own user.
 
-        A directory that belongs to somebody already is left as it is.
+        A directory that belongs to somebody already is left as it is. ``needed``: it has to be
+        there now, for its quota, also when it stays root's.
         """
         config = (await self.spawner.docker("inspect_image", image))["Config"]
         user = (config.get("User") or "").strip()
         if not user or user.split(":")[0] in ("root", "0"):
-            user = "0"  # only made, then
+            if not needed:
+                return
+            user = "0"
         owner = user if ":" in user or user.isdigit() else f"{user}:"
         script = f'[ "$(stat -c %u {_PLACE})" != 0 ] || chown "$0" {_PLACE}'
         command = ["sh", "-c", script, owner]

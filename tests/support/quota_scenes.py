@@ -55,9 +55,11 @@ def held(broker: Broker, user: str) -> dict[str, Any]:
     return {"used": found.use.used, "limit": found.use.limit, "full": found.use.full}
 
 
-def as_member(command: str) -> str:
+def as_member(command: str, capabilities: str = "") -> str:
     """What a shell of the member's prints, errors too."""
     words = ["setpriv", f"--reuid={MEMBER}", f"--regid={MEMBER}", "--clear-groups"]
+    if capabilities:
+        words += [f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}"]
     words += ["sh", "-c", command]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     return (done.stdout + done.stderr).strip()
@@ -108,8 +110,16 @@ def play(root: Path) -> dict[str, Any]:
     told["tampered"] = as_member(f"cd {bert}; mkdir t; xfs_io -c 'chproj 0' t; xfs_io -c lsproj t")
     inside = "mkdir u; xfs_io -c 'chproj 0' u; xfs_io -c lsproj u"
     told["in a user namespace"] = as_member(f'cd {bert}; unshare -Ur sh -c "{inside}"')
+    new = root / "work" / "roots"
+    new.mkdir()
     told["project of bert"] = project_of(str(bert))
 
+    told["with capabilities"] = as_member(
+        f"{sys.executable} -c 'from gpuspawner.workspaces import Quotas; "
+        f'Quotas().set("{new}", 700000901, 1048576); '
+        f'print(Quotas().use("{new}", 700000901).limit)\'',
+        "+sys_admin,+fowner,+dac_read_search",
+    )
     os.seteuid(MEMBER)
     try:
         Quotas().set(str(bert), 700_000_900, MB)
