@@ -19,8 +19,8 @@ from sqlalchemy.exc import IntegrityError
 from .. import reconcile
 from ..devices.base import DeviceSource, open_source
 from ..errors import UnknownLease
-from ..ledger import rules
-from ..ledger.dry import OVERDRAFT, Policies, payable
+from ..ledger import dry, rules
+from ..ledger.dry import OVERDRAFT, Policies
 from ..model import (
     Account,
     Lease,
@@ -117,9 +117,13 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlook
         ``devices`` are those of the lease, where they are known: they never change.
         """
         now = self.clock().astimezone(timezone.utc)
-        with self.store.write() as connection:
-            lease = leases.confirm(connection, lease_id, now, engine_ref, devices)
-            return lease or leases.get(connection, lease_id)
+        statement, values = leases.confirmation(lease_id, now, engine_ref)
+        found = self.store.write_one(statement, **values)
+        if not found:
+            return self.lease(lease_id)
+        if devices is None:
+            devices = self.store.run(lambda connection: leases.devices_of(connection, lease_id))
+        return leases.from_row(found[0], devices)
 
     def release(
         self,
@@ -155,7 +159,7 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlook
                 leases.update(connection, lease.id, outcome=lease.outcome)
             failed = failed or lease.outcome in ("no_show", "lost")
             owed = rules.settlement(lease, end, failed)
-            due = self._payable(connection, lease, owed)
+            due = self._payable(connection, lease, owed, end)
             if transfer := rules.settle(lease, due, end):
                 book.post(connection, transfer)
             charged, waived = lease.charged + due, owed - due
@@ -194,12 +198,15 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlook
         now = self.clock()
         try:
             with self.store.write() as connection:
-                due = charging.due(connection, now)
+                due, bounded = charging.due(connection, now), charging.bounded(connection)
+                shares = self._shares(connection, bounded, now)
                 charging.charge(connection, due, now)
-                return len(due) + self._charge_each(connection, charging.bounded(connection), now)
+                return len(due) + self._charge_each(connection, bounded, shares, now)
         except IntegrityError:  # one was posted before: each by itself, then
             with self.store.write() as connection:
-                return self._charge_each(connection, leases.open_leases(connection), now)
+                opened = leases.open_leases(connection)
+                shares = self._shares(connection, opened, now)
+                return self._charge_each(connection, opened, shares, now)
 
     def reconcile(
         self,
@@ -243,22 +250,41 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlook
 
     # Steps of the above.
 
-    def _charge_each(self, connection: sa.Connection, some: Iterable[Lease], now: datetime) -> int:
-        """Charge these leases one after the other; how many were."""
+    def _charge_each(
+        self,
+        connection: sa.Connection,
+        some: Iterable[Lease],
+        shares: Mapping[str, int],
+        now: datetime,
+    ) -> int:
+        """Charge these leases one after the other; how many were. ``shares`` are of those with an
+        overdraft."""
         count = 0
         for lease in some:
-            due = self._payable(connection, lease, rules.charge_due(lease, now))
+            due = shares.get(lease.id, rules.charge_due(lease, now))
             if transfer := rules.charge(lease, due, now):
                 book.post(connection, transfer)
                 leases.update(connection, lease.id, charged=lease.charged + due)
                 count += 1
         return count
 
-    def _payable(self, connection: sa.Connection, lease: Lease, due: int) -> int:
+    def _payable(
+        self, connection: sa.Connection, lease: Lease, due: int, until: datetime
+    ) -> int:
         """What of it the account can pay: an overdraft has a bound."""
         if due <= 0 or lease.when_dry != OVERDRAFT:
             return due
-        return payable(lease, due, book.account(connection, lease.account).balance)
+        return min(due, self._shares(connection, [lease], until).get(lease.id, 0))
+
+    def _shares(
+        self, connection: sa.Connection, some: Iterable[Lease], until: datetime
+    ) -> dict[str, int]:
+        """What the accounts can pay of those of these leases that have an overdraft."""
+        found: dict[str, int] = {}
+        for account in dict.fromkeys(x.account for x in some if x.when_dry == OVERDRAFT):
+            if paid_for := leases.paying(connection, account):
+                found |= dry.shares([lease for lease, _ in paid_for], paid_for[0][1], until)
+        return found
 
     def _is_ours(self, sighting: Sighting) -> bool:
         try:

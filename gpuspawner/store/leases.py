@@ -174,7 +174,7 @@ def paying(connection: sa.Connection, account: str | None = None) -> list[tuple[
     """The running leases that cost something, oldest first, each with the balance of the account
     (None: of any) that pays for it. Their devices are left out."""
     found = _PAYING.rows(connection) if account is None else _PAID_BY.rows(connection, name=account)
-    return [(_lease(row[:-1], []), row[-1]) for row in found]
+    return [(from_row(row[:-1], []), row[-1]) for row in found]
 
 
 def sums(connection: sa.Connection) -> list[tuple[str, int, int, int, datetime, bool]]:
@@ -215,24 +215,19 @@ def _update(columns: tuple[str, ...]) -> Prepared:
     return Prepared(sa.update(leases).where(leases.c.id == sa.bindparam("lease")), columns)
 
 
-def confirm(
-    connection: sa.Connection,
-    lease_id: str,
-    at: datetime,
-    engine_ref: str,
-    devices: Sequence[LeasedDevice] | None = None,
-) -> Lease | None:
-    """Write that the server of a lease answered, and from when it is charged; None when there is
-    no lease of this id that waits for that. ``devices``: those of the lease, if they are known."""
+def confirmation(lease_id: str, at: datetime, engine_ref: str) -> tuple[Prepared, dict[str, Any]]:
+    """What writes that the server of a lease answered, and from when it is charged, and with
+    which values. It returns a row for :func:`from_row`, and none when no lease of this id waits
+    for that."""
     values = {"state": LeaseState.RUNNING.value, "started_at": at, "seen_at": at}
     if engine_ref:
         values["engine_ref"] = engine_ref
-    found = _confirm(tuple(values)).rows(connection, lease=lease_id, **values)
-    if not found:
-        return None
-    if devices is None:
-        devices = [LeasedDevice(*row) for row in _PLACES_OF.rows(connection, lease=lease_id)]
-    return _lease(found[0], devices)
+    return _confirm(tuple(values)), {"lease": lease_id, **values}
+
+
+def devices_of(connection: sa.Connection, lease_id: str) -> tuple[LeasedDevice, ...]:
+    """The devices of a lease, open or ended; they never change."""
+    return tuple(LeasedDevice(*row) for row in _PLACES_OF.rows(connection, lease=lease_id))
 
 
 @lru_cache(maxsize=2)
@@ -263,7 +258,7 @@ def _leases(rows: Iterable[Sequence[Any]]) -> list[Lease]:
         _, places = found.setdefault(row[_AT_ID], (row, []))
         if row[_AT_PLACE] is not None:
             places.append(LeasedDevice(*row[_AT_PLACE:]))
-    return [_lease(row, places) for row, places in found.values()]
+    return [from_row(row, places) for row, places in found.values()]
 
 
 def _row(lease: Lease) -> dict[str, Any]:
@@ -273,7 +268,8 @@ def _row(lease: Lease) -> dict[str, Any]:
     return row
 
 
-def _lease(row: Sequence[Any], places: Sequence[LeasedDevice]) -> Lease:
+def from_row(row: Sequence[Any], places: Sequence[LeasedDevice]) -> Lease:
+    """A lease of one row and its places."""
     user, server_name, *values = row[:_AT_PLACE]
     fields = dict(zip(_LEASE_FIELDS, values, strict=True))
     fields["state"] = LeaseState(fields["state"])

@@ -76,6 +76,8 @@ class Store:
             workers, thread_name_prefix="gpuspawner-store", initializer=self._keep
         )
         self._own = _Own()
+        # Who waits for SQLite's own lock looks again and again; who waits for this one sleeps.
+        self._turn = threading.Lock() if self.dialect == "sqlite" else None
         self._kept: set[sa.Connection] = set()
         self._migrated = False
         self._migrating = threading.Lock()
@@ -111,17 +113,33 @@ class Store:
         """A write transaction; all of it happens or none. Writers come one at a time."""
         return self._transaction(write=True)
 
+    def write_one(self, statement: Prepared, **values: Any) -> list[tuple[Any, ...]]:
+        """What one statement returns that is a write transaction of its own."""
+        # SQLite makes it one by itself, which spares BEGIN and COMMIT.
+        with self._transaction(write=True, bare=self.dialect == "sqlite") as connection:
+            return statement.rows(connection, **values)
+
     @contextmanager
-    def _transaction(self, *, write: bool) -> Iterator[sa.Connection]:
+    def _transaction(self, *, write: bool, bare: bool = False) -> Iterator[sa.Connection]:
+        turn = self._turn if write else None
+        if turn and not turn.acquire(timeout=BUSY_SECONDS):
+            raise StoreUnavailable()
         try:
             self._migrate()
-            with self._connected(write) as connection, connection.begin():
-                self.begin(connection, write=write)
-                yield connection
+            with self._connected(write) as connection:
+                if bare:
+                    yield connection
+                    return
+                with connection.begin():
+                    self.begin(connection, write=write)
+                    yield connection
         except (IntegrityError, ProgrammingError, DataError):
             raise  # a rule of ours or a mistake of ours: not the database's absence
         except (DBAPIError, PoolTimeout, OSError) as error:
             raise StoreUnavailable() from error
+        finally:
+            if turn:
+                turn.release()
 
     @contextmanager
     def _connected(self, write: bool) -> Iterator[sa.Connection]:

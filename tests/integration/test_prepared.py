@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -111,3 +112,37 @@ def test_a_database_that_refuses_is_not_there(store: Store) -> None:
         INSERT.run(connection, **ROWS[0])
     with store.read() as connection:
         assert connection.execute(ALL).all() == []
+
+
+def test_a_statement_that_is_a_transaction_of_its_own(store: Store) -> None:
+    named = things.c.name == sa.bindparam("which")
+    rename = Prepared(sa.update(things).where(named).returning(things.c.amount), ("name",))
+    with store.write() as connection:
+        INSERT.run_each(connection, ROWS)
+    assert store.write_one(rename, which="größer?", name="größer") == [(-1,)]
+    with pytest.raises(IntegrityError):
+        store.write_one(rename, which="größer", name=ROWS[0]["name"])
+    with store.read() as connection:
+        assert [row[0] for row in Prepared(ALL).rows(connection)] == ["100 % of 'it'", "größer"]
+
+
+def test_threads_that_write_come_one_at_a_time(store: Store) -> None:
+    """Both kinds of writers, of which each reads what the one before has written."""
+    more = {"amount": things.c.amount + 1}
+    added = Prepared(sa.update(things).values(**more).returning(things.c.amount))
+    with store.write() as connection:
+        INSERT.run(connection, **ROWS[1])
+
+    def write(number: int) -> None:
+        if number % 2:
+            store.write_one(added)
+            return
+        with store.write() as connection:
+            ((_, _, _, _, amount),) = Prepared(ALL).rows(connection)
+            connection.execute(sa.update(things).values(amount=amount + 1))
+
+    list(store.executor.map(write, range(60)))
+    with ThreadPoolExecutor(8) as others:
+        list(others.map(write, range(60)))
+    with store.read() as connection:
+        assert Prepared(ALL).rows(connection)[0][4] == -1 + 120
