@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import MutableMapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -122,7 +123,9 @@ class Acquiring(GPUSpawnerForm):
             nonlocal chosen
             self._must_be_there(ticket.server)
             chosen, request = self.resolve_options()
-            if request != ticket.request:
+            # What the environment needs of the driver may be edited meanwhile: nobody asked for it.
+            asked = ticket.request
+            if request != replace(asked, min_driver=request.min_driver, min_cuda=request.min_cuda):
                 raise TicketEnded(why="what you asked for is not what you may have any more")
             terms = self.terms(chosen, request)
             check_payer(ticket.account, ticket.server.user, terms.groups)

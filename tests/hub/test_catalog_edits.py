@@ -144,6 +144,17 @@ def test_an_environment_that_is_gone_ends_the_wait_for_it_in_words(hub: CatalogH
     assert notice.kind is NoticeKind.TICKET_ENDED and why.rstrip("?") in notice.body
 
 
+def test_an_edit_of_what_an_environment_needs_costs_nobody_their_place(hub: CatalogHub) -> None:
+    fill(hub, "bob", "cleo", "dan")
+    (ticket,) = line_up(hub, "ned", environment="two")
+    needs = "slug: two, min_driver: '550.54', min_cuda: '12.4'"
+    hub.write(CATALOG.replace("slug: two", needs).replace("Number two", "Second to none"))
+    assert "Second to none" in hub.form("ada")
+    hub.stop_server("bob")
+    hub.wait_server("ned")
+    assert hub.broker.ticket(ticket.id).outcome == "granted"
+
+
 def test_an_environment_that_is_gone_and_was_had_last_time(hub: CatalogHub) -> None:
     hub.start_server("fay", environment="two", gpus=0)
     hub.stop_server("fay")
