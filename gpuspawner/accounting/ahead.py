@@ -103,7 +103,7 @@ class PullAhead:
         environments = self._catalog.current().environments
         client = self._connect(ENGINE_SECONDS)
         try:
-            images = (image for each in environments for image in each.images)
+            images = (image for each in environments if _pulls(each) for image in each.images)
             for image in dict.fromkeys(filter(None, images)):
                 if local(client, image) is not None:
                     self._failed.pop(image, None)
@@ -171,6 +171,12 @@ class PullAhead:
                 newest[:19],
                 environment.slug,
             )
+
+
+def _pulls(environment: Environment) -> bool:
+    """Whether its servers pull their image at all."""
+    policy = str(environment.spawner_override.get("pull_policy", ""))
+    return policy.lower() not in ("never", "skip")
 
 
 def _first_missing(

@@ -143,6 +143,7 @@ class Service:
 
     def __init__(self, folder: Path, engine: SmallEngine, images: dict[str, str]) -> None:
         entries = "".join(f"- {{slug: {slug}, image: '{x}'}}\n" for slug, x in images.items())
+        entries += "- {slug: never, image: never, spawner_override: {pull_policy: never}}\n"
         file = folder / "catalog.yaml"
         file.write_text(f"environments:\n{entries}")
         self.broker = Broker(
