@@ -72,12 +72,14 @@ class CatalogPages(Configurable):
 
     @classmethod
     def of(cls, settings: MutableMapping[str, Any]) -> CatalogPages:
-        """The one of this hub, by its Tornado settings."""
-        if KEY not in settings:
-            made = cls(config=settings["config"])
-            made.settings = settings
-            settings[KEY] = made
-        found: CatalogPages = settings[KEY]
+        """The one of this hub, by the settings of a handler."""
+        # Tornado's application copies its settings: what spawners share is in the Hub's own.
+        shared: MutableMapping[str, Any] = settings["users"].settings
+        if KEY not in shared:
+            made = cls(config=shared["config"])
+            made.settings = shared
+            shared[KEY] = made
+        found: CatalogPages = shared[KEY]
         return found
 
     @property

@@ -23,6 +23,7 @@ from tests.support.processes import wait_for
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 SLOW = 60_000
 """Milliseconds for a page or a server, on a machine with other things to do."""
+expect.set_options(timeout=30_000)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,7 @@ def hub(catalog: Path) -> Iterator[PayingHub]:
 c.GPUSpawnerMixin.catalog = {str(catalog)!r}
 c.Broker.opening_grant = 100
 c.Broker.gpu_rates = {{"A100": 4, "T4": 1}}
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
 """
     with PayingHub(catalog.parent / "hub", config) as hub:
         yield hub
@@ -150,14 +152,14 @@ def test_no_member_is_named_and_what_is_free_stays_true(hub: PayingHub) -> None:
     """Somebody has the T4, somebody waits for it: that is all that a stranger learns."""
     first = hub.start_server("carol", gpus=1, gpu_model="T4", hours=2)
     hub.spawn("dave", {"gpus": 1, "gpu_model": "T4", "hours": 1})
-    wait_for(lambda: hub.broker.waiting(), "the ticket")
+    wait_for(lambda: hub.broker.waiting(), "the ticket", timeout=60)
 
     def now() -> str:
         answer = get(hub, "environments/-/live", slugs="jax,staff,nope").json()
         assert set(answer) == {"jax"}
         return str(answer["jax"]["now"])
 
-    wait_for(lambda: now() == "0 of 1 GPU free now, others wait", "what is free")
+    wait_for(lambda: now() == "0 of 1 GPU free now, others wait", "what is free", timeout=60)
     for path in ("environments", "environments/jax", "environments/-/live?slugs=jax"):
         text = get(hub, path).text
         assert "carol" not in text and "dave" not in text
@@ -165,7 +167,7 @@ def test_no_member_is_named_and_what_is_free_stays_true(hub: PayingHub) -> None:
     assert "jax" not in re.findall(r"opt-environment=(\w+)", get(hub, "environments", now="1").text)
     hub.api("DELETE", "users/dave/server")
     hub.stop_server("carol")
-    wait_for(lambda: now() == "1 of 1 GPU free now", "the release")
+    wait_for(lambda: now() == "1 of 1 GPU free now", "the release", timeout=60)
 
 
 # Into a server.
