@@ -135,7 +135,7 @@ def test_many_add_up_while_leases_end_and_are_refunded(broker: Broker) -> None:
     with ThreadPoolExecutor(6) as pool:
         work = [pool.submit(add_up, n) for n in range(3)]
         work += [pool.submit(refund, lease_id) for lease_id in paid]
-        work += [pool.submit(end, n) for n in range(4)]
+        work += [pool.submit(end, n) for n in range(3)]  # as many as there are A100s
         for each in work:
             each.result(timeout=60)
     while broker.add_up():
@@ -147,4 +147,4 @@ def test_many_add_up_while_leases_end_and_are_refunded(broker: Broker) -> None:
             expected[lease.account] = expected.get(lease.account, 0) + lease.charged
     used = ever(broker)["account"]
     assert {name: use.cost for name, use in used.items()} == expected
-    assert sum(use.sessions for use in used.values()) == 11 + 1 + 4
+    assert sum(use.sessions for use in used.values()) == 11 + 1 + 3
