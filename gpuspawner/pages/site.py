@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from ..catalog.watched import watched
 from .cards import PAGE, Card, Wanted, frameworks_of, make_cards, usual_request
 
 KEY = "gpuspawner_pages"
+
+FRESH = 1.0
+"""Seconds for which one look at the store serves everybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class CatalogPages(Configurable):
     )
 
     settings: MutableMapping[str, Any]
+    _seen: tuple[float, Overview | None] = (0.0, None)
 
     @classmethod
     def of(cls, settings: MutableMapping[str, Any]) -> CatalogPages:
@@ -124,11 +129,19 @@ class CatalogPages(Configurable):
     def state(self, environments: Iterable[Environment], groups: Collection[str]) -> State:
         """The cards of these environments for a reader in these groups. Asks the store."""
         some = list(environments)
-        overview = self.broker.overview()
+        overview = self._overview()
         outlooks = self.broker.outlooks({e.slug: usual_request(e) for e in some})
         closed = [e.slug for e in some if not e.visible_to(groups)]
         now, url = self.broker.clock(), f"{self.settings['hub'].base_url}environments"
         return State(overview, make_cards(some, overview, outlooks, now, url, closed))
+
+    def _overview(self) -> Overview:
+        """Of this second or the one before: whoever likes may ask, as often as they like."""
+        since, known = self._seen
+        if known is None or time.monotonic() - since > FRESH:
+            known = self.broker.overview()
+            self._seen = (time.monotonic(), known)
+        return known
 
     def _configured(self, trait: str) -> Any:
         """What the configuration says of the hub's spawner class, the nearest class first."""

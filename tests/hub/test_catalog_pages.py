@@ -144,6 +144,10 @@ def test_what_is_not_there_is_said_in_words(hub: PayingHub) -> None:
     assert "There is no environment 'nope' on this hub." in words(page)
     assert get(hub, "environments/staff").status_code == 404
     assert get(hub, "environments/..%2f..%2fetc").status_code == 404
+    session = hub.login("hugo")
+    closed = session.get(f"{hub.url}/hub/admin", headers=NAVIGATION, timeout=60)
+    assert closed.status_code == 403 and "This is not for you" in words(closed)
+    assert "scopes" not in words(closed)
     lost = get(hub, "no-such-thing")
     assert lost.status_code == 404 and "There is no such page" in words(lost)
 
