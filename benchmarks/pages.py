@@ -5,6 +5,7 @@ Real: JupyterHub with its proxy, the accounting service, local servers, Chromium
 ours, in turns, is a page of JupyterHub's own in the same hub, which asks no store of ours.
 
 * ``ms``: from the request to the whole page, through the proxy, each by another member;
+* ``processor``: of the hub's process for one page, whatever else the machine does meanwhile;
 * ``first paint``: in a new browser window with nothing kept, to the first contentful paint;
 * ``kB``: all that such a window is sent for the page, with style, scripts, fonts and pictures;
 * ``elsewhere``: requests to any other host than the hub's own.
@@ -16,10 +17,10 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 from playwright.sync_api import Browser
 from support.report import Report, Series, argument_parser, quantile
@@ -40,6 +41,9 @@ PAGES = {
     "form by a link": "spawn?opt-environment=e7&opt-gpus=1",
     "JupyterHub's home": "home",
 }
+STRANGER = "environments, not signed in"
+TURNS = 5
+BROWSER = ("first paint, ms", "kB", "elsewhere")
 PAINTED = ("environments", "one environment", "form")
 
 LOGO = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><path d="M0 0h9v9z"/></svg>'
@@ -111,6 +115,12 @@ def timed(session: requests.Session, url: str) -> float:
     return took
 
 
+def processor(hub: PayingHub) -> float:
+    """Milliseconds of processor time that the hub's process has used."""
+    used = psutil.Process(hub.pid).cpu_times()
+    return 1e3 * (used.user + used.system)
+
+
 def in_browser(browser: Browser, hub: PayingHub, path: str, user: str = "") -> dict[str, float]:
     """First paint, weight and requests elsewhere of one page in a window with nothing kept."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
@@ -136,23 +146,26 @@ def in_browser(browser: Browser, hub: PayingHub, path: str, user: str = "") -> d
 
 
 def measure(
-    hub: PayingHub, members: int, runs: int, log: Callable[[str], None]
-) -> tuple[dict[str, Series], dict[str, list[dict[str, float]]]]:
+    hub: PayingHub, members: int, runs: int
+) -> tuple[dict[str, Series], dict[str, float], dict[str, list[dict[str, float]]]]:
+    """Milliseconds, the hub's processor time for one page, and what a browser saw, by page."""
     names = [f"member{number}" for number in range(members)]
-    log(f"{members} members sign in")
     signed_in = {name: hub.login(name) for name in names}
     for session in signed_in.values():  # the first visit opens the account
         session.get(f"{hub.url}/hub/spawn", headers=NAVIGATION, timeout=60)
-    log("pages")
     took: dict[str, list[float]] = {name: [] for name in PAGES}
     everybody = itertools.cycle(signed_in.values())
-    for _ in range(runs):
-        for name, path in PAGES.items():
-            took[name].append(timed(next(everybody), f"{hub.url}/hub/{path}"))
-    took["environments, not signed in"] = [
-        timed(requests.Session(), f"{hub.url}/hub/environments") for _ in range(runs)
-    ]
-    log("in Chromium")
+    spent = dict.fromkeys([*PAGES, STRANGER], 0.0)
+    took[STRANGER] = []
+    turns = min(TURNS, runs)
+    for _ in range(turns):
+        for name in spent:
+            path = PAGES.get(name, "environments")
+            before = processor(hub)
+            for _ in range(runs // turns):
+                session = next(everybody) if name != STRANGER else requests.Session()
+                took[name].append(timed(session, f"{hub.url}/hub/{path}"))
+            spent[name] += processor(hub) - before
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in PAINTED}
     with open_browser() as browser:
         in_browser(browser, hub, "environments")  # the browser's own beginning
@@ -160,7 +173,8 @@ def measure(
             for name in PAINTED:
                 user = names[turn % members] if name == "form" else ""
                 seen[name].append(in_browser(browser, hub, PAGES[name], user))
-    return {name: Series(tuple(values)) for name, values in took.items()}, seen
+    each = {name: spent[name] / len(values) for name, values in took.items()}
+    return {name: Series(tuple(values)) for name, values in took.items()}, each, seen
 
 
 def main() -> None:
@@ -171,8 +185,8 @@ def main() -> None:
         path = catalog(Path(folder), ENVIRONMENTS)
         with PayingHub(Path(folder) / "hub", config(path)) as hub:
             fill(hub)
-            took, seen = measure(hub, args.members, args.runs, lambda text: None)
-    report = Report("pages", ("page", "runs", "ms", "first paint, ms", "kB", "elsewhere"))
+            took, spent, seen = measure(hub, args.members, args.runs)
+    report = Report("pages", ("page", "runs", "ms", "processor, ms", *BROWSER))
     report.figure("runs", args.runs)
     report.figure("members", args.members)
     for name, series in took.items():
@@ -184,12 +198,14 @@ def main() -> None:
             name,
             str(len(series.values)),
             series.text(),
+            f"{spent[name]:.1f}",
             paint.text(0) if paint else "",
             f"{weight:.0f}" if paint else "",
             f"{strangers:.0f}" if paint else "",
         )
         key = name.replace(", ", "_").replace(" ", "_").replace("'", "").lower()
         ours = name != "JupyterHub's home"
+        report.figure(f"{key}_processor_ms", spent[name])
         report.figure(f"{key}_p90_ms", quantile(series.values, 0.9), MOST_MS if ours else None)
         if paint:
             report.figure(f"{key}_paint_p90_ms", paint.p90, MOST_PAINT_MS)
