@@ -21,18 +21,18 @@ from ..engines.injection import MODES
 from ..errors import EngineUnavailable, StartFailed
 from .base import spawn_exception
 from .container import ContainerSettings, build
-from .files import GPUDockerFiles
 from .gone import Proof
 from .injecting import injection_mode
 from .keeping import Kept, Plain, keep, leave_plain
 from .limits import allowed_ulimits
+from .own_images import GPUDockerOwnImages
 from .pulling import Pulls
 
 THREADS = 16
 """Docker calls that may run at once; the stock spawner has one thread for all members."""
 
 
-class GPUDockerSpawner(GPUDockerFiles, DockerSpawner):
+class GPUDockerSpawner(GPUDockerOwnImages, DockerSpawner):
     """Leases GPUs to containers on this machine's Docker Engine."""
 
     engine_name = "docker"
@@ -176,7 +176,7 @@ class GPUDockerSpawner(GPUDockerFiles, DockerSpawner):
     async def start(self) -> Any:
         """Start as DockerSpawner does; whatever fails is said in words."""
         try:
-            self._kept = Kept() if self.remove else await keep(self)
+            self._kept = Kept() if self.remove or self.own_image else await keep(self)
             return await super().start()
         except ImageNotFound as error:
             cause = f"the image {self.image} is not on this machine"
@@ -193,13 +193,18 @@ class GPUDockerSpawner(GPUDockerFiles, DockerSpawner):
         return spawn_exception(StartFailed(cause=cause))
 
     def apply_environment(self, environment: Any) -> None:
-        """Also the image, which only the catalog or the admin's configuration names."""
+        """Also the image, which the catalog or the admin's configuration names, or the member
+        where ``own_images`` allows it."""
         super().apply_environment(environment)
-        if environment.image:
-            self.image = environment.image
+        if image := self.own_image or environment.image:
+            self.image = image
 
     async def pull_image(self, image: str) -> None:
         """As DockerSpawner, away from everybody else's calls and with progress."""
+        await self._pull(image)
+        await self.check_own_image_here()
+
+    async def _pull(self, image: str) -> None:
         policy = self.pull_policy.lower()
         if policy == "skip":
             return

@@ -100,11 +100,13 @@ class GPUDockerFiles(GPUSpawnerMixin):
         """Only a start with a GPU needs room to work in."""
         return bool(request.devices and self.quota_bytes and self.workspace_source.startswith("/"))
 
-    async def look_at_files(self) -> None:
+    async def look_at_files(self, request: Request) -> None:
         """Refuse a start with a GPU when the workspace is full. Raises WorkspaceFull.
 
         Without a GPU it starts all the same: so that its member can make room.
         """
+        if not GPUDockerFiles.looks_first(self, request):
+            return
         quota = self.quota_bytes
         use = await self.broker.run(self.broker.use_of, self.workspace_source, quota, PATIENCE)
         if use is not None and use.full:

@@ -74,11 +74,11 @@ class GPUSpawnerMixin(Acquiring):
         return ""
 
     def looks_first(self, request: Request) -> bool:
-        """Whether a start has to look at the member's files before it asks for a lease."""
+        """Whether a start has to look at the member's files or image before it asks for a lease."""
         return False
 
-    async def look_at_files(self) -> None:
-        """Refuse a start that the member's files leave no room for."""
+    async def look_at_files(self, request: Request) -> None:
+        """Refuse a start that the member's files leave no room for, or whose image is none."""
 
     # 1. Acquire.
 
@@ -102,7 +102,7 @@ class GPUSpawnerMixin(Acquiring):
         try:
             await recovered(self)
             if self.looks_first(request):
-                await self.look_at_files()
+                await self.look_at_files(request)
             self.lease = await self._acquire(request, terms)
         except GPUSpawnerError as error:
             raise spawn_exception(error) from error

@@ -21,7 +21,7 @@ from .data import parse_data
 
 FIELDS = (
     *("environment", "gpus", "gpu_model", "gpu_memory", "hours", "wait", "account", "options"),
-    *("data", "shown_at"),
+    *("data", "own_image", "shown_at"),
 )
 """Names of the fields in the form, in links and in ``user_options``."""
 
@@ -57,6 +57,8 @@ class Choice:
     """Which account pays."""
     data: tuple[str, ...] | None = None
     """Names of the datasets and shared folders that the server is to have."""
+    own_image: str | None = None
+    """An image in place of the environment's, by reference."""
     shown_at: str | None = None
     """When the form showed its prices, ISO 8601 with an offset."""
 
@@ -109,6 +111,7 @@ def parse(fields: Mapping[str, Any], *, foreign: bool = False) -> Choice:
         wait=_yes_or_no(fields, "wait"),
         account=_account(fields, "account"),
         data=parse_data(fields.get("data")),
+        own_image=_text(fields, "own_image", 255),
         shown_at=_moment(fields, "shown_at"),
     )
 
@@ -192,11 +195,11 @@ def _single(fields: Mapping[str, Any], name: str) -> Any:
     return None if value == "" else value
 
 
-def _text(fields: Mapping[str, Any], name: str) -> str | None:
+def _text(fields: Mapping[str, Any], name: str, longest: int = LONGEST) -> str | None:
     value = _single(fields, name)
     if value is None:
         return None
-    if not isinstance(value, str) or len(value) > LONGEST or not value.isprintable():
+    if not isinstance(value, str) or len(value) > longest or not value.isprintable():
         raise InvalidRequest(
             f"The field {name!r} must be a short text, not {str(value)[:60]!r}.", field=name
         )

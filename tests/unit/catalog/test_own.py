@@ -1,0 +1,91 @@
+"""Images that members bring themselves. Real: nothing but the rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpuspawner.catalog.own import check_contents, check_own_image, own_images
+from gpuspawner.errors import ConfigError, InvalidRequest, NotAllowed
+
+RULES = {
+    "research": {"images": ["lab/*", "registry.lab:5000/**"], "most": "2G"},
+    "ml": {"images": ["tools:1.*"], "labels": {"scanned": "yes"}},
+}
+DIGEST = "sha256:" + "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("reference", "allowed"),
+    [
+        ("lab/tools", True),
+        ("lab/tools:1.2", True),
+        (f"lab/tools:1.2@{DIGEST}", True),
+        (f"lab/tools@{DIGEST}", True),
+        ("lab/deep/tools", False),
+        ("registry.lab:5000/any/depth:x", True),
+        ("registry.lab:5000.evil/any", False),
+        ("tools:1.9", True),
+        ("tools:2.0", False),
+        ("tools", False),
+        ("evil/lab/tools", False),
+        ("label/tools", False),
+    ],
+)
+def test_which_images_a_pattern_fits(reference: str, allowed: bool) -> None:
+    rules = own_images(RULES, {"research", "ml"})
+    try:
+        assert check_own_image(reference, rules) != []
+        assert allowed
+    except NotAllowed as error:
+        assert not allowed
+        assert "Yours may be: lab/*, registry.lab:5000/**, tools:1.*." in error.message
+    except InvalidRequest:
+        assert not allowed and ":5000." in reference
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["", "-v", "../etc", "a b", "lab/tools;rm", "LAB/TOOLS", "lab//tools", "x" * 256, "lab/é"],
+)
+def test_what_is_no_reference_is_refused(reference: str) -> None:
+    with pytest.raises(InvalidRequest, match="docker pull"):
+        check_own_image(reference, own_images({"*": {"images": ["**"]}}, ()))
+
+
+def test_other_groups_bring_none() -> None:
+    assert own_images(RULES, {"others"}) == []
+    with pytest.raises(NotAllowed, match="image of your own"):
+        check_own_image("lab/tools", [])
+
+
+def test_size_and_labels() -> None:
+    research, ml = own_images(RULES, {"research"}), own_images(RULES, {"ml"})
+    check_contents("lab/tools", 2**31, {}, research)
+    with pytest.raises(NotAllowed, match=r"takes 3\.0 GB, and 2\.0 GB is the most"):
+        check_contents("lab/tools", 3 * 2**30, {}, research)
+    check_contents("tools:1.0", 1, {"scanned": "yes"}, ml)
+    with pytest.raises(NotAllowed, match="does not carry the label scanned"):
+        check_contents("tools:1.0", 1, {}, ml)
+    with pytest.raises(NotAllowed, match="its label scanned is 'no', and has to be 'yes'"):
+        check_contents("tools:1.0", 1, {"scanned": "no"}, ml)
+    check_contents("lab/tools", 1, {}, [*ml, *research])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {},
+        {"images": "lab/*"},
+        {"images": [""]},
+        {"images": ["x"], "most": 5},
+        {"images": ["x"], "most": "5 GB"},
+        {"images": ["x"], "labels": ["a"]},
+        {"images": ["x"], "other": 1},
+        ["lab/*"],
+    ],
+)
+def test_a_mistake_of_the_admin_is_named(rule: Any) -> None:
+    with pytest.raises(ConfigError, match=r"c\.GPUDockerSpawner\.own_images\['lab'\]"):
+        own_images({"lab": rule}, {"lab"})
