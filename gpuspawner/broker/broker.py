@@ -19,8 +19,8 @@ from sqlalchemy.exc import IntegrityError
 from .. import reconcile
 from ..devices.base import DeviceSource, open_source
 from ..errors import UnknownLease
-from ..ledger import rules
-from ..ledger.dry import OVERDRAFT, Policies, payable
+from ..ledger import dry, rules
+from ..ledger.dry import OVERDRAFT, Policies
 from ..model import (
     Account,
     Lease,
@@ -159,7 +159,7 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlook
                 leases.update(connection, lease.id, outcome=lease.outcome)
             failed = failed or lease.outcome in ("no_show", "lost")
             owed = rules.settlement(lease, end, failed)
-            due = self._payable(connection, lease, owed)
+            due = self._payable(connection, lease, owed, end)
             if transfer := rules.settle(lease, due, end):
                 book.post(connection, transfer)
             charged, waived = lease.charged + due, owed - due
@@ -198,9 +198,10 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlook
         now = self.clock()
         try:
             with self.store.write() as connection:
-                due = charging.due(connection, now)
+                due, bounded = charging.due(connection, now), charging.bounded(connection)
+                shares = self._shares(connection, bounded, now)
                 charging.charge(connection, due, now)
-                return len(due) + self._charge_each(connection, charging.bounded(connection), now)
+                return len(due) + self._charge_each(connection, bounded, now, shares)
         except IntegrityError:  # one was posted before: each by itself, then
             with self.store.write() as connection:
                 return self._charge_each(connection, leases.open_leases(connection), now)
@@ -247,22 +248,51 @@ class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlook
 
     # Steps of the above.
 
-    def _charge_each(self, connection: sa.Connection, some: Iterable[Lease], now: datetime) -> int:
-        """Charge these leases one after the other; how many were."""
+    def _charge_each(
+        self,
+        connection: sa.Connection,
+        some: Sequence[Lease],
+        now: datetime,
+        shares: Mapping[str, int] | None = None,
+    ) -> int:
+        """Charge these leases one after the other; how many were. ``shares`` are what accounts
+        can pay of those with an overdraft, if that was found out before."""
+        if shares is None:
+            shares = self._shares(connection, some, now)
         count = 0
         for lease in some:
-            due = self._payable(connection, lease, rules.charge_due(lease, now))
+            due = shares.get(lease.id, rules.charge_due(lease, now))
             if transfer := rules.charge(lease, due, now):
                 book.post(connection, transfer)
                 leases.update(connection, lease.id, charged=lease.charged + due)
                 count += 1
         return count
 
-    def _payable(self, connection: sa.Connection, lease: Lease, due: int) -> int:
-        """What of it the account can pay: an overdraft has a bound."""
+    def _payable(self, connection: sa.Connection, lease: Lease, due: int, until: datetime) -> int:
+        """What of it the account can pay at the end of a lease: an overdraft has a bound.
+
+        Whoever shares it is charged up to then too: no other end takes that from them.
+        """
         if due <= 0 or lease.when_dry != OVERDRAFT:
             return due
-        return payable(lease, due, book.account(connection, lease.account).balance)
+        shares = self._shares(connection, [lease], until)
+        others = [
+            each
+            for each in charging.bounded(connection)
+            if each.account == lease.account and each.id != lease.id
+        ]
+        self._charge_each(connection, others, until, shares)
+        return min(due, shares.get(lease.id, 0))
+
+    def _shares(
+        self, connection: sa.Connection, some: Iterable[Lease], until: datetime
+    ) -> dict[str, int]:
+        """What the accounts can pay of those of these leases that have an overdraft."""
+        found: dict[str, int] = {}
+        for account in dict.fromkeys(x.account for x in some if x.when_dry == OVERDRAFT):
+            if paid_for := leases.paying(connection, account):
+                found |= dry.shares([lease for lease, _ in paid_for], paid_for[0][1], until)
+        return found
 
     def _is_ours(self, sighting: Sighting) -> bool:
         try:

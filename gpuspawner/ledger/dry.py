@@ -22,6 +22,8 @@ STOP, SESSION, OVERDRAFT = "stop", "session", "overdraft"
 DEFAULT = "*"
 """The group of everybody whom no other policy is for."""
 
+_MOMENT = timedelta(microseconds=1)
+
 _SKEW = timedelta(minutes=1)
 """By which clocks may differ, or be set right, without a word."""
 
@@ -107,14 +109,44 @@ class Step:
     """Of ``low`` and ``quiet``: the warning that counts as given."""
 
 
-def payable(lease: Lease, due: int, balance: int) -> int:
-    """What of ``due`` microcredits can be charged to an account with this balance in the books.
+def shares(leases: Iterable[Lease], balance: int, until: datetime) -> dict[str, int]:
+    """What can be charged for each running lease with an overdraft up to a moment, by its id.
 
-    All of it, unless that takes the account below the bound of the lease's overdraft.
+    ``leases`` are all that an account pays for, ``balance`` is the account's in the books. What
+    all of them owe is paid in the order of time, whoever asks how often: they share what there is
+    up to the moment when it is used up, and what comes after is not charged. A lease with a
+    greater overdraft goes on alone from there.
     """
-    if due <= 0 or lease.when_dry != OVERDRAFT:
-        return due
-    return max(0, min(due, balance + lease.overdraft))
+    running = [x for x in leases if x.state is LeaseState.RUNNING and x.started_at and x.rate > 0]
+    bounded = [lease for lease in running if lease.when_dry == OVERDRAFT]
+    found: dict[str, int] = {}
+    at = min((x.started_at for x in running if x.started_at), default=until)
+    for bound in sorted({lease.overdraft for lease in bounded}):
+        going_on = [lease for lease in running if lease.id not in found]
+        spendable = balance + bound - sum(found.values())
+        at = _paid_until(going_on, spendable, min(at, until), until)
+        for lease in going_on:
+            if lease.when_dry == OVERDRAFT and lease.overdraft == bound:
+                found[lease.id] = rules.charge_due(lease, at)
+    return found
+
+
+def _paid_until(
+    leases: Sequence[Lease], spendable: int, since: datetime, until: datetime
+) -> datetime:
+    """Up to when so many microcredits pay for all of these."""
+    if _owed(leases, until) <= spendable:
+        return until
+    low, high = 0, (until - since) // _MOMENT
+    while low + 1 < high:
+        middle = (low + high) // 2
+        enough = _owed(leases, since + middle * _MOMENT) <= spendable
+        low, high = (middle, high) if enough else (low, middle)
+    return since + low * _MOMENT
+
+
+def _owed(leases: Iterable[Lease], at: datetime) -> int:
+    return sum(rules.charge_due(lease, at) for lease in leases)
 
 
 def next_step(

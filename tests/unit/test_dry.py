@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuspawner.ledger import dry, rules
@@ -128,12 +128,12 @@ def spend(events: list[tuple[int, int | None]], bound: int, opening: int) -> tup
             balance += grant
             continue
         due = rules.charge_due(some, T0 + timedelta(milliseconds=milliseconds))
-        paid = dry.payable(some, due, balance)
-        assert paid >= 0
+        paid = dry.shares([some], balance, T0 + timedelta(milliseconds=milliseconds))["1"]
+        assert 0 <= paid <= due
         some, balance = replace(some, charged=some.charged + paid), balance - paid
         least = min(least, balance)
     due = rules.settlement(some, T0 + timedelta(seconds=10_000), failed=False)
-    balance -= dry.payable(some, due, balance)
+    balance -= min(due, dry.shares([some], balance, T0 + timedelta(seconds=10_000))["1"])
     return balance, min(least, balance)
 
 
@@ -178,3 +178,89 @@ def test_nothing_is_told_twice_on_the_way_down(
     minutes = [minutes for event, minutes in told if event == "low"]
     assert minutes == sorted(minutes, key=lambda m: -(m or 0))
     assert "stop" not in [event for event, _ in told[:-1]]
+
+
+# Several servers with an overdraft on one account.
+
+SERVERS = st.lists(
+    st.tuples(st.integers(0, 3000), st.integers(1, 3000), st.integers(0, 500), st.integers(1, 400)),
+    min_size=2,
+    max_size=4,
+)
+"""When each starts, how long it lives, how much later that is known (seconds), and its rate."""
+
+
+def play(
+    servers: list[tuple[int, int, int, int]],
+    grants: list[tuple[int, int]],
+    ticks: list[int],
+    bounds: tuple[int, ...],
+) -> tuple[list[int], int]:
+    """What each was charged in the end, and the least that the balance ever was."""
+    steps: list[tuple[int, int, str, int]] = [(at, 0, "tick", 0) for at in ticks]
+    steps += [(at, 1, "grant", amount) for at, amount in grants]
+    steps += [(start, 2, "start", n) for n, (start, _, _, _) in enumerate(servers)]
+    steps += [(s + length + late, 3, "end", n) for n, (s, length, late, _) in enumerate(servers)]
+    balance = least = 10 * MICRO
+    running: dict[str, Lease] = {}
+    charged = [0] * len(servers)
+    for at, _, what, value in sorted(steps):
+        now, name = T0 + timedelta(seconds=at), str(value)
+        if what == "grant":
+            balance += value
+        elif what == "start":
+            bound = bounds[value % len(bounds)]
+            more = {"when_dry": OVERDRAFT, "overdraft": bound, "rate": servers[value][3] * MICRO}
+            running[name] = lease(id=name, started_at=now, **more)
+        elif what == "tick":
+            balance -= charge(running, balance, now)
+        else:
+            end = now - timedelta(seconds=servers[value][2])
+            if rules.settlement(running[name], end, failed=False) > 0:
+                balance -= charge(running, balance, end)
+            some = running.pop(name)
+            back = min(0, rules.settlement(some, end, failed=False))
+            balance, charged[value] = balance - back, some.charged + back
+        least = min(least, balance)
+    return charged, least
+
+
+def charge(running: dict[str, Lease], balance: int, until: datetime) -> int:
+    """What all of them are charged."""
+    shares = dry.shares(running.values(), balance, until)
+    for name, paid in shares.items():
+        running[name] = replace(running[name], charged=running[name].charged + paid)
+    return sum(shares.values())
+
+
+TIMES = st.lists(st.integers(0, 7000), max_size=8)
+BOUNDS = st.integers(1, 60 * MICRO)
+GIVEN = st.lists(st.tuples(st.integers(0, 6500), st.integers(1, 50 * MICRO)), max_size=3)
+
+
+@settings(deadline=None)
+@given(SERVERS, GIVEN, TIMES, TIMES, BOUNDS)
+def test_who_is_let_off_does_not_depend_on_the_ticks(
+    servers: list[tuple[int, int, int, int]],
+    grants: list[tuple[int, int]],
+    some: list[int],
+    others: list[int],
+    bound: int,
+) -> None:
+    first, least = play(servers, grants, some, (bound,))
+    assert least >= -bound
+    assert play(servers, grants, others, (bound,))[0] == first
+    assert play(servers, grants, [], (bound,))[0] == first
+
+
+@settings(deadline=None)
+@given(SERVERS, GIVEN, TIMES, st.tuples(BOUNDS, BOUNDS))
+def test_no_bound_is_passed_where_there_are_two(
+    servers: list[tuple[int, int, int, int]],
+    grants: list[tuple[int, int]],
+    ticks: list[int],
+    bounds: tuple[int, int],
+) -> None:
+    charged, least = play(servers, grants, ticks, bounds)
+    assert least >= -max(bounds)
+    assert sum(charged) <= 10 * MICRO + sum(amount for _, amount in grants) + max(bounds)

@@ -16,6 +16,7 @@ from gpuspawner.errors import CannotExtend, ConfigError, NoCredits
 from gpuspawner.ledger.rules import owed
 from gpuspawner.model import MICRO, LeaseState, Request, ServerRef, Ticket, member_account
 from tests.integration.dry.conftest import Make
+from tests.support.brokers import problems
 from tests.support.dry import MINUTE, server, titles
 from tests.support.rounds import (
     GRACE,
@@ -219,6 +220,24 @@ async def test_two_servers_share_the_bound(broker: Broker, clock: Clock, make: M
     for lease in some:
         broker.release(lease.id, ended_at=clock.now, reason="stopped")
     assert broker.member("ada").balance == -MICRO // 2
+
+
+@pytest.mark.parametrize("ticks", [[], [10], [1000], [10, 700, 1000, 2000]])
+def test_who_of_two_is_let_off_is_a_matter_of_time_alone(
+    broker: Broker, clock: Clock, ticks: list[int]
+) -> None:
+    """Both pay up to the moment when the overdraft is used up, whenever somebody looks."""
+    some = [server(broker, "ada", "lab", name=name) for name in ("one", "two")]
+    for at in ticks:
+        clock.now = START + timedelta(seconds=at)
+        broker.charge_all()
+    clock.now = START + timedelta(seconds=3600)
+    settled = [
+        broker.release(lease.id, ended_at=clock.now, reason="stopped") for lease in reversed(some)
+    ]
+    assert [lease.charged for lease in settled] == [750_000, 750_000]
+    assert broker.member("ada").balance == -MICRO // 2
+    assert problems(broker.store) == []
 
 
 async def test_a_failed_start_in_the_overdraft_gives_all_back(broker: Broker, clock: Clock) -> None:
