@@ -161,11 +161,13 @@ class RatesAPI(ChangingAPI):
         self.need_admin()
         sent = self.sent("rate", "model", "environment", "slots", "hours", "zone", "from", "reason")
         with refusals():
-            wanted = {
-                name: of_type(sent[name], int if name == "slots" else str, name)
-                for name in ("model", "environment", "slots", "hours", "zone")
-                if sent.get(name) is not None
+            wanted: dict[str, Any] = {
+                name: of_type(sent[name], str, name)
+                for name in ("model", "environment", "hours", "zone")
+                if name in sent
             }
+            if (slots := sent.get("slots")) is not None:
+                wanted["slots"] = of_type(slots, int, "slots")
             if (since := sent.get("from")) is not None:
                 wanted["since"] = instant_of(since, "from").isoformat()
             rate = of_type(sent.get("rate"), str, "rate")

@@ -150,7 +150,7 @@ class RefillsAPI(ChangingAPI):
         sent = self.sent(*SENT)
         with refusals():
             dry_run = of_type(sent.get("dry_run", False), bool, "dry_run")
-            key = f"api:{key_of(sent['key'])}" if sent.get("key") is not None else ""
+            key = f"api:{key_of(sent['key'])}" if "key" in sent else ""
             plan = partial(self.broker.plan_refill, key=key, **_sent(sent))
         made: Refill = await self.change(plan, reason=sent["reason"])
         if not dry_run:
