@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,27 @@ async def test_each_warning_comes_once_and_to_the_second(
         "member:ada has 0.66 credits left: ada was warned that less than 10 min are left",
         "member:ada has 0.13 credits left: ada was warned that less than 2 min are left",
     ]
+
+
+async def test_credits_that_end_soon_do_not_count_as_lasting(
+    broker: Broker, clock: Clock, make: Make
+) -> None:
+    """Six credits at four an hour, of which five end in half an hour: 45 minutes, and not 90."""
+    running(broker, "ada")
+    until = clock.now + timedelta(minutes=30)
+    broker.grant("member:ada", 5 * MICRO, actor="kim", reason="an hour", until=until)
+    credits = make(warn_minutes=(20,))
+    clock.advance(24 * MINUTE)
+    await credits.round()
+    assert broker.notices_of("ada") == []
+    clock.advance(2 * MINUTE)
+    assert broker.accounts_to_see_to((20,)) == ["member:ada"]
+    await credits.round()
+    assert titles(broker) == ["Your credits last"]
+    clock.advance(19 * MINUTE)
+    broker.end_lots()
+    broker.charge_all()
+    assert broker.member("ada").balance == 0
 
 
 async def test_two_services_at_once_tell_it_once(
