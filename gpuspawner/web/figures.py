@@ -195,14 +195,15 @@ def whole_line(broker: Broker) -> WholeLine:
 
 def own_tickets(broker: Broker, user: str) -> OwnTickets:
     """A member's tickets: those that wait, and the last ones that ended."""
-    standings = broker.standings()
     found = broker.tickets_of(user, TICKETS)
     waiting = [ticket for ticket in found if not ticket.outcome]
+    # Who does not wait needs no estimate, for which the line learns from thousands of sessions.
+    standings = broker.standings() if waiting else {}
     return OwnTickets(
         now=broker.clock(),
         waiting=tuple((ticket, standings.get(ticket.id)) for ticket in reversed(waiting)),
         ended=tuple(ticket for ticket in found if ticket.outcome),
-        of=len(standings),
+        of=len(standings) if waiting else len(broker.waiting()),
     )
 
 
