@@ -24,6 +24,7 @@ from tests.support.soak import rounds
 CONFIG = f"""
 c.Broker.gpu_rates = {{"*": 1, "A100": 4}}
 c.Broker.grace_seconds = 3600
+c.Broker.folder_source = "/nowhere/{{id}}"
 for name, scopes in {{
     "bot": ["access:services!service=gpu", "{GRANT}!group=ml101"],
     "reporter": ["access:services!service=gpu", "{READ_USAGE}"],
@@ -302,6 +303,8 @@ def test_a_refill_is_tried_made_once_and_ended(hub: PayingHub) -> None:
     assert [gift["account"] for gift in tried["gifts"]] == ["member:ada", "member:bob"]
     assert hub.broker.refills() == []
     first, second = (call(hub, ADMIN, "POST", "refills", json=body).json() for _ in range(2))
+    for answer in (first, second):
+        answer.pop("gifts")  # balances go on: Ada's server runs
     assert first == second and len(hub.broker.refills()) == 1
     told = call(hub, ADMIN, "GET", f"refills/{first['id']}").json()
     assert told["comes_at"] == tried["comes_at"] and len(told["comes_at"]) == 5
