@@ -35,6 +35,9 @@ from .progress import follow
 
 Add = Callable[[str, Callable[..., int], str], argparse.ArgumentParser]
 
+REMOVAL_SECONDS = 600.0
+"""How long the engine may take to remove a large image."""
+
 _CATALOG = "the catalog (default: the one of the hub's configuration)"
 
 
@@ -256,7 +259,7 @@ def _plain(environment: Environment, digest: str, found: Sequence[Finding]) -> d
 def prune(arguments: argparse.Namespace, settings: Settings) -> int:
     """Show, or remove, images of environments that are environments no more."""
     found = load(catalog_file(arguments, settings))
-    client, hub = _engine(settings)
+    client, hub = _engine(settings, REMOVAL_SECONDS)
     named = [image for each in found.environments for image in each.images]
     named += [str(getattr(hub.spawner, "image", ""))] if hub.uses_docker else []
     told = []
@@ -290,13 +293,16 @@ def _pruned(told: Sequence[dict[str, Any]], removed: bool) -> str:
 # What they share.
 
 
-def _engine(settings: Settings) -> tuple[docker.APIClient, Any]:
-    """A client, and the hub as it is configured. Raises EngineUnavailable."""
+def _engine(settings: Settings, *timeout: float) -> tuple[docker.APIClient, Any]:
+    """A client, for answers within ``timeout`` seconds, and the hub as it is configured.
+
+    Raises EngineUnavailable.
+    """
     from .hub import open_hub
 
     hub = open_hub(settings.config)
     try:
-        return hub.connect(), hub
+        return hub.connect(*timeout), hub
     except (docker.errors.DockerException, OSError) as error:
         raise EngineUnavailable(
             f"The Docker Engine at {hub.engine_address} does not answer. Start it (sudo systemctl "

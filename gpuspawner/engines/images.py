@@ -57,7 +57,7 @@ def local(client: docker.APIClient, reference: str) -> LocalImage | None:
     except (ImageNotFound, NotFound):
         return None
     except (DockerException, requests.RequestException, OSError) as error:
-        raise EngineUnavailable() from error
+        raise _no_answer(error) from error
 
 
 def offered(client: docker.APIClient, reference: str) -> str:
@@ -84,11 +84,11 @@ class Removable:
 
 
 def removable(client: docker.APIClient, named: Collection[str]) -> list[Removable]:
-    """Images of environments that are environments no more. Raises EngineUnavailable.
+    """Images that were environments and are no more. Raises EngineUnavailable.
 
     ``named`` are the references that must stay: those of the catalog, pinned ones among them.
-    Only images of their repositories, and those that say that they are environments, are looked
-    at: whatever else the engine has is somebody else's. One that any container has, running or
+    Only images of their repositories, and nameless ones that builds of ours left, are looked at:
+    whatever else the engine has is somebody else's. One that any container has, running or
     not, that keeps a member's own packages, or that others are built on, stays.
     """
     wanted = [found for reference in set(named) if (found := local(client, reference))]
@@ -98,19 +98,20 @@ def removable(client: docker.APIClient, named: Collection[str]) -> list[Removabl
         # One that gets a container from here on is refused by the engine itself.
         used = {str(listed["ImageID"]) for listed in client.containers(all=True)}
         used |= {image.id for image in wanted}
-        images = [_image(client.inspect_image(listed["Id"])) for listed in client.images()]
+        seen = [local(client, str(listed["Id"])) for listed in client.images()]
+        images = [image for image in seen if image]  # without those that went meanwhile
     except (DockerException, requests.RequestException, OSError) as error:
-        raise EngineUnavailable() from error
+        raise _no_answer(error) from error
     needed = [x for x in images if x.id in used or KEPT in x.repositories]
     result: list[Removable] = []
     for image in images:
         ours = any(label.startswith(ENTRY) for label in image.labels)
-        if image in needed or not (ours or image.repositories & repositories):
+        nameless = ours and not (image.tags or image.digests)
+        if image in needed or not (nameless or image.repositories & repositories):
             continue
         if any(_is_part_of(image, other) for other in needed):
             continue  # its layers are another's: nothing would be freed
-        older = image.repositories & repositories
-        result.append(Removable(image, "an older version" if older else "in no catalog entry"))
+        result.append(Removable(image, "left by a build" if nameless else "an older version"))
     return sorted(result, key=lambda each: each.image.name)
 
 
@@ -124,12 +125,19 @@ def remove(client: docker.APIClient, image: LocalImage) -> str:
         except APIError as error:
             return words_of(error)
         except (DockerException, requests.RequestException, OSError) as error:
-            raise EngineUnavailable() from error
+            raise _no_answer(error) from error
     return ""
 
 
+def _no_answer(error: Exception) -> EngineUnavailable:
+    return EngineUnavailable(
+        f"The container engine does not answer: {words_of(error)}. Try again in a moment."
+    )
+
+
 def _is_part_of(image: LocalImage, other: LocalImage) -> bool:
-    return bool(image.layers) and other.layers[: len(image.layers)] == image.layers
+    below = len(image.layers)
+    return 0 < below < len(other.layers) and other.layers[:below] == image.layers
 
 
 def _image(told: Mapping[str, Any]) -> LocalImage:
