@@ -176,7 +176,7 @@ class GPUDockerSpawner(GPUDockerOwnImages, DockerSpawner):
     async def start(self) -> Any:
         """Start as DockerSpawner does; whatever fails is said in words."""
         try:
-            self._kept = Kept() if self.remove or self.own_image else await keep(self)
+            self._kept = Kept() if self.remove else await keep(self)
             return await super().start()
         except ImageNotFound as error:
             cause = f"the image {self.image} is not on this machine"

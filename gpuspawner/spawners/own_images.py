@@ -26,6 +26,7 @@ class GPUDockerOwnImages(GPUDockerFiles):
 
     if TYPE_CHECKING:
         connect: Any
+        remove: bool
 
     own_images = Dict(
         config=True,
@@ -33,7 +34,8 @@ class GPUDockerOwnImages(GPUDockerFiles):
         Which groups may bring an image of their own, and which images; ``"*"`` is everybody.
 
         ``images`` are patterns (``*`` is anything but a slash, ``**`` slashes too), ``most`` is
-        the size on the disk, ``labels`` are those that a scanner of yours gives. Example::
+        the size on the disk, ``labels`` are those that a scanner of yours gives. Containers have
+        to go when they stop (``c.DockerSpawner.remove = True``). Example::
 
             c.GPUDockerSpawner.own_images = {
                 "research": {"images": ["lab/**"], "most": "20G", "labels": {"scanned": "yes"}},
@@ -65,7 +67,8 @@ class GPUDockerOwnImages(GPUDockerFiles):
             await self.broker.run(self._look_for, own)
 
     def _own_rules(self) -> list[OwnImages]:
-        return own_images(self.own_images, self.group_names)
+        """None where containers are kept: what is kept belongs to the environment's image."""
+        return own_images(self.own_images, self.group_names) if self.remove else []
 
     def _look_for(self, reference: str) -> None:
         """Blocks. One that is here already is judged at once, before any lease."""

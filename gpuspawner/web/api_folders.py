@@ -60,7 +60,7 @@ class FolderAPI(ChangingAPI):
         if action == "restore":
             self.need_admin()
         wanted = TAKES.get(action, ())
-        sent = self.sent(*wanted) if wanted else self.sent("reason")
+        sent = self.sent(*wanted) if wanted else {}
         for name in wanted:
             if name == "write":
                 if not isinstance(sent.get(name), bool):

@@ -237,12 +237,12 @@ def _of_folders() -> dict[str, dict[str, Operation]]:
     folder = in_path("folder", openapi_folders.ID, "The folder's id.")
     changes = {
         "invite": ("Share it with a member, to read or to write too.", "Invitation"),
-        "accept": ("Take what was offered: my next server has it.", "Why"),
-        "leave": ("Give it back, or say no to it.", "Why"),
+        "accept": ("Take what was offered: my next server has it.", ""),
+        "leave": ("Give it back, or say no to it.", ""),
         "uninvite": ("Share it with a member no more.", "Member"),
         "hand-on": ("Make another member its owner.", "Member"),
         "delete": ("Take it from everybody; its name is written once more.", "Name"),
-        "restore": ("Bring a deleted one back, for admins.", "Why"),
+        "restore": ("Bring a deleted one back, for admins.", ""),
     }
     return {
         "/api/folders": {

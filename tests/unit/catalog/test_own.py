@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpuspawner.catalog.own import check_contents, check_own_image, own_images
 from gpuspawner.errors import ConfigError, InvalidRequest, NotAllowed
+from gpuspawner.spawners.docker import GPUDockerSpawner
 
 RULES = {
     "research": {"images": ["lab/*", "registry.lab:5000/**"], "most": "2G"},
@@ -89,3 +91,14 @@ def test_size_and_labels() -> None:
 def test_a_mistake_of_the_admin_is_named(rule: Any) -> None:
     with pytest.raises(ConfigError, match=r"c\.GPUDockerSpawner\.own_images\['lab'\]"):
         own_images({"lab": rule}, {"lab"})
+
+
+def test_where_containers_are_kept_nobody_brings_an_image() -> None:
+    """What is kept of a container belongs to the environment's image."""
+    spawner = GPUDockerSpawner.__new__(GPUDockerSpawner)
+    spawner.user = SimpleNamespace(groups=[SimpleNamespace(name="ml")])
+    spawner.own_images = RULES
+    spawner.remove = True
+    assert [rule.images for rule in spawner._own_rules()] == [("tools:1.*",)]
+    spawner.remove = False
+    assert spawner._own_rules() == []
