@@ -136,8 +136,10 @@ def _no_answer(error: Exception) -> EngineUnavailable:
 
 
 def _is_part_of(image: LocalImage, other: LocalImage) -> bool:
-    below = len(image.layers)
-    return 0 < below < len(other.layers) and other.layers[:below] == image.layers
+    """Whether ``other`` is built on it; a kept one is, though its member changed nothing yet."""
+    layers = len(image.layers)
+    more = len(other.layers) > layers or KEPT in other.repositories
+    return more and layers > 0 and other.layers[:layers] == image.layers
 
 
 def _image(told: Mapping[str, Any]) -> LocalImage:

@@ -1,0 +1,223 @@
+"""Real: the command, Docker Engine, images and their smoke tests; the registry is a
+small one on this machine, which can be made to misbehave."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docker.errors import ImageNotFound
+
+from gpuspawner.catalog import load
+from gpuspawner.cli.app import main
+from gpuspawner.engines.images import ENTRY
+from gpuspawner.engines.smoke import SMOKE
+from tests.support.engine import PrivateEngine
+from tests.support.images import BASE
+from tests.support.registry import SlowRegistry
+
+CONFIG = """
+c = get_config()
+c.JupyterHub.spawner_class = "gpuspawner.spawners.docker.GPUDockerSpawner"
+c.DockerSpawner.client_kwargs = {{"base_url": {engine!r}}}
+c.DockerSpawner.image = "gpuspawner/instant:test"
+c.GPUDockerSpawner.catalog = {catalog!r}
+"""
+CATALOG = """\
+# Ours.
+environments:
+  - slug: lab   # what everybody takes
+    image: {image}  # by its tag
+    description: |
+      Two lines,
+      kept as they are.
+    devices: {{default: 0, max: 1}}
+  # The last one.
+
+datasets: {{}}
+"""
+LABELS = {
+    "org.opencontainers.image.title": "The lab",
+    "org.opencontainers.image.description": "What everybody takes",
+    ENTRY + "slug": "lab",
+    ENTRY + "devices": "0-2",
+    SMOKE + "imports": "json sqlite3",
+}
+
+
+class Site:
+    """A hub's folder with its configuration and catalog, and ``gpuspawner`` in it."""
+
+    def __init__(self, folder: Path, engine: PrivateEngine, registry: SlowRegistry) -> None:
+        self.folder = folder
+        self.engine = engine
+        self.registry = registry
+        self.image = f"{registry.repository}:lab"
+        self.catalog = folder / "catalog.yaml"
+        self.write(CATALOG.format(image=self.image))
+        config = CONFIG.format(engine=engine.url, catalog=str(self.catalog))
+        (folder / "jupyterhub_config.py").write_text(config)
+
+    def write(self, text: str) -> None:
+        self.catalog.write_text(text, encoding="utf-8")
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        """What ``gpuspawner catalog ...`` prints, errors too. In this process, to be quick."""
+        printed = io.StringIO()
+        with redirect_stdout(printed), redirect_stderr(printed):
+            ended = main(["catalog", *words, "-f", str(self.folder / "jupyterhub_config.py")])
+        text = printed.getvalue()
+        assert "Traceback" not in text, text
+        assert ended == code, text
+        return text if "--json" in words else " ".join(text.split())
+
+    @property
+    def here(self) -> set[str]:
+        """The registry's images that the engine has, by tag and by digest."""
+        names = set()
+        for listed in self.engine.client.images():
+            names |= {*(listed["RepoTags"] or []), *(listed["RepoDigests"] or [])}
+        return {n.removeprefix(self.registry.repository) for n in names if "127.0.0.1" in n}
+
+
+@pytest.fixture(scope="module")
+def registry(engine: PrivateEngine, images: Any) -> Iterator[SlowRegistry]:
+    """Two good images, and one whose smoke test fails; they differ by their labels."""
+    images.ensure_images(engine, [images.TRIED])
+    with tempfile.TemporaryFile() as saved, SlowRegistry(size=0) as registry:
+        saved.writelines(engine.client.get_image(images.TRIED))
+        bad = {**LABELS, SMOKE + "imports": "json no_such_module"}
+        for tag, labels in (("old", LABELS), ("new", {**LABELS, "new": "yes"}), ("bad", bad)):
+            saved.seek(0)
+            registry.add_saved(tag, saved, {"Labels": labels})
+        yield registry
+
+
+@pytest.fixture
+def site(clean_engine: PrivateEngine, registry: SlowRegistry, tmp_path: Path) -> Iterator[Site]:
+    """The site of a test, on an engine that has none of the registry's images."""
+    registry.retag("lab", "old")
+    yield Site(tmp_path, clean_engine, registry)
+    clean_engine.clean()
+    for listed in clean_engine.client.images():
+        names = [*(listed["RepoTags"] or []), *(listed["RepoDigests"] or [])]
+        for name in names:
+            if name.startswith("127.0.0.1"):
+                with suppress(ImageNotFound):  # it went with its last tag
+                    clean_engine.client.remove_image(name, force=True)
+
+
+def test_from_a_name_to_an_environment(site: Site) -> None:
+    """An image that nobody has yet: pulled, read, put into the catalog, tried."""
+    site.write("# Mine.\nenvironments:\n- slug: other\n  image: gpuspawner/instant:test\n")
+    printed = site("add", site.image)
+    assert f"slug: lab display_name: The lab summary: What everybody takes image: {site.image}" in (
+        printed
+    )
+    assert "devices: {default: 0, max: 2}" in printed and "say --write" in printed
+    assert len(load(site.catalog).environments) == 1
+    site("add", site.image, "--write")
+    assert site.catalog.read_text().startswith("# Mine.\nenvironments:\n- slug: other\n")
+    made = load(site.catalog).get("lab")
+    assert (made.display_name, made.image, made.devices.max) == ("The lab", site.image, 2)
+    assert "has an environment 'lab' already" in site("add", site.image, "--write", code=2)
+    site("add", site.image, "--write", "--slug", "lab-two")
+    assert [e.slug for e in load(site.catalog).environments] == ["other", "lab", "lab-two"]
+    site("add", BASE, "--write")
+    inside = site.folder / load(site.catalog).get("base").packages
+    assert f"\njupyterhub=={version('jupyterhub')}\n" in inside.read_text()
+    tried = site("smoke", "lab")
+    assert "ok import sqlite3 " in tried and "ok server answers after" in tried
+    assert "/home/jovyan/work can be written" in tried and "cannot be written" in tried
+
+
+def test_images_are_pulled_before_anybody_waits(site: Site) -> None:
+    missing = site("check", "--images", code=1)
+    assert f"FAIL lab {site.image} is not here" in missing
+    assert "-> gpuspawner catalog pull lab" in missing
+    assert f"{site.image}: pulled" in site("pull")
+    assert f"{site.image}: here" in site("pull", "lab")
+    assert "is here, and the newest" in site("check", "--images")
+    assert "There is no environment 'labs'" in site("pull", "labs", code=1)
+    site.registry.retag("lab", "new")
+    offers = site("check", "--images")
+    assert "its registry offers a newer one" in offers and "catalog update lab" in offers
+
+
+def test_a_newer_image_is_tried_before_members_get_it(site: Site) -> None:
+    site("pull")
+    before = site.catalog.read_text()
+    site.registry.retag("lab", "bad")
+    refused = site("update", "lab", code=1)
+    assert "import no_such_module" in refused and "keeps the image that it has" in refused
+    assert site.catalog.read_text() == before
+    tagged = site.engine.client.inspect_image(site.image)
+    assert f"{site.registry.repository}@{site.registry.digest('old')}" in tagged["RepoDigests"]
+
+    site.registry.retag("lab", "new")
+    assert "'../x'" in site("update", "lab", "--keep-as", "../x", code=2)
+    assert "has an environment 'lab' already" in site("update", "lab", "--keep-as", "lab", code=2)
+    assert site.catalog.read_text() == before
+    assert "lab has" in site("update", "lab", "--keep-as", "lab-older")
+    new, old = (site.registry.digest(tag) for tag in ("new", "old"))
+    text = site.catalog.read_text()
+    assert f"    image: {site.image}@{new}  # by its tag\n" in text
+    rest = text.replace(f"@{new}", "")
+    assert rest.startswith("# Ours.\nenvironments:\n  - slug: lab   # what everybody takes\n")
+    assert "    description: |\n      Two lines,\n      kept as they are.\n" in rest
+    assert "  # The last one.\n" in rest
+    catalog = load(site.catalog)
+    kept = catalog.get("lab-older")
+    assert (
+        kept.image == f"{site.image}@{old}" and kept.description == "Two lines,\nkept as they are."
+    )
+    assert catalog.get("lab").tested_on is not None
+    assert "It has the newest image" in site("update", "lab")
+    assert "is here, and the newest" in site("check", "--images")
+
+    # Who pinned an old one keeps it, and its image is not pruned.
+    assert "Nothing to remove" in site("prune", "--yes")
+    assert {f"@{old}", f"@{new}", ":lab"} <= site.here
+
+
+def test_pruning_removes_only_what_nobody_needs(site: Site, images: Any) -> None:
+    client = site.engine.client
+    site("pull")
+    site.registry.retag("lab", "new")
+    site("update", "lab")
+    old, new = (f"@{site.registry.digest(tag)}" for tag in ("old", "new"))
+    others = {i["Id"] for i in client.images()}
+
+    stopped = client.create_container(site.image)["Id"]
+    assert "Nothing to remove" in site("prune", "--yes"), "a container has it"
+    client.commit(
+        stopped, repository="gpuspawner-kept", tag="lab-ada-0123", conf={"Labels": LABELS}
+    )
+    client.remove_container(stopped)
+    assert "Nothing to remove" in site("prune", "--yes"), "a member's own packages are on it"
+    client.remove_image("gpuspawner-kept:lab-ada-0123")
+
+    told = json.loads(site("prune", "--json"))
+    assert [(each["image"], each["removed"]) for each in told] == [(site.image, False)]
+    assert old in site.here, "without --yes nothing is removed"
+    assert re.search(r":lab \(0\.\d GB, an older version\): removed", site("prune", "--yes"))
+    assert site.here == {new}
+    gone = others - {i["Id"] for i in client.images()}
+    assert len(gone) == 1, "images of others are not looked at"
+
+
+def test_without_an_engine_it_says_so(site: Site) -> None:
+    config = CONFIG.format(engine="unix:///nowhere/docker.sock", catalog=str(site.catalog))
+    (site.folder / "jupyterhub_config.py").write_text(config)
+    for words in (["pull"], ["prune"], ["check", "--images"], ["update", "lab"]):
+        assert "The Docker Engine at unix:///nowhere/docker.sock does not answer." in (
+            site(*words, code=1)
+        )
