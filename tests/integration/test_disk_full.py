@@ -10,6 +10,8 @@ from __future__ import annotations
 import pwd
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,8 +91,16 @@ def root_of_its_own(kind: str) -> list[str]:
     return [*root, mount.replace('exec "$@"', f'exec {again} "$@"')]
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder for PostgreSQL's socket, whose path may have no more than 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="full-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_a_disk_that_fills_up_in_mid_tick(tmp_path: Path, kind: str) -> None:
+def test_a_disk_that_fills_up_in_mid_tick(tmp_path: Path, short: Path, kind: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     place = tmp_path / "disk"
@@ -103,7 +113,7 @@ def test_a_disk_that_fills_up_in_mid_tick(tmp_path: Path, kind: str) -> None:
             "PYTHONPATH": str(REPO),
             "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
             "HOME": str(tmp_path),
-            "TMPDIR": str(tmp_path),
+            "TMPDIR": str(short),
         },
         capture_output=True,
         text=True,
