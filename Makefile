@@ -16,7 +16,7 @@ demo:
 	@$(PY) scripts/demo.py
 
 test: parts
-	$(PY) -m pytest $(SHARED) $(ARGS)
+	$(PY) -m pytest $(SHARED) --durations=30 $(ARGS)
 
 check: env
 	@scripts/check.sh

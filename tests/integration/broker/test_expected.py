@@ -100,8 +100,8 @@ def test_a_session_without_an_end_gives_a_guess_that_says_so(broker: Broker, clo
 
 def test_those_who_waited_teach_how_long_it_takes(make: Make, clock: Clock) -> None:
     broker = make(device_source="simulated:1xT4")
-    held = day(broker, clock, asked=300)
-    assert len(held) > 100
+    held = day(broker, clock, asked=160)
+    assert len(held) > 40
     assert sum(held) >= 0.7 * len(held)
 
 
