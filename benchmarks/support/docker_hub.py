@@ -56,7 +56,9 @@ class DockerHub:
 
 
 @contextlib.contextmanager
-def docker_hub(members: int, config: str = "", *, spare: int = 0) -> Iterator[DockerHub]:
+def docker_hub(
+    members: int, config: str = "", *, spare: int = 0, image: str = images.INSTANT
+) -> Iterator[DockerHub]:
     """A hub with so many members of either side, a device for each of ours, and ``spare`` more.
 
     Both sides get one device by a device request: ours the one that it leases, the stock
@@ -65,11 +67,9 @@ def docker_hub(members: int, config: str = "", *, spare: int = 0) -> Iterator[Do
     leased = members + spare
     uuids = simulated_uuids(f"{leased + 1}xT4")
     with tempfile.TemporaryDirectory() as folder, PrivateEngine() as engine:
-        images.ensure_images(engine, [images.INSTANT])
+        images.ensure_images(engine, [image])
         engine.set_devices(uuids)
-        text = CONFIG.format(
-            engine=engine.url, image=images.INSTANT, fleet=f"{leased}xT4", spare=uuids[-1]
-        )
+        text = CONFIG.format(engine=engine.url, image=image, fleet=f"{leased}xT4", spare=uuids[-1])
         with HubProcess(
             Path(folder), text + config, hub_ip=engine.gateway, environment=HUB_PATH
         ) as hub:
