@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from typing import Any
+from unittest import mock
 
 from jupyterhub.utils import maybe_future
 from tornado.web import RequestHandler
@@ -81,9 +82,9 @@ def watch() -> None:
         say(self, *args, **kwargs)
         TOLD.setdefault(id(self), time.perf_counter())
 
-    # Both for the life of this hub alone: there is no hook to measure them from outside.
-    asyncio.Handle._run = timed_run  # type: ignore[method-assign]
-    Progress.say = timed_say  # type: ignore[method-assign]
+    # For the life of this hub alone: neither asyncio nor a spawn tells these moments to others.
+    mock.patch.object(asyncio.Handle, "_run", timed_run).start()
+    mock.patch.object(Progress, "say", timed_say).start()
 
 
 HANDLERS = [(r"/benchmark/taken", Taken), (r"/benchmark/forget", Forget)]

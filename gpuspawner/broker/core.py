@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Core(BrokerSettings, Prices, DryPolicies):
     """The broker, as its parts see it; :class:`gpuspawner.broker.Broker` has all of it.
 
-    What raises NotImplementedError here is what one part needs of another: declared, so that
-    types are checked, and defined in the part that follows in ``Broker``.
+    What one part needs of another is declared here for the type checker alone, and defined in the
+    part that has it.
     """
 
     store: Store
@@ -32,50 +32,44 @@ class Core(BrokerSettings, Prices, DryPolicies):
     watch: Watch
     line: Line
 
-    def look(self, *, fresh: bool = False) -> Look:
-        """The newest look at the devices."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
 
-    def acquire(
-        self,
-        server: ServerRef,
-        request: Request,
-        *,
-        engine: str,
-        account: str = "",
-        terms: Terms | None = None,
-    ) -> Lease:
-        """Grant devices to a server, now or never."""
-        raise NotImplementedError
+        def look(self, *, fresh: bool = False) -> Look:
+            """The newest look at the devices."""
 
-    def end_ticket(
-        self, ticket_id: str, outcome: str, reason: str, *, actor: str = "", tell: bool = True
-    ) -> Ticket:
-        """Take a ticket out of the line, for a reason that stays written."""
-        raise NotImplementedError
+        def acquire(
+            self,
+            server: ServerRef,
+            request: Request,
+            *,
+            engine: str,
+            account: str = "",
+            terms: Terms | None = None,
+        ) -> Lease:
+            """Grant devices to a server, now or never."""
 
-    def _grant_ticket(self, ticket: Ticket, look: Look, kept: frozenset[str]) -> Lease:
-        raise NotImplementedError
+        def end_ticket(
+            self, ticket_id: str, outcome: str, reason: str, *, actor: str = "", tell: bool = True
+        ) -> Ticket:
+            """Take a ticket out of the line, for a reason that stays written."""
 
-    def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:
-        raise NotImplementedError
+        def _grant_ticket(self, ticket: Ticket, look: Look, kept: frozenset[str]) -> Lease: ...
 
-    def _opening_amount(self) -> int:
-        raise NotImplementedError
+        def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account: ...
 
-    def _check_credits(self, account: Account, hold: int, rate: int, lead: timedelta) -> None:
-        raise NotImplementedError
+        def _opening_amount(self) -> int: ...
 
-    def _ending(
-        self, connection: sa.Connection, account: str, now: datetime
-    ) -> tuple[tuple[datetime, int], ...]:
-        raise NotImplementedError
+        def _check_credits(
+            self, account: Account, hold: int, rate: int, lead: timedelta
+        ) -> None: ...
 
-    def _end_due_lots(self, connection: sa.Connection, account: str, now: datetime) -> None:
-        raise NotImplementedError
+        def _ending(
+            self, connection: sa.Connection, account: str, now: datetime
+        ) -> tuple[tuple[datetime, int], ...]: ...
 
-    def _payer(self, user: str, groups: Collection[str], asked: str, *, free: bool) -> str:
-        raise NotImplementedError
+        def _end_due_lots(self, connection: sa.Connection, account: str, now: datetime) -> None: ...
+
+        def _payer(self, user: str, groups: Collection[str], asked: str, *, free: bool) -> str: ...
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import MutableMapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 from traitlets import Any as AnyTrait
@@ -45,9 +45,10 @@ class Acquiring(GPUSpawnerForm):
         self._left_ticket = ""
         """The ticket of a wait that was cancelled; whoever stops the server ends it."""
 
-    async def _release(self, reason: str) -> bool:
-        """Release the lease once the server is proved gone. Whether it was."""
-        raise NotImplementedError
+    if TYPE_CHECKING:  # what the mixin has, which builds on this
+
+        async def _release(self, reason: str) -> bool:
+            """Release the lease once the server is proved gone. Whether it was."""
 
     # Shared by all spawners of this hub.
 

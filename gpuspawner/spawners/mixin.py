@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlparse
 
 from jupyterhub.utils import (
@@ -63,11 +63,11 @@ class GPUSpawnerMixin(Acquiring):
 
     def engine(self) -> Engine:
         """The engine as the reconciler sees it."""
-        raise NotImplementedError
+        raise NotImplementedError(_no_engine(self, "engine"))
 
     async def prove_gone(self) -> Proof:
         """Whether the server is proved gone. Raises EngineUnavailable when nobody can say."""
-        raise NotImplementedError
+        raise NotImplementedError(_no_engine(self, "prove_gone"))
 
     async def failure_detail(self) -> str:
         """Why a server that started is not there any more, in words; for log and member."""
@@ -340,10 +340,18 @@ class GPUSpawnerMixin(Acquiring):
             environment.default_url != "/lab" or not self.is_configured("default_url")
         ):
             self.default_url = environment.default_url
-        # By name: to the type checker "environment" is the trait, and not its value.
         if environment.environment:
-            configured: dict[str, Any] = getattr(self, "environment")  # noqa: B009
+            configured = cast("dict[str, Any]", self.environment)
             self.set_trait("environment", {**configured, **environment.environment})
         self.chosen = environment
         if environment.spawner_override:
             self._apply_overrides(dict(environment.spawner_override))
+
+
+def _no_engine(spawner: GPUSpawnerMixin, method: str) -> str:
+    """For who writes a spawner of their own."""
+    return (
+        f"{type(spawner).__name__} has no {method}(): GPUSpawnerMixin leases GPUs, and a spawner "
+        "that builds on it has to say where its servers live, as GPUDockerSpawner and "
+        "GPULocalSpawner do."
+    )

@@ -120,7 +120,7 @@ def _trouble(hub: PayingHub, stops: Iterable[str]) -> None:
     while time.monotonic() < end:
         began = time.monotonic()
         assert hub.api("GET", "/").ok
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
         time.sleep(0.2)
     server = hub.server("dan")
     assert server is not None and server["pending"] == "spawn"

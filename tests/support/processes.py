@@ -21,6 +21,10 @@ REPO = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 """Where the virtual environment keeps its programs (the proxy's wrapper among them)."""
 
+PATIENCE = 4
+"""How many times longer than at rest a wait may take: whoever runs these tests may have other work
+on the machine. A wait that comes true ends at once."""
+
 T = TypeVar("T")
 
 
@@ -103,7 +107,11 @@ def free_port() -> int:
 def wait_for(
     look: Callable[[], T | None], what: str, *, timeout: float = 30.0, interval: float = 0.05
 ) -> T:
-    """Call ``look`` until it answers something true, and return that."""
+    """Call ``look`` until it answers something true, and return that.
+
+    ``timeout`` (seconds) is for a machine at rest; a busy one gets PATIENCE times as long.
+    """
+    timeout *= PATIENCE
     end = time.monotonic() + timeout
     while True:
         if found := look():

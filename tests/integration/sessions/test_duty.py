@@ -56,7 +56,7 @@ def session(broker: Broker, user: str, seconds: int = 3600) -> Lease:
     return broker.confirm(broker.acquire(ServerRef(user), request, engine="local", terms=terms).id)
 
 
-async def rounds(sessions: Sessions, until: Callable[[], bool], limit: float = 20.0) -> None:
+async def rounds(sessions: Sessions, until: Callable[[], bool], limit: float = 120.0) -> None:
     """Go on with rounds until something is true."""
     end = asyncio.get_running_loop().time() + limit
     while not until():
