@@ -99,6 +99,13 @@ class MemberGone(TicketEnded):
     reason = "member_gone"
 
 
+class MembershipEnded(Refused):
+    """Your membership has ended: {why}. Your files and credits are kept; ask your admin."""
+
+    reason = "membership_ended"
+    status_code = 403
+
+
 class TooManyTickets(Refused):
     """You wait in line {count} times already, and {most} is the most. Stop one of them first."""
 

@@ -191,7 +191,8 @@ class Lease:
     """Why it is to end or has ended, in a word: ``""`` for as the member asked, ``no_show``,
     ``session_end``, ``admin``. One that is open still is stopped by the accounting service.
     ``lost``: it went down with its hub before its member came, whose ticket waits again.
-    ``failed``: its start failed, and it cost nothing. ``credits``: its account ran dry."""
+    ``failed``: its start failed, and it cost nothing. ``credits``: its account ran dry.
+    ``member_gone``: its member is none any more."""
     when_dry: str = "stop"
     """What becomes of it when its account runs dry, fixed at the grant: ``stop`` after a grace,
     let its ``session`` end, or go on into an ``overdraft``."""

@@ -42,7 +42,7 @@ from .line import Line
 from .notices import Notices
 from .outlook import Outlooks
 from .reports import Reports
-from .sessions import Sessions
+from .roster import Rosters
 from .watch import Look, Watch
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Grants, Admin, Notices, Sessions, Reports, Dry, BulkGrants, Outlooks, Folders):
+class Broker(Grants, Admin, Notices, Rosters, Reports, Dry, BulkGrants, Outlooks, Folders):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:

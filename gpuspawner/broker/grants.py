@@ -37,7 +37,7 @@ from ..store.closures import GRANTING
 from . import view
 from .payers import Paying
 from .prices import priced_at
-from .queue import Queue, Terms, your_turn
+from .queue import Queue, Terms, must_be_member, your_turn
 from .reads import Reads
 from .watch import Look
 
@@ -65,7 +65,7 @@ class Grants(Paying, Queue, Reads):
         may the engine create anything.
 
         Now or never, whoever waits: :meth:`ask` is the way for members. ``account`` pays; the
-        default is the member's own. Raises NoDeviceFree, TooMuchAsked, NoCredits,
+        default is the member's own. Raises NoDeviceFree, TooMuchAsked, NoCredits, MembershipEnded,
         GrantingPaused, ServerHasLease or StoreUnavailable; then nothing was written.
         """
         terms = terms or Terms()
@@ -154,6 +154,8 @@ class Grants(Paying, Queue, Reads):
     ) -> Lease:
         """Choose the places, hold the credits and write the lease, in the caller's transaction."""
         known = granting.read(connection, server, account)
+        if known.is_former:
+            must_be_member(connection, server.user)
         if known.lease_id:
             raise ServerHasLease()
         places: tuple[Place, ...] = ()

@@ -17,6 +17,7 @@ import sqlalchemy as sa
 
 from ..errors import (
     GrantingPaused,
+    MembershipEnded,
     NoDeviceFree,
     Refused,
     ServerHasLease,
@@ -29,7 +30,7 @@ from ..ledger.pricing import RateCard
 from ..model import Account, Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket
 from ..pool import must_run, texts
 from ..scheduler import Limits
-from ..store import closures, history, leases, notices, tickets
+from ..store import closures, history, leases, memberships, notices, tickets
 from .line import kind_of, model_of
 from .places import Places
 from .queue_settings import QueueSettings
@@ -202,6 +203,7 @@ class Queue(Places, QueueSettings):
         server, request = ticket.server, ticket.request
         self._must_fit(self.look(), request)
         with self.store.write() as connection:
+            must_be_member(connection, server.user)
             if leases.open_of(connection, server):
                 raise ServerHasLease()
             mine = tickets.open_of_member(connection, server.user)
@@ -314,6 +316,13 @@ class Queue(Places, QueueSettings):
         if kind is None:
             return texts(closed)
         return texts(closed | {Place(d.uuid) for d in fleet.devices if kind_of(d) != kind})
+
+
+def must_be_member(connection: sa.Connection, user: str) -> None:
+    """Raises MembershipEnded for who is a member no more."""
+    known = memberships.find(connection, user)
+    if known and known.ended_at:
+        raise MembershipEnded(why=known.reason)
 
 
 def _must_be_within(limit: Limits, ticket: Ticket) -> None:

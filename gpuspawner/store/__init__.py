@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from . import book, devices, leases, schema_files, schema_totals
+from . import book, devices, leases, schema_files, schema_members, schema_totals
 from .store import Store, default_url
 
-__all__ = ["Store", "book", "default_url", "devices", "leases", "schema_files", "schema_totals"]
+__all__ = [
+    "Store",
+    "book",
+    "default_url",
+    "devices",
+    "leases",
+    "schema_files",
+    "schema_members",
+    "schema_totals",
+]

@@ -17,6 +17,7 @@ from .leases import CLOSED, HELD, PAYS, PLACES
 from .prepared import Prepared
 from .rates import HOLDS
 from .schema import OPEN_LEASE, OPEN_LOT, accounts, leases, lots, rates
+from .schema_members import ENDED, memberships
 
 _of_account = sa.bindparam("account", type_=sa.Text)
 _server = (
@@ -26,6 +27,7 @@ _server = (
 _paying = sa.select(leases.c.id).where(PAYS, leases.c.account == _of_account)
 _due = sa.select(sa.func.min(lots.c.ends_at)).where(OPEN_LOT, lots.c.account == _of_account)
 _balance = sa.select(accounts.c.balance).where(accounts.c.name == _of_account)
+_former = sa.select(memberships.c.user).where(memberships.c.user == sa.bindparam("member"), ENDED)
 _held = HELD.where(leases.c.account == _of_account)
 _ALL = Prepared(
     sa.select(
@@ -37,6 +39,7 @@ _ALL = Prepared(
         sa.exists(_paying),
         _balance.scalar_subquery(),
         _held.scalar_subquery(),
+        sa.exists(_former),
     )
 )
 
@@ -57,11 +60,13 @@ class Known:
     """Whether the account pays for a server that runs."""
     account: Account | None
     """The account that is to pay, if it is open; less nothing that is owed and not charged."""
+    is_former: bool
+    """Whether the server's member is none any more."""
 
 
 def read(connection: sa.Connection, server: ServerRef, account: str) -> Known:
     """What a grant to this server, paid by this account, must know."""
-    ((lease_id, places, closed, has_rates, due, is_paying, balance, held),) = _ALL.rows(
+    ((lease_id, places, closed, has_rates, due, is_paying, balance, held, former),) = _ALL.rows(
         connection, member=server.user, server=server.name, account=account
     )
     return Known(
@@ -71,4 +76,5 @@ def read(connection: sa.Connection, server: ServerRef, account: str) -> Known:
         first_due=due,
         is_paying=is_paying,
         account=None if balance is None else Account(name=account, balance=balance, held=int(held)),
+        is_former=former,
     )
