@@ -71,7 +71,8 @@ class Accounting(PullsAhead, Application):
         min=0.1,
         config=True,
         help="""
-        Seconds between two charges. What a server costs does not depend on it.
+        Seconds between two charges of a server, counted from its own start, so that those of
+        many servers come at many moments. What a server costs does not depend on it.
 
         Example::
 
@@ -256,6 +257,7 @@ class Accounting(PullsAhead, Application):
             log=self.log,
             ask=self.engines,
             hub_name=hub_name(pid) if (pid := os.environ.get("GPUSPAWNER_HUB_PID")) else "",
+            charge_seconds=self.charge_seconds,
         )
 
     def _session_duty(self, tick: Tick, notifier: Notifier) -> Sessions:
@@ -285,7 +287,7 @@ class Accounting(PullsAhead, Application):
         await self._round(tick, "Charges", tick.charge)
         await asyncio.gather(
             self._every(self.reconcile_seconds, tick, "Reconciliation", tick.reconcile),
-            self._every(self.charge_seconds, tick, "Charges", tick.charge),
+            self._every(tick.charge_pause, tick, "Charges", tick.charge),
             self._every(SESSIONS_EVERY, tick, "Sessions", sessions.round),
             self._every(CREDITS_EVERY, tick, "Credits", credits.round),
             self._every(REFILLS_EVERY, tick, "Refills", Refilling(tick).round),

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from ..broker import Broker
 from ..engines import DockerEngine, Engine
@@ -18,6 +19,12 @@ from ..model import Lease, LeaseState, ServerRef, Sighting
 from ..reconcile import Action, Confirm, HubState, Release, Remove, Unknown
 from .hub import Hub
 from .resuming import THE_HUB_FIRST, Resuming
+
+PORTION = 500
+"""Leases that are charged in one transaction, at the most."""
+
+BETWEEN_PORTIONS = 0.02
+"""Seconds in which somebody else can write."""
 
 
 class Sightings(Mapping[str, Sequence[Sighting] | None]):
@@ -69,14 +76,24 @@ class Tick:
     """The engines to ask in every round; none named: those of open and recent leases."""
     start_grace_seconds: float = 60.0
     """Nothing younger than this is ended only because the Hub does not name it."""
+    charge_seconds: float = 60.0
+    """How often each running lease is charged, at a moment of its own."""
     hub_name: str = ""
     """What our Hub is called in the store's lock; not known when it did not start us."""
     _resumed: bool = False
     _trouble: dict[str, str] = field(default_factory=dict)
 
     async def charge(self) -> None:
-        """Charge every running lease."""
-        await self.broker.run(self.broker.charge_all)
+        """Charge every running lease whose time has come; after a pause that is all of them, in
+        portions between which others write."""
+        every = timedelta(seconds=self.charge_seconds)
+        while await self.broker.run(self.broker.charge_portion, every, PORTION) >= PORTION:
+            await asyncio.sleep(BETWEEN_PORTIONS)
+
+    @property
+    def charge_pause(self) -> float:
+        """Seconds between two looks for leases to charge, which then are a few of them."""
+        return min(self.charge_seconds, max(1.0, self.charge_seconds / 60))
 
     # Store, engines and Hub: do they say the same?
 

@@ -198,13 +198,24 @@ class Broker(Grants, Admin, Notices, Rosters, Reports, Dry, BulkGrants, Outlooks
         now = self.clock()
         try:
             with self.store.write() as connection:
-                due, bounded = charging.due(connection, now), charging.bounded(connection)
-                shares = self._shares(connection, bounded, now)
-                charging.charge(connection, due, now)
-                return len(due) + self._charge_each(connection, bounded, now, shares)
+                found = charging.due(connection, now), charging.bounded(connection)
+                return self._charge_together(connection, *found, now)
         except IntegrityError:  # one was posted before: each by itself, then
             with self.store.write() as connection:
                 return self._charge_each(connection, leases.open_leases(connection), now)
+
+    def charge_portion(self, every: timedelta, most: int = 500) -> int:
+        """Charge running leases up to now that were not charged yet in the period of ``every``
+        that goes on, counted from the start of each. How many; ``most`` of them in one
+        transaction, so that nobody waits long for it: at so many there may be more.
+        """
+        now = self.clock()
+        try:
+            with self.store.write() as connection:
+                found = charging.portion(connection, now, every, most)
+                return self._charge_together(connection, *found, now)
+        except IntegrityError:
+            return self.charge_all()
 
     def reconcile(
         self,
@@ -247,6 +258,18 @@ class Broker(Grants, Admin, Notices, Rosters, Reports, Dry, BulkGrants, Outlooks
             return self._open_account(connection, name, self.clock())
 
     # Steps of the above.
+
+    def _charge_together(
+        self,
+        connection: sa.Connection,
+        due: Sequence[charging.Due],
+        bounded: Sequence[Lease],
+        now: datetime,
+    ) -> int:
+        """Charge what is due, and leases with an overdraft what can be paid; how many were."""
+        shares = self._shares(connection, bounded, now)
+        charging.charge(connection, due, now)
+        return len(due) + self._charge_each(connection, bounded, now, shares)
 
     def _charge_each(
         self,

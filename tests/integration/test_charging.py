@@ -1,9 +1,11 @@
-"""Charges of a tick all at once, against charges one after the other. Real: both databases."""
+"""Charges of a tick many at once, against charges one after the other. Real: both databases."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import sqlalchemy as sa
 from gpuspawner.broker import Broker, Terms
 from gpuspawner.errors import LedgerError
 from gpuspawner.ledger import rules
-from gpuspawner.model import Lease, Request, ServerRef
+from gpuspawner.model import MICRO, Lease, Request, ServerRef
 from gpuspawner.store import Store, book, charging, leases
 from gpuspawner.store.schema import MOST, accounts, postings, transfers
 from tests.support.brokers import Clock, acquire, open_broker, problems, running
@@ -167,3 +169,80 @@ def test_what_one_lease_is_told_is_what_a_single_charge_says(broker: Broker, clo
         lambda c: c.execute(sa.select(transfers.c.key).where(transfers.c.kind == "charge")).scalar()
     )
     assert key == single.key
+
+
+# In portions: each lease at its own moment of the minute.
+
+
+MINUTE = timedelta(minutes=1)
+
+
+def charges_of(broker: Broker) -> Counter[str]:
+    """How many charges each running lease had."""
+    query = sa.select(transfers.c.lease_id).where(transfers.c.kind == "charge")
+    return Counter(broker.store.run(lambda c: c.execute(query).scalars().all()))
+
+
+def test_each_is_charged_once_a_minute_at_a_moment_of_its_own(broker: Broker, clock: Clock) -> None:
+    some = []
+    for number in range(6):
+        some.append(running(broker, f"user{number}", model="A100"))
+        clock.forward(seconds=7.3)
+    counts = []
+    for _ in range(300):
+        counts.append(broker.charge_portion(MINUTE))
+        clock.forward(seconds=1)
+    assert max(counts) == 1, "they started at six moments"
+    assert set(charges_of(broker).values()) == {5} and len(charges_of(broker)) == 6
+    for lease in broker.open_leases():
+        late = rules.charge_due(lease, clock.now) * 3600 / lease.rate
+        assert 0 <= late <= 61.001, "and none waits longer"
+    assert problems(broker.store) == []
+
+
+def test_after_a_pause_all_are_charged_portion_by_portion(broker: Broker, clock: Clock) -> None:
+    for number in range(7):
+        running(broker, f"user{number % 3}", 1 + number % 2, server=f"{number}", model="A100")
+    clock.forward(hours=2, seconds=11)
+    counts = [broker.charge_portion(MINUTE, 3) for _ in range(4)]
+    assert counts == [3, 3, 1, 0]
+    for lease in broker.open_leases():
+        assert lease.charged == rules.owed(lease.rate, lease.started_at, clock.now)
+    reasons = {line.reason for line in broker.statement("member:user0") if line.kind == "charge"}
+    assert reasons == {
+        "1 x A100-80GB of user0/0",
+        "2 x A100-80GB of user0/3",
+        "1 x A100-80GB of user0/6",
+    }
+    assert problems(broker.store) == []
+
+
+def test_portions_at_any_moments_charge_what_one_tick_does(broker: Broker, clock: Clock) -> None:
+    """Cheap ones, of which a minute costs less than a microcredit, and an overdraft among them."""
+    some_life(broker, clock, lambda: 0)
+    chance = random.Random(5)
+    for _ in range(40):
+        clock.forward(seconds=chance.choice((-3, 0, 0.001, 0.9, 1, 31, 59.9999, 60, 500)))
+        broker.charge_portion(timedelta(seconds=chance.choice((0.5, 60, 61.7))), 3)
+    assert problems(broker.store) == []
+    clock.forward(hours=3)
+    broker.charge_all()
+    for lease in broker.open_leases():
+        owed = rules.owed(lease.rate, lease.started_at, clock.now)
+        bounded = lease.when_dry == "overdraft"
+        assert lease.charged == (min(owed, 42 * MICRO) if bounded else owed)
+    assert [f.problem for f in broker.audit()[0] if f.problem] == []
+
+
+def test_a_portion_whose_charge_was_posted_before_takes_it_once(
+    broker: Broker, clock: Clock
+) -> None:
+    lease = running(broker, "anna", model="A100")
+    clock.forward(minutes=1)
+    posted = rules.charge(lease, rules.charge_due(lease, clock.now), clock.now)
+    assert posted is not None
+    broker.store.run(lambda c: book.post(c, posted), write=True)
+    assert broker.charge_portion(MINUTE) == 1
+    assert broker.lease(lease.id).charged == rules.owed(lease.rate, lease.started_at, clock.now)
+    assert broker.charge_portion(MINUTE) == 0
+    assert problems(broker.store) == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ import sqlalchemy as sa
 
 from gpuspawner.model import Lease, LeasedDevice, Place, ServerRef
 from gpuspawner.pool import texts
-from gpuspawner.store import Store, book, granting, leases, lots
+from gpuspawner.store import Store, book, charging, granting, leases, lots
 from gpuspawner.store.schema import TO_ADD_UP
 from tests.support.brokers import T0
 
@@ -25,6 +26,7 @@ QUESTIONS: dict[str, Callable[[sa.Connection], Any]] = {
     "all open leases": leases.open_leases,
     "places with their leases": leases.taken,
     "places": leases.places_taken,
+    "charges that are due": lambda c: charging.portion(c, T0, timedelta(minutes=1), 500),
     "what an account has set aside": lambda c: leases.held(c, "member:anna"),
     "an account with what it has set aside": lambda c: book.find(c, "member:anna"),
     "what is to be added up": lambda c: leases.where(c, TO_ADD_UP),

@@ -64,7 +64,7 @@ def spend_until_killed(
         else:
             broker.confirm(lease.id, f"container-{lease.id}")
             for _ in range(chance.randrange(3)):
-                broker.charge_all()
+                broker.charge_portion(timedelta(seconds=chance.choice((0.5, 60))))
             over = broker.clock()
             if chance.random() < 0.5:
                 broker.charge_all()  # too much is charged, and comes back
