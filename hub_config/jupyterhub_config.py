@@ -49,9 +49,7 @@ c.DockerSpawner.use_internal_ip = True
 c.DockerSpawner.remove = True
 c.DockerSpawner.mem_limit = "32G"
 c.DockerSpawner.cpu_limit = 8
-# Images that start as root and then change user need some capabilities: take cap_drop out then.
-hardened = {"cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], "pids_limit": 4096}
-c.DockerSpawner.extra_host_config = hardened
+c.GPUDockerSpawner.capabilities = []  # for images that start as root, take this line out
 
 # What it costs. For many members, PostgreSQL: postgresql://gpuspawner@db/gpuspawner
 c.Broker.database_url = os.environ.get("GPUSPAWNER_DATABASE_URL", "sqlite:///gpuspawner.sqlite")

@@ -9,6 +9,7 @@ from typing import Any
 from ..engines.base import LABEL_ENVIRONMENT, LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 from ..engines.injection import gpu_environment, gpu_host_config, without_gpus
 from ..model import Lease
+from .hardening import Hardening, harden
 
 ULIMITS = [
     {"Name": "memlock", "Soft": -1, "Hard": -1},
@@ -30,6 +31,7 @@ class ContainerSettings:
     """``source:target:mode``: the workspace, datasets and shared folders."""
     environment: Mapping[str, str]
     """The lease's variables; they win over whatever else was set."""
+    hardening: Hardening | None = None
 
 
 def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> dict[str, Any]:
@@ -43,6 +45,8 @@ def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> 
     if host.get("Runtime") == "nvidia" and settings.injection != "runtime":
         del host["Runtime"]  # it would read the variables of the image once more
     host.update(_merged_requests(host, settings.injection, lease.uuids))
+    if settings.hardening:
+        host = harden(host, settings.hardening)
     _pytorch_defaults(host, settings)
     host["AutoRemove"] = False  # an exit code and the last words are worth keeping: we remove
     host["Binds"] = [*(host.get("Binds") or []), *settings.binds]

@@ -22,17 +22,17 @@ from ..errors import EngineUnavailable, StartFailed
 from .base import spawn_exception
 from .container import ContainerSettings, build
 from .gone import Proof
+from .hardening import HELPER, GPUDockerHardening
 from .injecting import injection_mode
 from .keeping import Kept, Plain, keep, leave_plain
 from .limits import allowed_ulimits
-from .own_images import GPUDockerOwnImages
 from .pulling import Pulls
 
 THREADS = 16
 """Docker calls that may run at once; the stock spawner has one thread for all members."""
 
 
-class GPUDockerSpawner(GPUDockerOwnImages, DockerSpawner):
+class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     """Leases GPUs to containers on this machine's Docker Engine."""
 
     engine_name = "docker"
@@ -117,6 +117,7 @@ class GPUDockerSpawner(GPUDockerOwnImages, DockerSpawner):
         if method == "create_container":
             await self.find_folders()
             kwargs = build(kwargs, self._held(), await self._container_settings())
+            self.warn_of(kwargs["host_config"])
             await self.storage().prepare(self.image)
         elif method != "start":
             return await self._call(method, *args, **kwargs)
@@ -144,7 +145,7 @@ class GPUDockerSpawner(GPUDockerOwnImages, DockerSpawner):
             command=[],
             user="0",
             environment={"NVIDIA_VISIBLE_DEVICES": "void"},
-            host_config={"NetworkMode": "none", **host_config},
+            host_config={"NetworkMode": "none", **HELPER, **host_config},
         )
         try:
             await self._call("start", created["Id"])
@@ -169,6 +170,7 @@ class GPUDockerSpawner(GPUDockerOwnImages, DockerSpawner):
             binds=[*self.storage().binds(), *self._kept.binds],
             image=self._kept.image,
             environment=self.with_lease_environment({}),
+            hardening=await self.hardening(),
         )
 
     # Start.

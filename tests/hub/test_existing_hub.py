@@ -76,7 +76,7 @@ c.Broker.database_url = "sqlite:///gpuspawner.sqlite"
 import gpuspawner; gpuspawner.add_services(c{port})
 """
 
-OURS = {"DeviceRequests", "ShmSize", "Ulimits", "MemorySwap"}
+OURS = {"DeviceRequests", "ShmSize", "Ulimits", "MemorySwap", "SecurityOpt", "OomScoreAdj"}
 """All that may be other than it was in what the engine is told of a container."""
 
 LOOK = """
