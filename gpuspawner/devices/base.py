@@ -26,6 +26,7 @@ from typing import Protocol
 
 from ..errors import ConfigError
 from ..model import Inventory
+from ..telemetry import Sample
 
 SYS = 10
 NODE = 20
@@ -62,6 +63,26 @@ class DeviceSource(Protocol):
         when nothing can be seen the inventory has no devices and says why in ``error``.
         ``now`` is copied into ``observed_at``.
         """
+
+
+class LooksLost(Exception):
+    """Nothing can be seen. The text is a sentence that says why."""
+
+
+class Sampler(Protocol):
+    """Something that tells what devices do from second to second."""
+
+    def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
+        """One look at every device. Blocks; for one thread. ``monotonic`` is in seconds.
+
+        Raises LooksLost.
+        """
+
+
+def open_sampler(source: DeviceSource, processes_every: float = 30.0) -> Sampler | None:
+    """The sampler of a source; None for one that has none."""
+    make = getattr(source, "sampler", None)
+    return make(processes_every) if make is not None else None
 
 
 EXAMPLE = "simulated:4xA100-80GB,2xT4"

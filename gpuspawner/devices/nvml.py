@@ -1,26 +1,26 @@
-"""The GPUs of this machine as NVML sees them. The only module that imports pynvml."""
+"""The GPUs of this machine as NVML sees them."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pynvml
 
 from ..model import Device, DeviceProcess, DeviceStatus, Inventory
 from . import topology
-from .base import pair
+from .base import Sampler, pair
 from .look import Look, unknown
+from .nvml_asking import DriverLost, TooOld, Unanswered, Unsupported, ask, ask_driver, ask_or
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 REOPEN_AFTER = timedelta(seconds=60)
 """While a device does not answer, NVML is opened anew this often: only then it learns of a GPU
@@ -33,31 +33,6 @@ _COMPUTE_MODES = {
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD: "exclusive_process",
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
     pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
-}
-_ABOUT_THE_DRIVER = {
-    pynvml.NVML_ERROR_UNINITIALIZED,
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
-}
-"""Errors that concern every device, whichever was asked about."""
-
-_SENTENCES = {
-    pynvml.NVML_ERROR_UNINITIALIZED: "NVML was shut down.",
-    pynvml.NVML_ERROR_NO_PERMISSION: "The hub may not ask: run it as a user that may run "
-    "nvidia-smi.",
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "The NVIDIA driver is not loaded: run nvidia-smi, and "
-    "restart the machine after an update of the driver or the kernel.",
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "This machine has no NVIDIA driver (libnvidia-ml.so.1 "
-    "was not found): install it, or let the hub simulate GPUs.",
-    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: "The NVIDIA driver is too old to say: update it.",
-    pynvml.NVML_ERROR_GPU_IS_LOST: "The GPU is lost, it fell off the bus: restart the machine, "
-    "and check the GPU's power and seat.",
-    pynvml.NVML_ERROR_RESET_REQUIRED: "The GPU must be reset: run nvidia-smi --gpu-reset.",
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "The NVIDIA driver was updated while in use: "
-    "restart the hub, and the machine if that does not help.",
-    pynvml.NVML_ERROR_UNKNOWN: "NVML gave an unknown error: run nvidia-smi, and if the hub runs "
-    "in a container that lost its GPUs, restart the container.",
 }
 
 
@@ -74,6 +49,7 @@ class NVMLDevices:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._opened_at: datetime | None = None
+        self._openings = 0
         self._versions = ("", "")
         self._known: dict[str, Device] = {}
         self._ailing = False
@@ -88,7 +64,7 @@ class NVMLDevices:
                 self._open(now)
                 look = self._look()
                 links = self._links_between(look.healthy)
-            except _DriverLost as lost:
+            except DriverLost as lost:
                 return self._nothing(now, str(lost))
             except Exception as error:  # whatever a driver does, the hub goes on
                 log.exception("Looking at the GPUs failed")
@@ -104,6 +80,23 @@ class NVMLDevices:
                 links=links,
             )
 
+    def sampler(self, processes_every: float = 30.0) -> Sampler:
+        """What tells their use from second to second; see :mod:`.nvml_samples`."""
+        from .nvml_samples import NVMLSampler
+
+        return NVMLSampler(self, processes_every)
+
+    def openings(self, now: datetime, *, ailing: bool = False) -> int:
+        """Open NVML if it is not open, for who samples beside the looks. How often it was opened:
+        with another number, what was kept of it is worth nothing.
+
+        ``ailing``: a device does not answer, which may take a new opening. Raises DriverLost.
+        """
+        with self._lock:
+            self._ailing = self._ailing or ailing
+            self._open(now)
+            return self._openings
+
     def close(self) -> None:
         """Let go of the driver, so that an admin can reset a GPU. The next look opens it again."""
         with self._lock:
@@ -117,8 +110,9 @@ class NVMLDevices:
         if self._opened_at is not None and self._ailing and now - self._opened_at >= REOPEN_AFTER:
             self._close()
         if self._opened_at is None:
-            _ask_driver(pynvml.nvmlInit)
+            ask_driver(pynvml.nvmlInit)
             self._opened_at = now
+            self._openings += 1
             self._versions = _read_versions()
 
     def _close(self) -> None:
@@ -131,10 +125,10 @@ class NVMLDevices:
 
     def _look(self) -> Look:
         look = Look()
-        for index in range(_ask_driver(pynvml.nvmlDeviceGetCount)):
+        for index in range(ask_driver(pynvml.nvmlDeviceGetCount)):
             try:
                 self._look_at_gpu(index, look)
-            except _Unanswered as failure:
+            except Unanswered as failure:
                 look.silent[index] = str(failure)
         look.add_missing(self._known)
         self._ailing = look.ailing
@@ -142,7 +136,7 @@ class NVMLDevices:
         return look
 
     def _look_at_gpu(self, index: int, look: Look) -> None:
-        handle = _ask("handle", pynvml.nvmlDeviceGetHandleByIndex, index)
+        handle = ask("handle", pynvml.nvmlDeviceGetHandleByIndex, index)
         gpu = _read_gpu(self._recall(handle, index), handle)
         look.seen[gpu.uuid] = gpu
         if gpu.status is DeviceStatus.UNKNOWN:
@@ -156,12 +150,12 @@ class NVMLDevices:
 
     def _look_at_instances(self, gpu: Device, handle: Any, look: Look) -> None:
         """A slot that cannot be read hides no other; what was in it is missing then."""
-        slots = _ask("number of instances", pynvml.nvmlDeviceGetMaxMigDeviceCount, handle)
+        slots = ask("number of instances", pynvml.nvmlDeviceGetMaxMigDeviceCount, handle)
         for slot in range(slots):
             try:
-                part = _ask("instance", pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
+                part = ask("instance", pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
                 instance = _read_instance(self._recall(part, gpu.index), part, gpu)
-            except _Unanswered as failure:
+            except Unanswered as failure:
                 if failure.code != pynvml.NVML_ERROR_NOT_FOUND:  # an empty slot is no failure
                     look.silent[gpu.index] = str(failure)
                 continue
@@ -173,7 +167,7 @@ class NVMLDevices:
 
     def _recall(self, handle: Any, index: int) -> Device:
         """What is known of the device behind a handle, so that a failing one keeps its name."""
-        uuid = _ask("UUID", pynvml.nvmlDeviceGetUUID, handle)
+        uuid = ask("UUID", pynvml.nvmlDeviceGetUUID, handle)
         known = self._known.get(uuid)
         if known is None:
             return Device(uuid=uuid, index=index, model="unknown model", memory_bytes=0)
@@ -199,16 +193,16 @@ class NVMLDevices:
 def _read_gpu(base: Device, handle: Any) -> Device:
     found: dict[str, Any] = {}
     try:
-        found["model"] = _ask_or(base.model, "name", pynvml.nvmlDeviceGetName, handle)
-        found["pci_bus_id"] = _ask_or("", "PCI bus id", _bus_id, handle)
-        found["memory_bytes"] = _ask_or(0, "memory", _memory_bytes, handle)
-        mode = _ask_or(0, "compute mode", pynvml.nvmlDeviceGetComputeMode, handle)
+        found["model"] = ask_or(base.model, "name", pynvml.nvmlDeviceGetName, handle)
+        found["pci_bus_id"] = ask_or("", "PCI bus id", _bus_id, handle)
+        found["memory_bytes"] = ask_or(0, "memory", _memory_bytes, handle)
+        mode = ask_or(0, "compute mode", pynvml.nvmlDeviceGetComputeMode, handle)
         found["compute_mode"] = _COMPUTE_MODES.get(mode, "default")
-        mig_mode, _ = _ask_or((0, 0), "MIG mode", pynvml.nvmlDeviceGetMigMode, handle)
+        mig_mode, _ = ask_or((0, 0), "MIG mode", pynvml.nvmlDeviceGetMigMode, handle)
         if mig_mode == pynvml.NVML_DEVICE_MIG_ENABLE:
             return replace(base, **found, status=DeviceStatus.PARENT, reason=PARENT_REASON)
-        found["processes"] = _processes(handle, ("graphics", "compute"))
-    except _Unanswered as failure:
+        found["processes"] = running_processes(handle, ("graphics", "compute"))
+    except Unanswered as failure:
         return unknown(replace(base, **found), str(failure))
     return replace(base, **found)
 
@@ -221,10 +215,10 @@ def _read_instance(base: Device, handle: Any, gpu: Device) -> Device:
     }
     try:
         model = f"{gpu.model} MIG"
-        found["model"] = _ask_or(model, "name", pynvml.nvmlDeviceGetName, handle)
-        found["memory_bytes"] = _ask_or(0, "memory", _memory_bytes, handle)
-        found["processes"] = _processes(handle, ("compute",))
-    except _Unanswered as failure:
+        found["model"] = ask_or(model, "name", pynvml.nvmlDeviceGetName, handle)
+        found["memory_bytes"] = ask_or(0, "memory", _memory_bytes, handle)
+        found["processes"] = running_processes(handle, ("compute",))
+    except Unanswered as failure:
         return unknown(replace(base, **found), str(failure))
     return replace(base, **found)
 
@@ -250,7 +244,9 @@ _RUNNING = {
 """Each with the call that drivers before 510 have."""
 
 
-def _processes(handle: Any, kinds: tuple[str, ...]) -> tuple[DeviceProcess, ...]:
+def running_processes(
+    handle: Any, kinds: tuple[str, ...] = ("compute",)
+) -> tuple[DeviceProcess, ...]:
     """By process id. One that draws and computes is a compute process."""
     found = {}
     for kind in kinds:
@@ -265,10 +261,10 @@ def _running(kind: str, handle: Any) -> Sequence[Any]:
     what = f"list of {kind} processes"
     try:
         try:
-            return _ask(what, newer, handle)
-        except _TooOld:
-            return _ask(what, older, handle)
-    except _Unsupported:
+            return ask(what, newer, handle)
+        except TooOld:
+            return ask(what, older, handle)
+    except Unsupported:
         return ()
 
 
@@ -289,21 +285,21 @@ def _read_links(gpus: Mapping[str, Any]) -> tuple[dict[tuple[str, str], int], bo
     for (one, handle), (other, other_handle) in combinations(gpus.items(), 2):
         try:
             call = pynvml.nvmlDeviceGetTopologyCommonAncestor
-            level = _ask_or(None, "PCIe path", call, handle, other_handle)
+            level = ask_or(None, "PCIe path", call, handle, other_handle)
             pcie[pair(one, other)] = topology.PCIE_STEPS.get(level, 0)
-        except _Unanswered:
+        except Unanswered:
             complete = False
     ends: dict[str, Counter[str]] = {}
     try:
-        at = {_address(_ask("address", pynvml.nvmlDeviceGetPciInfo, gpus[u])): u for u in gpus}
-    except _Unanswered:
+        at = {_address(ask("address", pynvml.nvmlDeviceGetPciInfo, gpus[u])): u for u in gpus}
+    except Unanswered:
         return topology.closeness(pcie, ends), False
     for uuid, handle in gpus.items():
         ends[uuid] = Counter()
         for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
             try:
                 end = _end_of(handle, link, at)
-            except _Unanswered as failure:
+            except Unanswered as failure:
                 # A link beyond the GPU's last one is an invalid argument.
                 complete = complete and failure.code == pynvml.NVML_ERROR_INVALID_ARGUMENT
             else:
@@ -313,12 +309,12 @@ def _read_links(gpus: Mapping[str, Any]) -> tuple[dict[tuple[str, str], int], bo
 
 def _end_of(handle: Any, link: int, at: Mapping[_Address, str]) -> str | None:
     """What an NVLink leads to: a GPU's UUID, a switch, or nothing that is of interest."""
-    if not _ask_or(0, "NVLink", pynvml.nvmlDeviceGetNvLinkState, handle, link):
+    if not ask_or(0, "NVLink", pynvml.nvmlDeviceGetNvLinkState, handle, link):
         return None
-    kind = _ask_or(None, "NVLink", pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+    kind = ask_or(None, "NVLink", pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
     if kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
         return topology.SWITCH
-    end = _ask_or(None, "NVLink", pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+    end = ask_or(None, "NVLink", pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
     return at.get(_address(end)) if end is not None else None
 
 
@@ -330,70 +326,11 @@ def _address(pci: Any) -> _Address:
     return pci.domain, pci.bus, pci.device
 
 
-# Asking NVML, with failures in words.
-
-
-class _DriverLost(Exception):
-    """NVML as a whole does not answer. The text is a sentence for the inventory."""
-
-
-class _Unanswered(Exception):
-    """A question about one device failed. The text is a reason for the device."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
-
-
-class _Unsupported(_Unanswered):
-    """The device has nothing to say to this question."""
-
-
-class _TooOld(_Unanswered):
-    """The driver does not know the question."""
-
-
-def _ask_driver(call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except pynvml.NVMLError as error:
-        raise _DriverLost(_sentence(error)) from error
-
-
-def _ask(what: str, call: Callable[..., T], *args: Any) -> T:
-    try:
-        return call(*args)
-    except pynvml.NVMLError as error:
-        code = error.value
-        if code in _ABOUT_THE_DRIVER:
-            raise _DriverLost(_sentence(error)) from error
-        kind = {
-            pynvml.NVML_ERROR_NOT_SUPPORTED: _Unsupported,
-            pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: _TooOld,
-        }.get(code, _Unanswered)
-        raise kind(f"Its {what} could not be read. {_sentence(error)}", code) from error
-    except ValueError as error:  # what a sick device returns need not be text
-        text = f"Its {what} makes no sense: {error}."
-        raise _Unanswered(text, pynvml.NVML_ERROR_UNKNOWN) from error
-
-
-def _ask_or(default: T, what: str, call: Callable[..., T], *args: Any) -> T:
-    """``default`` when the device or the driver does not know the question."""
-    try:
-        return _ask(what, call, *args)
-    except (_Unsupported, _TooOld):
-        return default
-
-
-def _sentence(error: pynvml.NVMLError) -> str:
-    return _SENTENCES.get(error.value) or f"NVML says: {error}."
-
-
 def _read_versions() -> tuple[str, str]:
     """Of the driver and of CUDA, such as ``550.54`` and ``12.4``; empty when not known."""
     try:
-        driver = _ask("driver version", pynvml.nvmlSystemGetDriverVersion)
-        cuda = _ask("CUDA version", pynvml.nvmlSystemGetCudaDriverVersion_v2)
-    except _Unanswered:
+        driver = ask("driver version", pynvml.nvmlSystemGetDriverVersion)
+        cuda = ask("CUDA version", pynvml.nvmlSystemGetCudaDriverVersion_v2)
+    except Unanswered:
         return "", ""
     return driver, f"{cuda // 1000}.{cuda % 1000 // 10}"

@@ -21,14 +21,24 @@ CHILD = """
 import json, sys, threading
 from dataclasses import asdict
 from datetime import datetime
+from gpuspawner.devices.base import LooksLost
 from gpuspawner.devices.nvml import NVMLDevices
 
 source = NVMLDevices()
+sampler = source.sampler()
 for line in sys.stdin:
     word, _, rest = line.strip().partition(" ")
     if word == "close":
         source.close()
         print("null", flush=True)
+        continue
+    if word == "sample":
+        at, _, monotonic = rest.partition(" ")
+        try:
+            samples = sampler.sample(datetime.fromisoformat(at), float(monotonic))
+            print(json.dumps([asdict(sample) for sample in samples], default=str), flush=True)
+        except LooksLost as lost:
+            print(json.dumps(str(lost)), flush=True)
         continue
     inventory = source.observe(datetime.fromisoformat(rest))
     found = asdict(inventory) | {"links": [[*key, n] for key, n in inventory.links.items()]}
@@ -64,8 +74,15 @@ class Machine:
         assert datetime.fromisoformat(inventory["observed_at"]) == self.now
         return inventory
 
+    def sample(self, seconds: float = 1.0) -> list[dict[str, Any]]:
+        """The samples so many seconds after the last; a text when there is nothing to be seen."""
+        self.now += timedelta(seconds=seconds)
+        told = (self.now - START).total_seconds()
+        samples: list[dict[str, Any]] = self.tell(f"sample {self.now.isoformat()} {told}")
+        return samples
+
     def tell(self, command: str) -> Any:
-        """Send ``observe TIME`` or ``close``; the answer."""
+        """Send ``observe TIME``, ``sample TIME SECONDS`` or ``close``; the answer."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()

@@ -37,6 +37,7 @@ class Instance:
     name: str = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     memory_bytes: int = 5 * GIB
     slot: int = 0
+    used_bytes: int = 0
     compute: Sequence[tuple[int, int]] = ()
     """(process id, bytes) of each compute process; -1 bytes is not available."""
     fails: Mapping[str, int] = field(default_factory=dict)
@@ -61,6 +62,16 @@ class GPU:
     fails: Mapping[str, int] = field(default_factory=dict)
     delays: Mapping[str, int] = field(default_factory=dict)
     """How many milliseconds a function takes for this device."""
+    use: tuple[int, int] = (0, 0)
+    """Percent of the time, that kernels ran and that memory was used."""
+    used_bytes: int = 0
+    milliwatts: int = 60_000
+    celsius: int = 35
+    clocks: tuple[int, int] = (1410, 1593)
+    throttle: int = 0
+    ecc_errors: int = 0
+    xids: Sequence[tuple[int, int]] = ()
+    """(serial, code) of each error; a serial that was reported is not reported again."""
 
 
 def gpus(count: int) -> list[GPU]:
@@ -113,15 +124,17 @@ def write_fleet(
     cuda: int = 12040,
     levels: Mapping[tuple[int, int], int] | None = None,
     fails: Mapping[str, int] | None = None,
+    spins: Mapping[str, int] | None = None,
 ) -> None:
     """Show this fleet from now on.
 
     ``levels`` are nearest common ancestors by index (nvmlGpuTopologyLevel_t), ``fails`` what
-    functions answer whatever the device. The file is replaced at once, never half-written.
+    functions answer whatever the device, ``spins`` the microseconds that they compute. The file
+    is replaced at once, never half-written.
     """
     lines = [f"driver {driver}", f"cuda {cuda}"]
     lines += [f"level {a} {b} {level}" for (a, b), level in (levels or {}).items()]
-    lines += _rules("fail", fails or {})
+    lines += _rules("fail", fails or {}) + _rules("spin", spins or {})
     for gpu in fleet:
         lines += [f"gpu {gpu.uuid}", f"name {gpu.name}", f"memory {gpu.memory_bytes}"]
         lines += [f"bus {gpu.bus}", f"mode {gpu.mode}"]
@@ -129,10 +142,14 @@ def write_fleet(
         lines += [f"compute {pid} {used}" for pid, used in gpu.compute]
         lines += [f"graphics {pid} {used}" for pid, used in gpu.graphics]
         lines += [f"nvlink {number} {end}" for number, end in enumerate(gpu.nvlinks)]
+        lines += [f"use {gpu.use[0]} {gpu.use[1]}", f"used {gpu.used_bytes}"]
+        lines += [f"power {gpu.milliwatts}", f"celsius {gpu.celsius}"]
+        lines += [f"clocks {gpu.clocks[0]} {gpu.clocks[1]}", f"throttle {gpu.throttle}"]
+        lines += [f"ecc {gpu.ecc_errors}", *(f"xid {n} {code}" for n, code in gpu.xids)]
         lines += _rules("fail", gpu.fails) + _rules("delay", gpu.delays)
         for part in gpu.instances:
             lines += [f"mig {part.slot} {part.uuid}", f"name {part.name}"]
-            lines += [f"memory {part.memory_bytes}"]
+            lines += [f"memory {part.memory_bytes}", f"used {part.used_bytes}"]
             lines += [f"compute {pid} {used}" for pid, used in part.compute]
             lines += _rules("fail", part.fails)
     new = path.with_name(f"{path.name}.new")

@@ -1,6 +1,6 @@
 /* A stand-in for libnvidia-ml.so.1: the functions that pynvml needs, over a fleet in a text file.
  *
- * The file is named by GPUSPAWNER_STANDIN_NVML and read anew at every call, so that a test can
+ * The file is named by GPUSPAWNER_STANDIN_NVML and read anew when it was replaced, so that a test can
  * make a device fail, vanish or be used while a program has NVML open. nvml_library.py writes it.
  * One setting a line; those before the first "gpu" are about the driver, the others about the
  * gpu or the mig (an instance of the gpu above it) last named:
@@ -14,6 +14,11 @@
  *   bus 00000000:3B:00.0        mode NUMBER            migmode 0|1 (absent: not supported)
  *   compute PID BYTES           graphics PID BYTES     (BYTES -1: not available)
  *   nvlink LINK BUS|switch
+ *   use PERCENT PERCENT         of the time, that kernels ran and that memory was used
+ *   used BYTES                  power MILLIWATTS       celsius DEGREES
+ *   clocks SM MEMORY            throttle BITS          ecc COUNT
+ *   xid SERIAL CODE             an error that is reported once, by serial numbers that only grow
+ *   spin FUNCTION MICROSECONDS  how long it computes, as drivers do
  *
  * How often NVML is open is written to the file's name with ".opened" added.
  */
@@ -21,13 +26,16 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 enum {
     SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6,
-    INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15,
-    MOST_GPUS = 64, MOST_PARTS = 8, MOST_PROCESSES = 32, MOST_LINKS = 18, MOST_RULES = 32,
-    DRIVER = -1, TEXT = 96
+    INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, TIMED_OUT = 10, GPU_IS_LOST = 15,
+    MOST_GPUS = 64, MOST_PARTS = 8, MOST_PROCESSES = 32, MOST_LINKS = 18, MOST_RULES = 128,
+    MOST_XIDS = 16,
+    DRIVER = -1, TEXT = 96, FAIL = 0, DELAY = 1, SPIN = 2
 };
 
 typedef int nvmlReturn_t;
@@ -44,7 +52,15 @@ typedef struct {
     unsigned int gpuInstanceId, computeInstanceId;
 } nvmlProcessInfo_t;
 
+typedef struct { unsigned int gpu, memory; } nvmlUtilization_t;
+typedef struct {
+    nvmlDevice_t device;
+    unsigned long long eventType, eventData;
+    unsigned int gpuInstanceId, computeInstanceId;
+} nvmlEventData_t;
+
 typedef struct { unsigned int pid; long long bytes; } process;
+typedef struct { long serial; unsigned int code; } xid;
 typedef struct {
     int slot; /* of an instance */
     char uuid[TEXT], name[TEXT], bus[TEXT];
@@ -54,8 +70,12 @@ typedef struct {
     process compute[MOST_PROCESSES], graphics[MOST_PROCESSES];
     int computing, drawing;
     char links[MOST_LINKS][TEXT];
+    unsigned int use, memory_use, power, celsius, sm, memory_clock;
+    unsigned long long used, throttle, ecc;
+    xid xids[MOST_XIDS];
+    int reports;
 } device;
-typedef struct { int gpu, part, is_delay, value; char function[TEXT]; } rule;
+typedef struct { int gpu, part, kind, value; char function[TEXT]; } rule;
 
 static struct {
     char driver[TEXT];
@@ -76,13 +96,14 @@ static int part_of(nvmlDevice_t handle) { return ((int)(size_t)handle - 1) % 16 
 
 static void read_setting(const char *key, const char *rest, device *at, int gpu, int part) {
     unsigned int one, other;
-    int value, is_delay = !strcmp(key, "delay");
+    int value, kind = !strcmp(key, "delay") ? DELAY : !strcmp(key, "spin") ? SPIN : FAIL;
     char text[TEXT];
     process found;
-    if ((is_delay || !strcmp(key, "fail")) && fleet.rules < MOST_RULES) {
+    xid reported;
+    if ((kind != FAIL || !strcmp(key, "fail")) && fleet.rules < MOST_RULES) {
         rule *made = &fleet.rule[fleet.rules++];
         sscanf(rest, "%95s %d", made->function, &made->value);
-        made->gpu = gpu, made->part = part, made->is_delay = is_delay;
+        made->gpu = gpu, made->part = part, made->kind = kind;
     } else if (!strcmp(key, "driver")) {
         snprintf(fleet.driver, TEXT, "%s", rest);
     } else if (!strcmp(key, "cuda")) {
@@ -104,6 +125,22 @@ static void read_setting(const char *key, const char *rest, device *at, int gpu,
         at->migmode = atoi(rest);
     } else if (!strcmp(key, "nvlink") && sscanf(rest, "%u %95s", &one, text) == 2) {
         if (one < MOST_LINKS) strcpy(at->links[one], text);
+    } else if (!strcmp(key, "use")) {
+        sscanf(rest, "%u %u", &at->use, &at->memory_use);
+    } else if (!strcmp(key, "used")) {
+        at->used = strtoull(rest, NULL, 10);
+    } else if (!strcmp(key, "power")) {
+        at->power = (unsigned int)atoi(rest);
+    } else if (!strcmp(key, "celsius")) {
+        at->celsius = (unsigned int)atoi(rest);
+    } else if (!strcmp(key, "clocks")) {
+        sscanf(rest, "%u %u", &at->sm, &at->memory_clock);
+    } else if (!strcmp(key, "throttle")) {
+        at->throttle = strtoull(rest, NULL, 10);
+    } else if (!strcmp(key, "ecc")) {
+        at->ecc = strtoull(rest, NULL, 10);
+    } else if (!strcmp(key, "xid") && sscanf(rest, "%ld %u", &reported.serial, &reported.code) == 2) {
+        if (at->reports < MOST_XIDS) at->xids[at->reports++] = reported;
     } else if (sscanf(rest, "%u %lld", &found.pid, &found.bytes) == 2) {
         if (!strcmp(key, "compute") && at->computing < MOST_PROCESSES)
             at->compute[at->computing++] = found;
@@ -112,15 +149,25 @@ static void read_setting(const char *key, const char *rest, device *at, int gpu,
     }
 }
 
-/* Whether there is a fleet to be read. */
+/* Whether there is a fleet to be read. One that was read and not replaced is not read again. */
 static int read_fleet(void) {
+    static struct stat last;
     const char *path = getenv("GPUSPAWNER_STANDIN_NVML");
-    FILE *file = path ? fopen(path, "r") : NULL;
+    struct stat found;
+    FILE *file;
     char line[512], key[32];
     int gpu = DRIVER, part = DRIVER, start;
     device *at = NULL;
+    if (!path || stat(path, &found)) {
+        memset(&last, 0, sizeof last);
+        return 0;
+    }
+    if (found.st_ino == last.st_ino && found.st_size == last.st_size &&
+        found.st_mtim.tv_sec == last.st_mtim.tv_sec &&
+        found.st_mtim.tv_nsec == last.st_mtim.tv_nsec) return 1;
+    if (!(file = fopen(path, "r"))) return 0;
+    last = found;
     memset(&fleet, 0, sizeof fleet);
-    if (!file) return 0;
     while (fgets(line, sizeof line, file)) {
         line[strcspn(line, "\n")] = 0;
         if (sscanf(line, " %31s %n", key, &start) != 1 || key[0] == '#') continue;
@@ -139,6 +186,13 @@ static int read_fleet(void) {
     return 1;
 }
 
+static void spin(int microseconds) {
+    struct timespec began, now;
+    clock_gettime(CLOCK_MONOTONIC, &began);
+    do clock_gettime(CLOCK_MONOTONIC, &now);
+    while ((now.tv_sec - began.tv_sec) * 1000000 + (now.tv_nsec - began.tv_nsec) / 1000 < microseconds);
+}
+
 /* What a rule says about this function for this device, or for the driver; 0 is nothing. */
 static int ruled(const char *function, int gpu, int part) {
     int answer = SUCCESS, at;
@@ -146,7 +200,8 @@ static int ruled(const char *function, int gpu, int part) {
         rule *each = &fleet.rule[at];
         int meant = each->gpu == DRIVER || (each->gpu == gpu && each->part == part);
         if (!meant || strcmp(each->function, function)) continue;
-        if (each->is_delay) usleep((useconds_t)each->value * 1000);
+        if (each->kind == DELAY) usleep((useconds_t)each->value * 1000);
+        else if (each->kind == SPIN) spin(each->value);
         else answer = each->value;
     }
     return answer;
@@ -250,8 +305,9 @@ nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t handle, char *text, unsigned int siz
 }
 nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t handle, nvmlMemory_t *memory) {
     CALL_FOR("nvmlDeviceGetMemoryInfo", handle);
-    memory->total = memory->free = it->memory;
-    memory->used = 0;
+    memory->total = it->memory;
+    memory->used = it->used;
+    memory->free = it->memory - it->used;
     return end(SUCCESS);
 }
 nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t handle, unsigned int *mode) {
@@ -356,4 +412,77 @@ nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(nvmlDevice_t handle, unsigned i
     if ((answer = has_link(it, link))) return end(answer);
     fill_pci(strcmp(it->links[link], "switch") ? it->links[link] : "00000000:C1:00.0", pci);
     return end(SUCCESS);
+}
+
+/* What a device does just now. */
+nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t handle, nvmlUtilization_t *rates) {
+    CALL_FOR("nvmlDeviceGetUtilizationRates", handle);
+    WHOLE_GPU_ONLY(handle);
+    rates->gpu = it->use, rates->memory = it->memory_use;
+    return end(SUCCESS);
+}
+#define READING(name, kind, field) \
+    nvmlReturn_t name(nvmlDevice_t handle, kind *value) { \
+        CALL_FOR(#name, handle); \
+        WHOLE_GPU_ONLY(handle); \
+        *value = it->field; \
+        return end(SUCCESS); \
+    }
+READING(nvmlDeviceGetPowerUsage, unsigned int, power)
+READING(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, throttle)
+nvmlReturn_t nvmlDeviceGetTemperature(nvmlDevice_t handle, int sensor, unsigned int *degrees) {
+    CALL_FOR("nvmlDeviceGetTemperature", handle);
+    WHOLE_GPU_ONLY(handle);
+    (void)sensor;
+    *degrees = it->celsius;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetClockInfo(nvmlDevice_t handle, int which, unsigned int *mhz) {
+    CALL_FOR("nvmlDeviceGetClockInfo", handle);
+    WHOLE_GPU_ONLY(handle);
+    *mhz = which == 2 ? it->memory_clock : it->sm;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t handle, int kind, int counter,
+                                         unsigned long long *count) {
+    CALL_FOR("nvmlDeviceGetTotalEccErrors", handle);
+    WHOLE_GPU_ONLY(handle);
+    (void)kind, (void)counter;
+    *count = it->ecc;
+    return end(SUCCESS);
+}
+
+/* Events: one set is enough. What was reported before a device was registered is over. */
+static long told[MOST_GPUS];
+static int registered[MOST_GPUS];
+nvmlReturn_t nvmlEventSetCreate(void **set) {
+    CALL("nvmlEventSetCreate");
+    *set = registered;
+    memset(registered, 0, sizeof registered);
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlEventSetFree(void *set) { (void)set; return SUCCESS; }
+nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t handle, unsigned long long kinds, void *set) {
+    int gpu = gpu_of(handle);
+    CALL_FOR("nvmlDeviceRegisterEvents", handle);
+    (void)kinds, (void)set;
+    registered[gpu] = 1;
+    told[gpu] = it->reports ? it->xids[it->reports - 1].serial : 0;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlEventSetWait_v2(void *set, nvmlEventData_t *data, unsigned int timeout) {
+    int gpu, at;
+    CALL("nvmlEventSetWait_v2");
+    (void)set, (void)timeout;
+    for (gpu = 0; gpu < fleet.gpus; gpu++)
+        for (at = 0; registered[gpu] && at < fleet.gpu[gpu].reports; at++) {
+            xid *each = &fleet.gpu[gpu].xids[at];
+            if (each->serial <= told[gpu]) continue;
+            memset(data, 0, sizeof *data);
+            data->device = handle_of(gpu, DRIVER);
+            data->eventType = 8, data->eventData = each->code;
+            told[gpu] = each->serial;
+            return end(SUCCESS);
+        }
+    return end(TIMED_OUT);
 }
