@@ -1,12 +1,16 @@
 """What charging 10,000 running leases takes, and whether the hub notices.
 
-``a tick`` is the production :meth:`~gpuspawner.broker.Broker.charge_all`, a minute after the last
-one, so that every lease owes something. The baseline writes the same rows (a transfer and two
-postings a lease, its new sum, the balances) through the plain driver, many at a time, in one
-transaction of another database of the same schema: it reads nothing and works nothing out.
+``a tick`` is one look of the accounting service, a second after the last one: the production
+:meth:`~gpuspawner.broker.Broker.charge_portion` over so many running leases, which charges those
+whose minute is over, about one in sixty. ``a minute of ticks`` is the time of sixty of them, in
+which every lease is charged once. ``a portion of a pause`` is one transaction of the service that
+was down for an hour, when all of them are due. ``all at once`` charges them in one transaction,
+which nothing does by itself; its baseline writes the same rows (a transfer and two postings a
+lease, its new sum, the balances) through the plain driver, many at a time, in one transaction of
+another database of the same schema: it reads nothing and works nothing out.
 
 ``a grant`` is what a member who starts a server waits for in the broker while another process
-ticks every second (the accounting service does so every minute), beside the same without ticks.
+ticks every second, as the accounting service does, beside the same without ticks.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ import multiprocessing
 import sqlite3
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
+from functools import partial
 from multiprocessing.synchronize import Event
 from typing import Any
 
@@ -25,6 +31,7 @@ import sqlalchemy as sa
 from psycopg2.extras import execute_values
 from support.report import Report, Series, argument_parser, in_turns, pair, quantile
 
+from gpuspawner.accounting.tick import BETWEEN_PORTIONS, PORTION
 from gpuspawner.broker import Broker
 from gpuspawner.ledger.rules import transfer_id
 from gpuspawner.model import MICRO, Request, ServerRef, member_account
@@ -39,6 +46,7 @@ MOST_MS = 100.0
 MOST_GRANT_MS = 100.0
 RATE = 4 * MICRO
 DUE = RATE // 60
+MINUTE = timedelta(minutes=1)
 
 
 def main() -> None:
@@ -59,37 +67,63 @@ def main() -> None:
 
 
 def ticks(report: Report, name: str, ours_url: str, bare_url: str, runs: int, count: int) -> None:
-    """The row of one database's ticks."""
+    """The rows of one database's ticks."""
     clock = Clock(T0)
     broker = open_broker(ours_url, clock)
     bare_store = Store(bare_url)
     for store in (broker.store, bare_store):
         fill(store, count)
     bare_store.close()
-    ours: list[float] = []
+    whole: list[float] = []
     bare: list[float] = []
     minute = [0]
 
     def charge(_: int) -> None:
         clock.forward(minutes=1)
-        began = time.perf_counter()
-        assert broker.charge_all() == count
-        ours.append(1000 * (time.perf_counter() - began))
+        whole.append(timed(broker.charge_all, count))
 
     def write(_: int) -> None:
         minute[0] += 1
         rows = baseline_rows(minute[0], count)
-        began = time.perf_counter()
-        write_plainly(bare_url, *rows)
-        bare.append(1000 * (time.perf_counter() - began))
+        bare.append(timed(lambda: write_plainly(bare_url, *rows)))
 
     in_turns(runs + 1, charge, write)
+    clock.forward(hours=1)
+    portions = []
+    for _ in range(-(-count // PORTION)):
+        portions.append(timed(partial(broker.charge_portion, MINUTE, PORTION)))
+    assert broker.charge_portion(MINUTE, PORTION) == 0
+    seconds, charged = [], 0
+    for _ in range(60 * max(1, runs // 5)):
+        clock.forward(seconds=1)
+        began = time.perf_counter()
+        charged += broker.charge_portion(MINUTE, PORTION)
+        seconds.append(1000 * (time.perf_counter() - began))
     broker.store.close()
-    both = pair(ours[1:], bare[1:])  # the first is warm-up
+    assert charged == count * len(seconds) // 60
+    told = f"over {count} leases"
+    each, down = Series(tuple(seconds)), Series(tuple(portions))
+    minutes = Series(tuple(sum(seconds[at : at + 60]) for at in range(0, len(seconds), 60)))
+    report.row(name, f"a tick {told}", str(len(seconds)), each.text(1), "", "")
+    report.row(name, f"a minute of ticks {told}", str(len(seconds) // 60), minutes.text(0), "", "")
+    report.row(name, f"a portion of a pause {told}", str(len(portions)), down.text(0), "", "")
+    both = pair(whole[1:], bare[1:])  # the first is warm-up
     texts = (both.ours.text(0), both.baseline.text(0), both.ratios.text(2))
-    report.row(name, f"a tick over {count} leases", str(runs), *texts)
-    report.figure(f"{name}_tick_ms_p50", both.ours.median, MOST_MS)
-    report.figure(f"{name}_tick_ratio", both.ratios.median)
+    report.row(name, f"all {count} leases at once", str(runs), *texts)
+    report.figure(f"{name}_tick_ms_p50", each.median, MOST_MS)
+    report.figure(f"{name}_tick_ms_p99", quantile(seconds, 0.99))
+    report.figure(f"{name}_portion_ms_p50", down.median)
+    report.figure(f"{name}_all_at_once_ms_p50", both.ours.median)
+    report.figure(f"{name}_all_at_once_ratio", both.ratios.median)
+
+
+def timed(work: Callable[[], object], expected: int | None = None) -> float:
+    """Milliseconds that it takes."""
+    began = time.perf_counter()
+    done = work()
+    took = 1000 * (time.perf_counter() - began)
+    assert expected in (None, done)
+    return took
 
 
 def fill(store: Store, count: int) -> None:
@@ -99,10 +133,11 @@ def fill(store: Store, count: int) -> None:
     for number in range(count):
         lease_id = transfer_id(str(number))[:16]
         owner = number % MEMBERS
+        began = T0 - MINUTE * number / count  # not all at one moment
         rows.append(
             {"id": lease_id, "user": f"member{owner}", "server_name": str(number)}
             | {"account": names[owner], "environment": "pytorch", "rate": RATE, "hold": 0}
-            | {"charged": 0, "state": "running", "granted_at": T0, "started_at": T0}
+            | {"charged": 0, "state": "running", "granted_at": T0, "started_at": began}
         )
         places.append(
             {"lease_id": lease_id, "uuid": f"GPU-{number}", "slot": 0, "index": number}
@@ -180,24 +215,29 @@ def write_plainly(url: str, transfers: Any, postings: Any, sums: Any, moves: Any
 # Whether the hub notices.
 
 
-class Minutes:
-    """A clock on which a minute goes by at every look."""
+class Later:
+    """A clock that goes with time, from a moment on."""
 
-    def __init__(self, now: datetime) -> None:
-        self.now = now
+    def __init__(self, began: datetime) -> None:
+        self.behind = datetime.now(timezone.utc) - began
 
     def __call__(self) -> datetime:
-        self.now += timedelta(minutes=1)
-        return self.now
+        return datetime.now(timezone.utc) - self.behind
+
+
+def catch_up(broker: Broker) -> None:
+    """What the service does at each look."""
+    while broker.charge_portion(MINUTE, PORTION) >= PORTION:
+        time.sleep(BETWEEN_PORTIONS)
 
 
 def charge_for_ever(url: str, ready: Event, stop: Event) -> None:
     """A tick a second, in a process of its own, as the accounting service is."""
-    broker = open_broker(url, Minutes(T0 + timedelta(days=1)))
-    broker.charge_all()
+    broker = open_broker(url, Later(T0 + timedelta(days=1)))
+    catch_up(broker)
     ready.set()
     while not stop.wait(1):
-        broker.charge_all()
+        catch_up(broker)
     broker.store.close()
 
 
