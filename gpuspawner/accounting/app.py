@@ -29,6 +29,7 @@ from .ahead import PullsAhead
 from .credits import Credits
 from .hub import Hub
 from .leaving import Leaving
+from .members import MEMBERS_EVERY, Members
 from .notify import Notifier
 from .refilling import Refilling
 from .sessions import Sessions
@@ -256,8 +257,8 @@ class Accounting(PullsAhead, Application):
             engines={name: make() for name, make in ENGINES.items()},
             log=self.log,
             ask=self.engines,
-            hub_name=hub_name(pid) if (pid := os.environ.get("GPUSPAWNER_HUB_PID")) else "",
             charge_seconds=self.charge_seconds,
+            hub_name=hub_name(pid) if (pid := os.environ.get("GPUSPAWNER_HUB_PID")) else "",
         )
 
     def _session_duty(self, tick: Tick, notifier: Notifier) -> Sessions:
@@ -291,6 +292,7 @@ class Accounting(PullsAhead, Application):
             self._every(SESSIONS_EVERY, tick, "Sessions", sessions.round),
             self._every(CREDITS_EVERY, tick, "Credits", credits.round),
             self._every(REFILLS_EVERY, tick, "Refills", Refilling(tick).round),
+            self._every(MEMBERS_EVERY, tick, "Members", Members(tick, sessions.poke).round),
             self._every(LEAVING_EVERY, tick, "Folders", Leaving(tick).round),
         )
 

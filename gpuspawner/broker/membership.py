@@ -83,7 +83,7 @@ class Memberships(Sessions, MembershipSettings):
             return False
         with self.store.write() as connection:
             ended = self._end_membership(connection, user, reason, actor, now)
-            gone = self._see_to(connection, user, now) if ended else []
+            gone, _ = self._see_to(connection, user, now) if ended else ([], False)
         self._drop(gone)
         return ended
 
@@ -93,15 +93,16 @@ class Memberships(Sessions, MembershipSettings):
         """Who is no member any more and has a server or a place in line; see to them."""
         return self.store.run(memberships.holding)
 
-    def see_to_former(self, user: str) -> None:
+    def see_to_former(self, user: str) -> bool:
         """End the places in line of a former member, and warn or stop their servers.
 
-        What was told or ordered before is not done again.
+        What was told or ordered before is not done again. Whether there was anything to do.
         """
         now = self.clock()
         with self.store.write() as connection:
-            gone = self._see_to(connection, user, now)
+            gone, told = self._see_to(connection, user, now)
         self._drop(gone)
+        return told
 
     # Steps of the above.
 
@@ -143,30 +144,35 @@ class Memberships(Sessions, MembershipSettings):
         self._note_membership(connection, user, "membership ended", actor, reason, now)
         return True
 
-    def _see_to(self, connection: sa.Connection, user: str, now: datetime) -> list[str]:
-        """The ids of the tickets that were ended."""
+    def _see_to(
+        self, connection: sa.Connection, user: str, now: datetime
+    ) -> tuple[list[str], bool]:
+        """The ids of the tickets that were ended, and whether the member was told anything."""
         known = memberships.find(connection, user, lock=True)
         if known is None or known.ended_at is None:
-            return []  # they came back meanwhile
-        stops_at = known.ended_at + self.membership_grace
-        waiting = [
-            tickets.get(connection, ticket.id, lock=True)
-            for ticket in tickets.open_of_member(connection, user)
-        ]
-        waiting = [ticket for ticket in waiting if not ticket.outcome]
+            return [], False  # they came back meanwhile
+        waiting = self._waiting_of(connection, user)
         for ticket in waiting:
             reason = f"your membership has ended: {known.reason}"
             tickets.end(connection, ticket.id, now, GONE, reason)
             notices.add(connection, _place_gone(ticket, known.reason, now))
+        told = bool(waiting)
+        stops_at = known.ended_at + self.membership_grace
         for lease in self._open_of(connection, user):
             if lease.outcome:
                 continue
-            if now >= stops_at:
+            if now < stops_at:
+                told |= notices.add(connection, _stops_soon(lease, known, stops_at, now))
+            else:
                 reason = f"the membership of {user} ended: {known.reason}"
                 self._order(connection, lease, GONE, reason, _stopped(lease, known, now))
-            else:
-                notices.add(connection, _stops_soon(lease, known, stops_at, now))
-        return [ticket.id for ticket in waiting]
+                told = True
+        return [ticket.id for ticket in waiting], told
+
+    def _waiting_of(self, connection: sa.Connection, user: str) -> list[Ticket]:
+        mine = [ticket.id for ticket in tickets.open_of_member(connection, user)]
+        locked = [tickets.get(connection, ticket_id, lock=True) for ticket_id in mine]
+        return [ticket for ticket in locked if not ticket.outcome]
 
     def _open_of(self, connection: sa.Connection, user: str) -> list[Lease]:
         mine = [x.id for x in leases.open_leases(connection) if x.server.user == user]

@@ -20,8 +20,8 @@ from ..errors import InvalidRequest, UnknownRefill
 from ..ledger.recurrence import Recurrence
 from ..ledger.refills import Mode, Refill, check_amounts, check_audience
 from ..ledger.rules import ACTOR_ACCOUNTING
-from ..model import Account, format_credits
-from ..store import lots, refills
+from ..model import Account, format_credits, member_account
+from ..store import lots, memberships, refills
 from ..store.refills import Run
 from .admin import checked_reason
 from .giving import Giving
@@ -137,7 +137,7 @@ class Refills(Giving):
         if refill.next_at is None or refill.ended_at is not None:
             return [], []
         coming = refill.recurrence.after(refill.next_at, inclusive=True)
-        known = self.store.run(refills.opened)
+        known = self.store.run(_of_members)
         chosen = refill.accounts(known, members or {}, max(now, refill.next_at))
         return list(islice(coming, count)), [(each, refill.gift(each.balance)) for each in chosen]
 
@@ -187,7 +187,7 @@ class Refills(Giving):
         for name in lots.due(connection, now):
             self._settle_lots(connection, name, now)
         gifts = []
-        for account in refill.accounts(refills.opened(connection), members, occurrence):
+        for account in refill.accounts(_of_members(connection), members, occurrence):
             amount = refill.gift(account.balance)
             if not amount:
                 continue
@@ -215,6 +215,12 @@ class Refills(Giving):
                     "`gpuspawner grant ACCOUNT AMOUNT --open` opens one now.",
                     field="audience",
                 )
+
+
+def _of_members(connection: sa.Connection) -> list[tuple[Account, datetime]]:
+    """Every account but those of former members, which stay as they are until they come back."""
+    former = {member_account(known.user) for known in memberships.former(connection)}
+    return [each for each in refills.opened(connection) if each[0].name not in former]
 
 
 def _id(actor: str, key: str) -> str:

@@ -34,6 +34,8 @@ from .rates import rates
 from .refills import grammar as refills_grammar
 from .refills import refills
 from .release import release
+from .roster import grammar as roster_grammar
+from .roster import roster
 from .sessions import extend, stop
 from .simulate import simulate
 from .workspaces import grammar as workspaces_grammar
@@ -150,6 +152,9 @@ def parser() -> argparse.ArgumentParser:
         add("workspaces", workspaces, "List members' files, and pack them."), _common
     )
     folders_grammar(add("folders", folders, "List the folders that members share."), _common)
+    roster_grammar(
+        add("roster", roster, "List who is a member until when, and import it."), _common
+    )
     _queue_actions(add("queue", queue, "List who waits in line, and why in this order."))
     for name, command, what in (
         ("pause", pause, "Give out no GPUs: what runs goes on, who waits waits on."),

@@ -153,7 +153,7 @@ def _give_file(arguments: argparse.Namespace, settings: Settings) -> int:
         )
     broker = settings.open_broker()
     done = broker.grant_file(
-        _read(arguments.file),
+        read_file(arguments.file),
         actor=arguments.actor or default_actor(),
         reason=arguments.reason or "",
         dry_run=arguments.dry_run,
@@ -207,8 +207,8 @@ def _plain(done: Bulk) -> dict[str, Any]:
     }
 
 
-def _read(name: str) -> bytes:
-    """The file, or a little more than may be granted at once. Raises InvalidRequest."""
+def read_file(name: str) -> bytes:
+    """The file, or a little more than may be sent at once. Raises InvalidRequest."""
     try:
         if name == "-":
             return sys.stdin.buffer.read(MOST_BYTES + 1)

@@ -64,8 +64,8 @@ class Problem:
 def parse(data: bytes, reason: str) -> tuple[list[Row], list[Problem]]:
     """The lines of a file, and what is wrong with it; ``reason`` is for lines without one."""
     try:
-        text = _decoded(data)
-        rows = list(_cells(text))
+        text = decoded(data)
+        rows = list(cells_of(text))
         columns = _columns(rows)
     except ValueError as error:
         return [], [Problem(0, str(error))]
@@ -104,9 +104,10 @@ def parse_amount(text: str) -> int:
     return amount
 
 
-def _decoded(data: bytes) -> str:
+def decoded(data: bytes) -> str:
+    """The text of a file, as spreadsheets write it. Raises ValueError with a sentence."""
     if len(data) > MOST_BYTES:
-        raise ValueError(f"The file has more than {MOST_BYTES:,} bytes: grant it in parts.")
+        raise ValueError(f"The file has more than {MOST_BYTES:,} bytes: send it in parts.")
     wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")
     try:
         text = data.decode("utf-16" if wide else "utf-8-sig")
@@ -117,7 +118,7 @@ def _decoded(data: bytes) -> str:
     return text
 
 
-def _cells(text: str) -> Iterator[tuple[int, list[str]]]:
+def cells_of(text: str) -> Iterator[tuple[int, list[str]]]:
     """Each line that is not empty, with its number. Raises ValueError."""
     first = next((line for line in text.splitlines() if line.strip()), "")
     delimiter = max(";\t,", key=first.count)

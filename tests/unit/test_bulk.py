@@ -106,7 +106,7 @@ def test_a_member_twice_is_named_with_both_lines() -> None:
         (b"member,user,amount\nada,x,1\n", "write member, amount"),
         (b"member,points\nada,1\n", "write member, amount"),
         (b'ada,"1\n', "no line of a CSV file"),
-        (b"x" * 4_000_001, "grant it in parts"),
+        (b"x" * 4_000_001, "send it in parts"),
         (b"\xff\xfea", "no text in UTF-8"),
     ],
 )
