@@ -34,35 +34,7 @@ _MOVE = Prepared(
     .where(accounts.c.name == sa.bindparam("account"))
     .values(balance=accounts.c.balance + sa.bindparam("amount", type_=accounts.c.balance.type))
 )
-_amount = accounts.c.balance.type
-_MOVE_TWO = Prepared(
-    sa.update(accounts)
-    .where(accounts.c.name.in_([sa.bindparam("one"), sa.bindparam("two")]))
-    .values(
-        balance=accounts.c.balance
-        + sa.case(
-            (accounts.c.name == sa.bindparam("one"), sa.bindparam("a", type_=_amount)),
-            else_=sa.bindparam("b", type_=_amount),
-        )
-    )
-)
-_INSERT_TWO = Prepared(
-    sa.insert(postings).from_select(
-        ("transfer_id", "account", "amount", "apart"),
-        sa.union_all(
-            *(
-                sa.select(
-                    sa.bindparam("transfer", type_=sa.Text),
-                    sa.bindparam(account, type_=sa.Text),
-                    sa.bindparam(amount, type_=_amount),
-                    sa.bindparam("apart", type_=sa.Boolean),
-                )
-                for account, amount in (("one", "a"), ("two", "b"))
-            )
-        ),
-    )
-)
-# The same as the three above, where each statement is a way to a server and back.
+# All that a plain transfer writes, where each statement is a way to a server and back.
 _POST_TWO = Prepared(
     sa.text(
         """
@@ -154,9 +126,6 @@ def post(connection: sa.Connection, transfer: Transfer) -> bool:
             what = f"the key {transfer.key!r} was used for another amount or account"
             raise LedgerError(what=what)
         return False
-    if _is_plain(transfer):  # nearly all
-        _move_two(connection, transfer)
-        return True
     for posting in transfer.postings:
         move(connection, posting, transfer.at)
     rows = [
@@ -287,20 +256,6 @@ def _post_at_once(connection: sa.Connection, transfer: Transfer) -> bool:
         if isinstance(error, IntegrityError) and "accounts_balance" not in str(error):
             raise  # a lease that is not there, say
         raise _too_much(transfer) from None
-
-
-def _move_two(connection: sa.Connection, transfer: Transfer) -> None:
-    """Balances and postings of a transfer that is written."""
-    both = _both(transfer)
-    try:
-        moved = _MOVE_TWO.run(connection, **both)
-    except (IntegrityError, DataError):
-        raise _too_much(transfer) from None
-    if moved != 2:
-        for posting in transfer.postings:
-            if not moved or not find(connection, posting.account):
-                move(connection, posting, transfer.at)
-    _INSERT_TWO.run(connection, transfer=transfer.id, **both)
 
 
 def _insert(connection: sa.Connection, transfer: Transfer) -> bool:

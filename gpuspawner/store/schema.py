@@ -9,17 +9,12 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
-from typing import Any
-
 from sqlalchemy import (
     BigInteger,
     Boolean,
     CheckConstraint,
     Column,
     ColumnElement,
-    DateTime,
-    Dialect,
     Float,
     ForeignKey,
     Index,
@@ -27,34 +22,12 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
-    TypeDecorator,
     false,
     literal_column,
     text,
 )
 
-
-class UTCDateTime(TypeDecorator[datetime]):
-    """An aware time in UTC, to the microsecond, on databases with and without zones."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        if value is None:
-            return None
-        if value.tzinfo is None:
-            raise ValueError("times in the store carry a time zone")
-        value = value.astimezone(timezone.utc)
-        return value.replace(tzinfo=None) if dialect.name == "sqlite" else value
-
-    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
-        if value is None:
-            return None
-        if value.tzinfo is None:
-            return value.replace(tzinfo=timezone.utc)
-        return value.astimezone(timezone.utc)
-
+from .times import UTCDateTime as UTCDateTime
 
 metadata = MetaData()
 

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import IntegrityError
 
 from gpuspawner.errors import StoreUnavailable
@@ -53,6 +54,22 @@ def test_rows_go_in_and_come_out_as_sqlalchemy_has_them(store: Store) -> None:
     assert first == ("100 % of 'it'", EXACT, True, 0.1, 2**62)
     assert first[1].utcoffset() == timedelta(0) and isinstance(first[2], bool)
     assert second == ("größer?", None, True, None, -1)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [EXACT, datetime(1, 1, 1, tzinfo=timezone.utc), datetime(9999, 12, 31, tzinfo=timezone.utc)],
+)
+def test_times_in_sqlite_are_written_as_sqlalchemy_writes_them(moment: datetime) -> None:
+    """Who reads the database with another program, and what was written before, sees no change."""
+    dialect = sqlite.dialect()
+    theirs = sa.DateTime().dialect_impl(dialect).bind_processor(dialect)
+    ours = UTCDateTime().dialect_impl(dialect).bind_processor(dialect)
+    assert theirs is not None and ours is not None
+    plain = moment.astimezone(timezone.utc).replace(tzinfo=None)
+    assert ours(moment) == theirs(plain) and ours(None) is None
+    with pytest.raises(ValueError, match="carry a time zone"):
+        ours(plain)
 
 
 def test_values_in_the_statement_and_values_that_are_given(store: Store) -> None:
