@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from ..broker.view import ModelCount, Overview, clock
 from ..catalog import Environment
-from ..ledger.rules import format_time_left, time_left
+from ..ledger.lots import lasts
+from ..ledger.rules import format_time_left
 from ..model import Account, format_credits, model_matches
 from ..pool import format_memory
 
@@ -68,9 +69,15 @@ class Prices:
     """The prices of one moment for one member's form."""
 
     def __init__(
-        self, overview: Overview, environments: Sequence[Environment], now: datetime
+        self,
+        overview: Overview,
+        environments: Sequence[Environment],
+        now: datetime,
+        ending: Mapping[str, Sequence[tuple[datetime, int]]] | None = None,
     ) -> None:
+        """``ending``: when credits of some accounts end, and how many microcredits, by name."""
         self.overview = overview
+        self._ending = ending or {}
         self.environments = [e for e in environments if not e.cpu_only]
         self.now = now
         self._cards = {e.slug: overview.rates.card(now, e.slug) for e in self.environments}
@@ -81,7 +88,7 @@ class Prices:
         slots = self._slots.get(count.model, 1)
         return self._cards[environment.slug].rate_of(count.model, slots)
 
-    def lines(self, available: int) -> list[PriceLine]:
+    def lines(self, account: Account) -> list[PriceLine]:
         """A line for each model, and for each of its prices where environments differ."""
         found = []
         for count in self.overview.models:
@@ -91,9 +98,9 @@ class Prices:
                 by_rate.setdefault(rate, []).append(environment.display_name)
             for rate, names in by_rate.items() or {count.rate: [""]}.items():
                 where = _join(names) if len(by_rate) > 1 else ""
-                lasts = _lasts(available, rate)
+                left = self._lasts(account, rate)
                 found.append(
-                    PriceLine(model_label(count), count.free, count.total, where, rate, lasts)
+                    PriceLine(model_label(count), count.free, count.total, where, rate, left)
                 )
         return found
 
@@ -159,8 +166,14 @@ class Prices:
         what = f"{gpus} GPU{'s' if gpus > 1 else ''}"
         if not rates[-1]:
             return f"{what}: {FREE}."
-        lasts = _lasts(account.available, rates[-1])
-        return f"{what}: {_span(rates)} credits an hour. {_whose(account)} lasts {lasts}."
+        left = self._lasts(account, rates[-1])
+        return f"{what}: {_span(rates)} credits an hour. {_whose(account)} lasts {left}."
+
+    def _lasts(self, account: Account, rate: int) -> str:
+        """How long an account pays for that, with what ends before it is spent left out."""
+        ending = [(end - self.now, left) for end, left in self._ending.get(account.name, ())]
+        left = lasts(ending, account.available, rate)
+        return format_time_left(left) if left is not None else ""
 
     def _that_run_on(self, count: ModelCount) -> list[Environment]:
         return [e for e in self.environments if count in self._models_of(e)]
@@ -194,11 +207,6 @@ def _span(rates: Sequence[int]) -> str:
 def _whose(account: Account) -> str:
     kind, _, name = account.name.partition(":")
     return f"The balance of the group {name}" if kind == "group" else "Your balance"
-
-
-def _lasts(available: int, rate: int) -> str:
-    left = time_left(available, rate)
-    return format_time_left(left) if left is not None else ""
 
 
 def _join(names: Sequence[str]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timezone
+from datetime import datetime, timezone
 
 from jinja2 import ChoiceLoader, PackageLoader
 from jinja2 import Environment as Templates
@@ -63,6 +64,8 @@ class Known:
     overview: Overview
     account: Account
     payers: Payers
+    ending: Mapping[str, Sequence[tuple[datetime, int]]]
+    """When credits of these accounts end, and how many microcredits, by account."""
 
 
 class GPUSpawnerForm(GPUSpawnerLinks):
@@ -97,7 +100,9 @@ class GPUSpawnerForm(GPUSpawnerLinks):
             account = self.broker.account(member_account(user))
         except UnknownAccount:
             account = self.broker.open_account(user)
-        return Known(self.broker.overview(), account, self.broker.payers(user, groups))
+        payers = self.broker.payers(user, groups)
+        ending = self.broker.ending_of([each.name for each in payers.accounts])
+        return Known(self.broker.overview(), account, payers, ending)
 
     def _limits(self, catalog: Catalog, usual: Environment) -> Limits:
         """What this member may choose from, and what is chosen already."""
@@ -131,8 +136,8 @@ class GPUSpawnerForm(GPUSpawnerLinks):
         now = self.broker.clock()
         outlooks = self.broker.outlooks({e.slug: usual_request(e) for e in shown})
         cards = make_cards(shown, overview, outlooks, now, limits.pages_url)
-        prices = Prices(overview, shown, now)
-        lines = prices.lines(account.available)
+        prices = Prices(overview, shown, now, known.ending)
+        lines = prices.lines(account)
         offered = payer_choices(payers, last.account)
         paying = {a.name: a for a in payers.accounts}
         who = [(choice.value, paying[choice.value]) for choice in offered] or [("", account)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,16 @@ def test_the_form_works_without_javascript_and_says_until_when(hub: PayingHub) -
     assert "A server keeps the price that it starts with, day and night" in text
     assert re.search(r"T4, 16 GB in PyTorch 1 of 1 6\.00 20 h", text), text
     assert re.search(r"T4, 16 GB in Course 1 of 1 2\.00 2 d 12 h", text), text
+
+    # Credits that end count while they are there: of these 63 for the T4, all for an A100.
+    until = hub.broker.clock() + timedelta(hours=10, minutes=30)
+    gift = 120 * MICRO
+    hub.broker.grant("member:ada", gift, actor="admin", reason="a gift", until=until)
+    text = page_text(hub, "ada")
+    assert re.search(r"T4, 16 GB in PyTorch 1 of 1 6\.00 1 d 6 h", text), text
+    assert re.search(r"A100-80GB in PyTorch 2 of 2 60\.00 4 h", text), text
+    told = hub.login("ada").get(f"{hub.url}/hub/spawn", timeout=30).text
+    assert "1 GPU: 6.00 credits an hour. Your balance lasts 1 d 6 h." in told, "with JavaScript"
 
 
 def page_text(hub: PayingHub, user: str) -> str:

@@ -40,7 +40,7 @@ def overview(*rates: Rate, now: datetime = NOON) -> Overview:
 
 
 def lines(*rates: Rate, now: datetime = NOON) -> list[tuple[str, str, str, str]]:
-    found = Prices(overview(*rates), [TORCH, LAB, OLD, CPU], now).lines(ADA.balance)
+    found = Prices(overview(*rates), [TORCH, LAB, OLD, CPU], now).lines(ADA)
     return [(line.label, line.where, line.price, line.lasts) for line in found]
 
 
@@ -62,7 +62,7 @@ def test_and_for_each_price_where_environments_differ() -> None:
 
 
 def test_without_a_gpu_environment_the_models_are_there_all_the_same() -> None:
-    (line, _) = Prices(overview(Rate(amount=MICRO)), [CPU], NOON).lines(0)
+    (line, _) = Prices(overview(Rate(amount=MICRO)), [CPU], NOON).lines(replace(ADA, balance=0))
     assert line == PriceLine("A100-80GB", 2, 2, "", MICRO, "less than a minute")
 
 
@@ -135,3 +135,23 @@ def test_the_price_of_an_environment() -> None:
 def test_too_many_choices_leave_it_to_the_table() -> None:
     prices = Prices(overview(Rate(amount=0)), [TORCH], NOON)
     assert prices.tables(range(2000), [("", ADA)]).tables == ()
+
+
+def test_credits_that_end_count_as_long_as_they_are_there() -> None:
+    """6 of 10 credits end in 2 hours, and 1 of the 4 of a group in 30 minutes."""
+    group = Account(name="group:ml", balance=4 * MICRO)
+    ending = {
+        ADA.name: [(NOON + timedelta(hours=2), 6 * MICRO)],
+        group.name: [(NOON + timedelta(minutes=30), MICRO)],
+    }
+    rates = [Rate(amount=MICRO), Rate(amount=4 * MICRO, model="A100")]
+    prices = Prices(overview(*rates), [TORCH, LAB], NOON, ending)
+    assert [(line.price, line.lasts) for line in prices.lines(ADA)] == [
+        ("4.00", "2 h 30 min"),  # spent before their end
+        ("1.00", "6 h"),  # 4 of them are lost
+    ]
+    costs = prices.tables([1, 2], [("", ADA), (group.name, group)])
+    assert costs.sentence(TORCH, "1|T4|").endswith("Your balance lasts 6 h.")
+    assert costs.sentence(TORCH, "2|T4|").endswith("Your balance lasts 4 h.")
+    assert costs.sentence(TORCH, f"1|T4|{group.name}").endswith("group ml lasts 3 h 30 min.")
+    assert costs.sentence(TORCH, f"1|A100-80GB|{group.name}").endswith("group ml lasts 1 h.")
