@@ -1,7 +1,8 @@
 """Fixtures over real parts, started when a test first asks; the rule that no skip is green.
 
 ``tests/unit`` starts nothing. ``integration`` has real databases, ``engines`` a real Docker
-Engine, ``hub`` a real JupyterHub with all of it, ``gpu`` a real GPU.
+Engine, ``hub`` a real JupyterHub with all of it, ``attacks`` such a hub and who attacks it,
+``gpu`` a real GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.attacks import Summary
 from tests.support.processes import LIVE
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from tests.support.postgres import PrivatePostgres
 
 SLOWEST = ("test_wheel.py", "test_demo.py", "test_benchmarks.py", "test_kill_loop.py")
-ORDER = ("unit", "integration", "engines", "hub", "gpu")
+ORDER = ("unit", "integration", "engines", "hub", "attacks", "gpu")
 NO_GPU = "no NVIDIA GPU on this machine"
 LOG_SHOWN = 20_000
 """Characters of each part's log that a failing test shows."""
@@ -204,3 +206,4 @@ class Skips:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Skips(), "gpuspawner-skips")
+    config.pluginmanager.register(Summary(), "gpuspawner-attacks")

@@ -1,0 +1,370 @@
+"""A member with a browser, a member with a token, a thief with a server's token, a service, and a
+stranger. Real: hub, proxy, service, containers of a Docker Engine; each attempt is counted."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+import requests
+
+from tests.support.attack_hub import HOSTILE, THIEF, VICTIM, AttackHub, Door
+from tests.support.attacks import Attempts
+from tests.support.hub import ADMIN, NAVIGATION, USER_PASSWORD
+from tests.support.processes import wait_for
+
+SMUGGLED: list[dict[str, Any]] = [
+    {"devices": "GPU-0"},
+    {"device_ids": ["0"]},
+    {"NVIDIA_VISIBLE_DEVICES": "all"},
+    {"environment": "small", "image": "evil/image"},
+    {"environment": "staff.evil"},
+    {"environment": "small; privileged=1"},
+    {"own_image": "gpuspawner/exits:test"},
+    {"volumes": {"/": "/host"}},
+    {"binds": "/var/run/docker.sock:/s"},
+    {"extra_host_config": {"privileged": True}},
+    {"cmd": ["bash"]},
+    {"mem_limit": "1T"},
+    {"data": ["exams"]},
+    {"data": "../../etc"},
+    {"account": f"member:{VICTIM}"},
+    {"account": "group:staff"},
+    {"account": "system:mint"},
+    {"options": "image=evil"},
+    {"gpus": 1, "hours": "1e9"},
+]
+"""What a start must not be able to say."""
+
+ALL_FIELDS = {
+    "confirm": "yes",
+    "reason": "because",
+    "amount": "5",
+    "position": "1",
+    "points": "9",
+    "member": THIEF,
+    "write": "yes",
+    "name": "plans",
+    "paused": "yes",
+    "rate": "0",
+    "model": "T4",
+    "rule": "FREQ=DAILY",
+    "csv": f"{THIEF},5",
+    "account": "x",
+}
+"""Right for as many forms as can be."""
+
+OWN = {
+    *("POST notices", "POST notices/test", "PUT api/notices/choices", "POST api/notices/test"),
+    *("POST payer", "POST folders", "POST api/folders"),
+}
+"""What every member may do, with what is theirs."""
+
+
+@pytest.fixture(scope="module")
+def thief(hub: AttackHub) -> str:
+    """Mallory's API token, which may do what he may."""
+    return hub.user_token(THIEF)
+
+
+# What a start may say.
+
+
+def test_nothing_is_smuggled_into_a_start(hub: AttackHub, attempt: Attempts) -> None:
+    before = hub.kept()
+    running = {c["Id"] for c in hub.containers()}
+    for options in SMUGGLED:
+        rest = hub.spawn("bob", options)
+        attempt(f"{options} by REST", refused=400 <= rest.status_code < 500)
+        plain = {name: str(value) for name, value in options.items()}
+        form = hub.send_form("bob", plain)
+        attempt(f"{options} by the form", refused=400 <= form.status_code < 500)
+        link = hub.open_page("bob", "/hub/spawn", **{f"opt-{k}": v for k, v in plain.items()})
+        attempt(f"{options} by a link", refused=hub.server("bob") is None and link.ok is not None)
+    assert {c["Id"] for c in hub.containers()} == running
+    assert hub.kept() == before
+
+
+# What is another member's.
+
+
+def test_every_door_is_closed_to_another_member(
+    hub: AttackHub, thief: str, attempt: Attempts
+) -> None:
+    """Mallory at every method of every handler, with Victoria's ids, by token and by cookie."""
+    before, doors = hub.kept(), hub.doors()
+    assert len(doors) > 100
+    hers = (VICTIM, hub.lease, hub.ticket, hub.plans, hub.transfer)
+    for door in doors:
+        if str(door) in OWN:
+            continue
+        answers = [hub.service(door.method, door.path, token=thief, **_body(door))]
+        if not door.path.startswith("api/"):
+            answers.append(_with_xsrf(hub, THIEF, door))
+        for answer in answers:
+            told = any(word in answer.text for word in hers if word not in door.path)
+            done = door.method != "GET" and answer.ok
+            done = done or (answer.ok and any(word in door.path for word in hers))
+            done = done and not 300 <= answer.status_code < 400
+            attempt(f"{door} by {THIEF}: {answer.status_code}", refused=not told and not done)
+    assert hub.kept() == before
+
+
+def test_another_members_server_and_account_at_the_hub(
+    hub: AttackHub, thief: str, attempt: Attempts
+) -> None:
+    sessions = hub.browser_of(THIEF)
+    for path in ("api/contents", "api/kernels", "api/terminals", "lab", "api/sessions"):
+        url = f"{hub.server_url(VICTIM)}/{path}"
+        headers = {"Authorization": f"token {thief}"}
+        answer = requests.get(url, headers=headers, timeout=60)
+        attempt(f"{path} of her server by token", refused=answer.status_code == 403)
+        shown = sessions.get(url, headers=NAVIGATION, timeout=60)
+        attempt(f"{path} of her server by cookie", refused=shown.status_code == 403)
+    calls = [
+        ("GET", f"users/{VICTIM}"),
+        ("DELETE", f"users/{VICTIM}/server"),
+        ("POST", f"users/{VICTIM}/server"),
+        ("DELETE", f"users/{VICTIM}"),
+        ("GET", f"users/{VICTIM}/tokens"),
+        ("POST", f"users/{VICTIM}/tokens"),
+        ("GET", f"users/{VICTIM}/server/progress"),
+        ("PATCH", f"users/{THIEF}"),
+        ("GET", "users"),
+        ("POST", "groups/staff/users"),
+        ("GET", "proxy"),
+        ("POST", "shutdown"),
+        ("GET", "services"),
+    ]
+    for method, path in calls:
+        headers = {"Authorization": f"token {thief}"}
+        answer = hub.api(method, path, headers=headers, json={"admin": True, "users": [THIEF]})
+        seen = answer.ok and VICTIM not in answer.text and answer.text in ("{}", "[]")
+        refused = answer.status_code in (400, 403, 404, 405) or seen
+        attempt(f"{method} {path}: {answer.status_code}", refused=refused)
+    assert hub.server(VICTIM), "she works on"
+
+
+# Tokens that are not what they seem.
+
+
+def test_tokens_that_are_forged_expired_revoked_or_somebody_elses(
+    hub: AttackHub, attempt: Attempts
+) -> None:
+    made = hub.api("POST", f"users/{VICTIM}/tokens", json={"expires_in": 1}).json()
+    revoked = hub.api("POST", f"users/{VICTIM}/tokens", json={}).json()
+    assert hub.api("DELETE", f"users/{VICTIM}/tokens/{revoked['id']}").ok
+    narrow = hub.api(
+        "POST", f"users/{VICTIM}/tokens", json={"scopes": [f"read:users:name!user={VICTIM}"]}
+    ).json()
+    expired = {"Authorization": f"token {made['token']}"}
+    wait_for(lambda: not hub.api("GET", "user", headers=expired).ok, "the token to expire")
+    tokens = {
+        "a forged token": secrets.token_hex(32),
+        "a token of nothing": "",
+        "an expired token": made["token"],
+        "a revoked token": revoked["token"],
+        "a narrowed token": narrow["token"],
+        "the token of Mallory's server": _server_token(hub, THIEF),
+        "a service that may do nothing": f"token-of-stranger-{hub.secret}",
+    }
+    before = hub.kept()
+    for what, token in tokens.items():
+        for path in ("api/me", "api/queue", f"leases/{hub.lease}", "metrics", "api/accounts"):
+            answer = hub.service("GET", path, token=token)
+            refused = answer.status_code in (302, 401, 403) or (
+                "Mallory" in what and VICTIM not in answer.text and hub.lease not in answer.text
+            )
+            attempt(f"{path} with {what}: {answer.status_code}", refused=refused)
+        door = f"api/accounts/member:{THIEF}/grants"
+        gives = hub.service("POST", door, token=token, json={"amount": "5", "reason": "x"})
+        attempt(f"{door} with {what}", refused=gives.status_code in (302, 401, 403))
+    assert hub.kept() == before
+
+
+def test_a_stolen_server_token_does_little(hub: AttackHub, attempt: Attempts) -> None:
+    """What somebody can do who reads Victoria's token in her container."""
+    token = _server_token(hub, VICTIM)
+    calls: list[tuple[str, str, Mapping[str, Any]]] = [
+        ("GET", "users", {}),
+        ("GET", f"users/{THIEF}", {}),
+        ("POST", f"users/{VICTIM}/tokens", {"scopes": ["admin:users"]}),
+        ("POST", f"users/{VICTIM}/tokens", {}),
+        ("PATCH", f"users/{VICTIM}", {"admin": True}),
+        ("DELETE", f"users/{THIEF}/server", {}),
+        ("POST", f"users/{VICTIM}/server", {"environment": "staff"}),
+        ("POST", f"users/{VICTIM}/servers/other", {}),
+        ("POST", "users/new-admin", {"admin": True}),
+        ("POST", "groups/evil", {}),
+        ("GET", "groups", {}),
+        ("GET", "services", {}),
+        ("GET", "proxy", {}),
+        ("POST", "proxy", {}),
+        ("POST", "shutdown", {}),
+        ("GET", "info", {}),
+    ]
+    for method, path, body in calls:
+        headers = {"Authorization": f"token {token}"}
+        answer = hub.api(method, path, headers=headers, json=body)
+        nothing = answer.ok and answer.text.strip() in ("[]", "{}")
+        attempt(f"{method} {path}", refused=answer.status_code in (400, 403, 404) or nothing)
+    for door in (f"api/accounts/member:{VICTIM}", f"api/leases/{hub.lease}/receipt"):
+        answer = hub.service("GET", door, token=token)
+        attempt(f"{door} with the token of a server", refused=answer.status_code in (401, 403))
+
+
+def test_a_service_does_no_more_than_its_scopes(hub: AttackHub, attempt: Attempts) -> None:
+    before = hub.kept()
+    grant = {"amount": "5", "reason": "x"}
+    may = {"bot": {"api/accounts"}, "reporter": {"api/usage", "usage", "usage.csv"}}
+    for name in ("bot", "reporter"):
+        token = f"token-of-{name}-{hub.secret}"
+        for door in hub.doors():
+            if door.path in {*may[name], "api/openapi.json", "catalog.schema.json"}:
+                continue
+            answer = hub.service(door.method, door.path, token=token, **_body(door))
+            refused = not answer.ok or 300 <= answer.status_code < 400
+            attempt(f"{door} by the service {name}: {answer.status_code}", refused=refused)
+        headers = {"Authorization": f"token {token}"}
+        for path in ("users", "groups", "proxy", f"users/{VICTIM}"):
+            answer = hub.api("GET", path, headers=headers)
+            attempt(f"{path} by the service {name}", refused=not answer.ok)
+    for account, amount in (("member:bob", "-5"), (f"member:{VICTIM}", "5"), ("system:mint", "5")):
+        body = {**grant, "amount": amount}
+        path = f"api/accounts/{account}/grants"
+        answer = hub.service("POST", path, token=f"token-of-bot-{hub.secret}", json=body)
+        attempt(f"{amount} for {account} by the bot", refused=answer.status_code in (400, 403))
+    assert hub.kept() == before
+
+
+# A page of somebody else's, in the browser of a member or an admin.
+
+
+@pytest.mark.parametrize("user", [VICTIM, ADMIN])
+def test_no_foreign_page_sends_a_form(hub: AttackHub, user: str, attempt: Attempts) -> None:
+    """Every POST of ours with the member's cookies, and without the proof that they sent it."""
+    hub.open_page(user, "/services/gpu/")  # signed in at the service too
+    assert hub.browse(user, "GET", "").status_code == 200
+    before = hub.kept()
+    foreign = {"Sec-Fetch-Mode": "cors", "Sec-Fetch-Site": "cross-site", "Origin": "https://evil"}
+    doors = [door for door in hub.doors() if door.method != "GET"]
+    assert len(doors) > 50
+    for door in doors:
+        for headers in (foreign, NAVIGATION):
+            forged = {**_body(door)}
+            if "data" in forged:
+                forged["data"] = {**forged["data"], "_xsrf": "2|0|0|0"}
+            answer = hub.browse(user, door.method, door.path, headers=headers, **forged)
+            attempt(f"{door} without XSRF: {answer.status_code}", refused=answer.status_code == 403)
+    session = hub.browser_of(user)
+    for method, path in [
+        ("POST", f"users/{user}/tokens"),
+        ("POST", f"users/{user}/server"),
+        ("DELETE", f"users/{VICTIM}/server"),
+    ]:
+        url = f"{hub.url}/hub/api/{path}"
+        answer = session.request(method, url, headers=foreign, json={}, timeout=60)
+        attempt(f"{method} {path} without XSRF", refused=answer.status_code == 403)
+    for page in ("/hub/spawn", "/hub/login"):
+        answer = session.post(hub.url + page, data={"environment": "small"}, headers=foreign)
+        attempt(f"POST {page} without XSRF", refused=answer.status_code == 403)
+    assert hub.kept() == before
+
+
+@pytest.mark.parametrize("signed_in", [True, False])
+def test_no_page_leads_elsewhere(hub: AttackHub, signed_in: bool, attempt: Attempts) -> None:
+    for target in (
+        *("https://evil.example/", "//evil.example/", "/\\evil.example/", "\\\\evil.example/"),
+        *("https:evil.example", "///evil.example", "/%2f/evil.example", "javascript:alert(1)"),
+        *("http://127.0.0.1:1/", "https://evil.example\\@127.0.0.1/", "\thttps://evil.example/"),
+    ):
+        if signed_in:
+            session = hub.browser_of(THIEF)
+            url = f"{hub.url}/hub/login"
+            first = session.get(url, params={"next": target}, allow_redirects=False, timeout=60)
+        else:
+            session = requests.Session()
+            path = f"/hub/login?next={quote(target, safe='')}"
+            fields = {"username": "bob", "password": USER_PASSWORD}
+            shown = session.get(hub.url + path, headers=NAVIGATION, timeout=60)
+            assert shown.ok
+            token = session.cookies.get("_xsrf", path="/hub/")
+            first = session.post(
+                hub.url + path,
+                data={**fields, "_xsrf": token},
+                headers=NAVIGATION,
+                allow_redirects=False,
+                timeout=60,
+            )
+        led = first.headers.get("Location", "")
+        refused = first.status_code in (302, 400, 403) and _stays(hub, led)
+        attempt(f"next={target!r} leads to {led!r}", refused=refused)
+    for path in ("services/gpu/oauth_callback?code=x&state=forged", "services/gpu//evil.example"):
+        answer = requests.get(f"{hub.url}/{path}", allow_redirects=False, timeout=60)
+        attempt(path, refused=_stays(hub, answer.headers.get("Location", "")))
+
+
+def test_no_script_comes_from_what_people_typed(hub: AttackHub, attempt: Attempts) -> None:
+    """A name, a reason, a folder and an environment that are scripts, on every page there is."""
+    user = '"><img src=x onerror=window.hacked=1>'
+    assert hub.api("POST", f"users/{quote(user, safe='')}").ok
+    sent = {"amount": "1", "reason": HOSTILE}
+    granted = hub.service("POST", f"api/accounts/member:{VICTIM}/grants", ADMIN, json=sent)
+    assert granted.ok, granted.text
+    hub.service("POST", "api/folders", THIEF, json={"name": HOSTILE})
+    stop = {"reason": HOSTILE, "points": 1}
+    assert hub.service("POST", f"api/queue/{hub.ticket}/boost", ADMIN, json=stop).ok
+    shown = 0
+    pages = [f"/services/gpu/{d.path}" for d in hub.doors() if d.method == "GET"]
+    pages = [page for page in pages if "/api/" not in page and "oauth" not in page]
+    pages += ["/hub/environments", "/hub/environments/small", "/hub/spawn", "/hub/home"]
+    pages += ["/hub/admin", f"/hub/spawn/{THIEF}/{quote(HOSTILE, safe='')}"]
+    pages += [f"/services/gpu/{quote(HOSTILE, safe='')}", "/hub/spawn?opt-environment=" + HOSTILE]
+    for page in pages:
+        answer = hub.browser_of(ADMIN).get(hub.url + page, headers=NAVIGATION, timeout=60)
+        if "text/html" not in answer.headers.get("Content-Type", ""):
+            continue
+        bare = "<img src=x" in answer.text or "<script>window.hacked" in answer.text
+        shown += "&lt;img src=x" in answer.text
+        attempt(f"a script on {page}", refused=not bare and 'href="javascript:' not in answer.text)
+        policy = answer.headers.get("Content-Security-Policy", "")
+        ours = "/services/gpu/" not in page or "default-src 'none'" in policy
+        attempt(f"{page} in a frame of another site", refused="frame-ancestors" in policy and ours)
+    assert shown >= 4, "they were there to be seen"
+
+
+# Below here: how.
+
+
+def _body(door: Door) -> dict[str, Any]:
+    if door.method == "GET":
+        return {}
+    return {"json": ALL_FIELDS} if door.path.startswith("api/") else {"data": ALL_FIELDS}
+
+
+def _with_xsrf(hub: AttackHub, user: str, door: Door) -> requests.Response:
+    """As the member's own browser would send it from a page of ours."""
+    session = hub.browser_of(user)
+    if not session.cookies.get("_xsrf", path="/services/gpu/"):
+        hub.open_page(user, "/services/gpu/")
+    token = session.cookies.get("_xsrf", path="/services/gpu/")
+    sent = _body(door)
+    if "data" in sent:
+        sent["data"] = {**sent["data"], "_xsrf": token}
+    return hub.browse(user, door.method, door.path, **sent)
+
+
+def _server_token(hub: AttackHub, user: str) -> str:
+    environment = hub.container(user)["Config"]["Env"]
+    [token] = [e.split("=", 1)[1] for e in environment if e.startswith("JUPYTERHUB_API_TOKEN=")]
+    return str(token)
+
+
+def _stays(hub: AttackHub, location: str) -> bool:
+    """Whether a browser that follows this stays at the hub."""
+    location = location.replace("\\", "/")
+    place = urlsplit(location)
+    return not location.startswith("//") and place.netloc in ("", urlsplit(hub.url).netloc)

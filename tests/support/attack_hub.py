@@ -1,0 +1,240 @@
+"""A hub with somebody to rob, and somebody who tries: Victoria works, Mallory has a container."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psutil
+import requests
+import sqlalchemy as sa
+from jupyterhub.services.auth import HubOAuth
+from tornado import web
+
+from gpuspawner.broker import Broker
+from gpuspawner.store import schema, schema_files
+from gpuspawner.web import make_app
+from tests.support import images
+from tests.support.engine import PrivateEngine
+from tests.support.gpu_hub import GPUHub
+from tests.support.hub import NAVIGATION
+from tests.support.processes import free_port
+
+VICTIM, THIEF = "victoria", "mallory"
+HOSTILE = '"><img src=x onerror=window.hacked=1>'
+"""What a page must never have in it as it is."""
+
+MEMORY = "512M"
+PIDS = 256
+
+CATALOG = f"""
+environments:
+  - slug: small
+    display_name: {HOSTILE!r}
+    summary: {HOSTILE!r}
+    description: "<script>window.hacked=1</script> [x](javascript:window.hacked=1)"
+    image: {images.INSTANT}
+    default: true
+    devices: {{default: 0, max: 1}}
+  - slug: lab
+    display_name: JupyterLab
+    image: {images.BASE}
+  - slug: staff
+    display_name: For the staff
+    image: {images.INSTANT}
+    allowed_groups: [staff]
+datasets:
+  flowers: {{source: attacks-flowers, target: /datasets/flowers}}
+  exams: {{source: attacks-exams, target: /datasets/exams, allowed_groups: [staff]}}
+"""
+
+CONFIG = """
+c.Spawner.http_timeout = 120
+c.Spawner.start_timeout = 120
+c.GPUDockerSpawner.workspace = "attacks-{{username}}"
+c.GPUDockerSpawner.shm_size = "64M"
+c.GPUDockerSpawner.pids_limit = {pids}
+c.DockerSpawner.mem_limit = {memory!r}
+c.Broker.folder_source = "attacks-folder-{{id}}"
+c.Broker.gpu_rates = {{"*": 1}}
+c.Accounting.charge_seconds = 36000
+c.Accounting.reconcile_seconds = 36000
+c.Notifier.channels = {{"team": {{"label": "Chat", "url": "{{env:CHAT_URL}}"}}}}
+c.JupyterHub.load_groups = {{"staff": {{"users": ["{victim}"]}}, "ml101": {{"users": ["bob"]}}}}
+for name, scopes in {{
+    "bot": ["custom:gpuspawner:grant!group=ml101"],
+    "reporter": ["custom:gpuspawner:read:usage"],
+    "stranger": [],
+}}.items():
+    c.JupyterHub.services.append({{"name": name, "api_token": f"token-of-{{name}}-{secret}"}})
+    scopes = ["access:services!service=gpu", *scopes]
+    c.JupyterHub.load_roles.append({{"name": name, "services": [name], "scopes": scopes}})
+import gpuspawner
+gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
+"""
+
+KEPT = (
+    *(schema.leases, schema.lease_places, schema.accounts, schema.transfers, schema.postings),
+    *(schema.tickets, schema.closures, schema.audit, schema.notice_choices, schema.payers),
+    *(schema.lots, schema.refills, schema.rates, schema_files.folders, schema_files.folder_members),
+)
+"""The tables that a refused attempt leaves as they are: the audit trail among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """One method of one handler of ours, at a path that it answers."""
+
+    method: str
+    path: str
+    handler: type[web.RequestHandler]
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+class AttackHub(GPUHub):
+    """One device, which Victoria's server has; her second server waits for it."""
+
+    secret = "0f5b1f3c9d2e4a6b"
+    lease = ticket = plans = transfer = ""
+    """Ids of what is hers."""
+
+    def __init__(self, folder: Path, engine: PrivateEngine) -> None:
+        self.service_port = free_port()
+        config = CONFIG.format(
+            port=self.service_port, pids=PIDS, memory=MEMORY, victim=VICTIM, secret=self.secret
+        )
+        environment = {"CHAT_URL": f"json://127.0.0.1:9/{self.secret}-of-the-chat"}
+        super().__init__(
+            folder, engine, config, fleet="1xT4", catalog=CATALOG, environment=environment
+        )
+
+    def furnish(self) -> None:
+        """Give Victoria what could be stolen, and Mallory a container of his own."""
+        for user in (VICTIM, THIEF, "bob"):
+            self.browser_of(user)
+        asked = self.spawn(VICTIM, {"environment": "lab", "gpus": 1})
+        assert asked.ok, asked.text
+        assert self.spawn(THIEF, {"environment": "small", "gpus": 0}).ok
+        made = self.service("POST", "api/folders", VICTIM, json={"name": "plans"})
+        assert made.ok, made.text
+        self.plans = made.json()["id"]
+        self.wait_server(THIEF)
+        self.wait_server(VICTIM)
+        assert self.spawn(VICTIM, {"environment": "small", "gpus": 1}, "second").ok
+        broker = Broker(database_url=self.database_url)
+        try:
+            [lease] = broker.leases_of(f"member:{VICTIM}")
+            self.lease = lease.id
+            self.transfer = broker.statement_page(f"member:{VICTIM}").entries[0].transfer
+        finally:
+            broker.store.close()
+        [waiting] = self.service("GET", "api/queue", VICTIM).json()["tickets"]
+        self.ticket = waiting["id"]
+
+    # Calling the service.
+
+    def service(
+        self, method: str, path: str, user: str = "", token: str = "", **kwargs: Any
+    ) -> requests.Response:
+        """Our service, with a member's token or with this one; with none of both, as nobody."""
+        if user:
+            token = self.user_token(user)
+        headers = {"Authorization": f"token {token}"} if token else {}
+        headers |= kwargs.pop("headers", {})
+        url = f"{self.url}/services/gpu/{path}"
+        kwargs = {"timeout": 60, "allow_redirects": False, **kwargs}
+        return requests.request(method, url, headers=headers, **kwargs)
+
+    def browse(self, user: str, method: str, path: str, **kwargs: Any) -> requests.Response:
+        """Our service, with a member's cookies."""
+        url = f"{self.url}/services/gpu/{path}"
+        kwargs = {"timeout": 60, "headers": NAVIGATION, "allow_redirects": False, **kwargs}
+        return self.browser_of(user).request(method, url, **kwargs)
+
+    def doors(self) -> list[Door]:
+        """Every method of every handler of the service, where there is something of Victoria's."""
+        auth = cast(HubOAuth, SimpleNamespace(base_url="/services/gpu/"))
+        app = make_app(cast(Broker, None), hub_auth=auth)
+        return list(self._doors(app))
+
+    def _doors(self, app: web.Application) -> Iterator[Door]:
+        hers = {
+            "accounts": f"member:{VICTIM}",
+            "devices": self.devices[0],
+            "folders": self.plans,
+            "leases": self.lease,
+            "queue": self.ticket,
+            "rates": "1",
+            "refills": "1",
+            "tickets": self.ticket,
+            "transfers": self.transfer,
+        }
+        for rule in app.wildcard_router.rules:
+            pattern: re.Pattern[str] = rule.matcher.regex  # type: ignore[attr-defined]
+            handler = rule.target
+            if not issubclass(handler, web.RequestHandler) or handler is web.StaticFileHandler:
+                continue
+            for path in _filled(pattern, hers):
+                for method in handler.SUPPORTED_METHODS:
+                    mine = getattr(handler, method.lower())
+                    if mine is not web.RequestHandler._unimplemented_method:
+                        yield Door(method, path.removeprefix("/services/gpu/"), handler)
+
+    def kept(self) -> Mapping[str, list[str]]:
+        """Every row that no refused attempt may touch."""
+        with self._database.connect() as connection:
+            return {
+                table.name: sorted(map(repr, connection.execute(sa.select(table))))
+                for table in KEPT
+            }
+
+    # Inside a container.
+
+    def container(self, user: str) -> dict[str, Any]:
+        """The container of a member's running server, as the engine describes it."""
+        [found] = [c for c in self.containers() if c["Labels"]["gpuspawner.member"] == user]
+        inspected: dict[str, Any] = self.engine.client.inspect_container(found["Id"])
+        return inspected
+
+    def inside(self, command: str, user: str = THIEF) -> tuple[int, str]:
+        """A command typed into a terminal of a member's container: its code and what it says."""
+        client = self.engine.client
+        made = client.exec_create(self.container(user)["Id"], ["bash", "-c", command])
+        said = client.exec_start(made["Id"]).decode(errors="replace").strip()
+        return int(client.exec_inspect(made["Id"])["ExitCode"]), said
+
+    def reaches(self, address: str, port: int) -> bool:
+        """Whether Mallory's container opens a connection."""
+        command = f"timeout 5 bash -c 'exec 3<>/dev/tcp/{address}/{port}'"
+        return self.inside(command)[0] == 0
+
+    def listening(self) -> set[int]:
+        """The TCP ports on which hub, proxy and services listen."""
+        processes = [psutil.Process(self.pid), *self.children_left()]
+        return {
+            each.laddr.port
+            for process in processes
+            for each in process.net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN
+        }
+
+
+def _filled(pattern: re.Pattern[str], hers: Mapping[str, str]) -> list[str]:
+    """The paths that a handler's pattern takes: ids of hers after their plural, and every action.
+
+    A handler of something new has to be added to ``hers``: else this raises KeyError.
+    """
+    paths = [pattern.pattern.removesuffix("$").replace("\\", "")]
+    while place := re.search(r"(\w+)/(\((?:[^()]*)\))|/(\([a-z|-]+\))", paths[0]):
+        named, spot = place[1], place[2] or place[3]
+        actions = re.fullmatch(r"\(([a-z-]+(?:\|[a-z-]+)*)\)", spot)
+        words = actions[1].split("|") if actions else [hers[named]]
+        paths = [path.replace(spot, word, 1) for path in paths for word in words]
+    assert all(pattern.fullmatch(path) for path in paths), (pattern.pattern, paths)
+    return paths
