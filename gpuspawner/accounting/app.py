@@ -34,6 +34,7 @@ from .notify import Notifier
 from .refilling import Refilling
 from .sessions import Sessions
 from .tick import Tick
+from .use import SamplesUse
 
 NOTICES_EVERY = 2.0
 """Seconds between two looks for notices to send."""
@@ -56,7 +57,7 @@ LEAVING_EVERY = 600.0
 ENGINES: dict[str, Callable[[], Engine]] = {"docker": DockerEngine, "local": LocalEngine}
 
 
-class Accounting(PullsAhead, Application):
+class Accounting(SamplesUse, PullsAhead, Application):
     """Charges, warns, stops what nobody pays for, reconciles, tells members, serves the pages.
 
     The Hub runs it as a service; ``gpuspawner.add_services(c)`` says so in its configuration.
@@ -228,6 +229,7 @@ class Accounting(PullsAhead, Application):
                 self._notices(tick, notifier),
                 self._pages(tick, notifier),
                 self._totals(tick),
+                self.remember_use(tick),
                 self._hub_gone(stop),
             )
         ]

@@ -35,6 +35,7 @@ from ..store.granter import Granter
 from . import view
 from .admin import Admin
 from .bulk import BulkGrants
+from .devices_use import DevicesUse
 from .dry import Dry
 from .folders import Folders
 from .grants import Grants
@@ -53,7 +54,9 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(Grants, Admin, Notices, Rosters, Reports, Dry, BulkGrants, Outlooks, Folders):
+class Broker(
+    Grants, Admin, Notices, Rosters, Reports, Dry, BulkGrants, Outlooks, Folders, DevicesUse
+):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from ..pool import format_memory
 from ..store import closures
 from ..store import devices as store_devices
 from ..store import leases as store_leases
+from ..telemetry import DeviceUse
 from .config import Settings
 from .output import count, exact, note, show, table
 
@@ -26,13 +27,14 @@ def devices(arguments: argparse.Namespace, settings: Settings) -> int:
     """List the devices."""
     if (missing := settings.missing_database()) is None:
         broker = settings.open_broker()
-        rates, leases = broker.all_rates(), broker.open_leases()
+        rates, leases, use = broker.all_rates(), broker.open_leases(), broker.use_now()
         overview = _overview(look(settings, broker), rates)
     else:
         note(f"There is no database at {missing} yet: what is leased is not known.")
-        overview, leases = _overview(look(settings, None), settings.broker.read_rates()), []
+        overview = _overview(look(settings, None), settings.broker.read_rates())
+        leases, use = [], {}
     holders = {lease.id: lease for lease in leases}
-    show(arguments.json, _plain(overview, holders), _text(overview, holders))
+    show(arguments.json, _plain(overview, holders, use), _text(overview, holders, use))
     return 1 if overview.error else 0
 
 
@@ -75,22 +77,23 @@ def _overview(seen: Look, rates: Rates) -> Overview:
     )
 
 
-def _text(overview: Overview, leases: dict[str, Lease]) -> str:
+def _text(overview: Overview, leases: dict[str, Lease], use: dict[str, DeviceUse]) -> str:
     lines = []
     if overview.devices:
-        headers = ("INDEX", "MODEL", "MEMORY", "STATE", "UUID", "DETAIL")
+        headers = ("INDEX", "MODEL", "MEMORY", "STATE", "USE", "UUID", "DETAIL")
         rows = [
             (
                 str(view.device.index),
                 view.device.model,
                 format_memory(view.device.memory_bytes),
                 view.state,
+                use_text(use.get(view.device.uuid)),
                 view.device.uuid,
                 _detail(view, leases),
             )
             for view in overview.devices
         ]
-        lines += [table(headers, rows, right=("INDEX", "MEMORY")), ""]
+        lines += [table(headers, rows, right=("INDEX", "MEMORY", "USE")), ""]
     if overview.error:
         lines.append(f"The devices cannot be seen: {overview.error}")
     free = f"{overview.free} of {count(overview.total, 'device')} free"
@@ -99,12 +102,24 @@ def _text(overview: Overview, leases: dict[str, Lease]) -> str:
     return "\n".join(lines)
 
 
+def use_text(minute: DeviceUse | None) -> str:
+    """What a device did in the last minute: how much of it kernels ran, or, of one whose use NVML
+    cannot tell, whether processes hold it."""
+    if minute is None or not minute.known:
+        return "?"
+    if minute.use is not None:
+        return f"{minute.use:.0f} %"
+    return "processes" if minute.busy else "none"
+
+
 def _detail(view: DeviceView, leases: dict[str, Lease]) -> str:
     lease = leases.get(view.lease_id or "")
     return f"{lease.server}, {view.detail}" if lease else view.detail
 
 
-def _plain(overview: Overview, leases: dict[str, Lease]) -> dict[str, Any]:
+def _plain(
+    overview: Overview, leases: dict[str, Lease], use: dict[str, DeviceUse]
+) -> dict[str, Any]:
     return {
         "source": overview.source,
         "error": overview.error,
@@ -112,12 +127,15 @@ def _plain(overview: Overview, leases: dict[str, Lease]) -> dict[str, Any]:
         "cuda_version": overview.cuda_version,
         "total": overview.total,
         "free": overview.free,
-        "devices": [_plain_device(view, leases) for view in overview.devices],
+        "devices": [_plain_device(view, leases, use) for view in overview.devices],
         "models": [asdict(model) | {"rate": exact(model.rate)} for model in overview.models],
     }
 
 
-def _plain_device(view: DeviceView, leases: dict[str, Lease]) -> dict[str, Any]:
+def _plain_device(
+    view: DeviceView, leases: dict[str, Lease], use: dict[str, DeviceUse]
+) -> dict[str, Any]:
+    minute = use.get(view.device.uuid)
     lease = leases.get(view.lease_id or "")
     device = asdict(view.device) | {"status": view.device.status.value}
     return device | {
@@ -125,4 +143,18 @@ def _plain_device(view: DeviceView, leases: dict[str, Lease]) -> dict[str, Any]:
         "detail": view.detail,
         "lease": view.lease_id,
         "member": lease.server.user if lease else None,
+        "last_minute": minute and _plain_use(minute),
+    }
+
+
+def _plain_use(minute: DeviceUse) -> dict[str, Any]:
+    return {
+        "since": minute.since.isoformat(),
+        "use_percent": minute.use,
+        "judged_by": minute.judged_by,
+        "busy_seconds": minute.busy,
+        "memory_bytes": minute.memory_max,
+        "watts": minute.watts,
+        "celsius": minute.celsius_max,
+        "error": minute.error,
     }

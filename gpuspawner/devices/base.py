@@ -22,7 +22,7 @@ any PCIe path, and a set is not called close because of a single good pair.
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..errors import ConfigError
 from ..model import Inventory
@@ -79,10 +79,12 @@ class Sampler(Protocol):
         """
 
 
-def open_sampler(source: DeviceSource, processes_every: float = 30.0) -> Sampler | None:
-    """The sampler of a source; None for one that has none."""
-    make = getattr(source, "sampler", None)
-    return make(processes_every) if make is not None else None
+@runtime_checkable
+class Sampled(Protocol):
+    """A source that also tells what its devices do."""
+
+    def sampler(self, processes_every: float = 30.0) -> Sampler:
+        """What tells it. The processes of each device are listed at most every so many seconds."""
 
 
 EXAMPLE = "simulated:4xA100-80GB,2xT4"

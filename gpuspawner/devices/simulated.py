@@ -13,7 +13,7 @@ from datetime import datetime
 
 from ..errors import ConfigError
 from ..model import Device, DeviceProcess, DeviceStatus, Inventory
-from .base import NODE, PIX, nvlinks, pair
+from .base import NODE, PIX, Sampler, nvlinks, pair
 
 GIB = 2**30
 MOST_DEVICES = 10_000
@@ -90,6 +90,12 @@ class SimulatedDevices:
                 driver_version="simulated",
                 links=self._links,
             )
+
+    def sampler(self, processes_every: float = 30.0) -> Sampler:
+        """What tells what they do; see :mod:`.simulated_samples`."""
+        from .simulated_samples import SimulatedSampler
+
+        return SimulatedSampler(self)
 
     def fail(self, uuid: str, reason: str = "It does not answer.") -> None:
         """Make one device unknown. KeyError for a UUID that is not of this fleet."""

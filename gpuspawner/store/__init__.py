@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import book, devices, leases, schema_files, schema_members, schema_totals
+from . import book, devices, leases, schema_files, schema_members, schema_totals, schema_use
 from .store import Store, default_url
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "schema_files",
     "schema_members",
     "schema_totals",
+    "schema_use",
 ]

@@ -24,6 +24,7 @@ from ..model import MICRO, Lease, LeaseState
 from ..scopes import READ_METRICS
 from ..store.totals import Moved, Used
 from .base import Handler
+from .device_metrics import of_devices
 
 NO_SCOPE = (
     f"The metrics are for admins and for whoever has the scope {READ_METRICS}: give a role with it "
@@ -55,7 +56,7 @@ class Site(Collector):
         yield from self._credits(moved, opened)
         yield from self._leases(used, opened)
         yield from self._use(used, opened, now)
-        yield from self._devices()
+        yield from self._devices(opened)
         yield from self._line(used, now)
         yield _gauge(
             "gpuspawner_charge_lag_seconds",
@@ -104,7 +105,7 @@ class Site(Collector):
             family.add_metric([model, group], amount)
         yield family
 
-    def _devices(self) -> Iterator[Metric]:
+    def _devices(self, opened: Collection[Lease]) -> Iterator[Metric]:
         family = GaugeMetricFamily(
             "gpuspawner_devices", "GPUs by what they are doing", labels=["model", "state"]
         )
@@ -115,6 +116,8 @@ class Site(Collector):
             family.add_metric([model, state], count)
         yield family
         yield _gauge("gpuspawner_devices_seen", "1 when the GPUs can be seen", not overview.error)
+        devices = [view.device for view in overview.devices]
+        yield from of_devices(devices, self.broker.use_now(), opened)
 
     def _line(self, used: Used, now: datetime) -> Iterator[Metric]:
         waiting = self.broker.waiting()

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import requests
+import sqlalchemy as sa
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpuspawner.store.schema_use import device_use
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
@@ -66,3 +68,11 @@ def test_admins_may_read_them_and_nobody_else(hub: PayingHub) -> None:
         assert answer.status_code == 403, token
         assert "gpuspawner_" not in answer.text
         assert answer.text.startswith(("The metrics are for admins", "This page is not for you"))
+
+
+def test_the_service_samples_the_gpus(hub: PayingHub) -> None:
+    hub.stop()  # so that the minute that goes on is written too
+    with hub.broker.store.read() as connection:
+        rows = connection.execute(sa.select(device_use.c.uuid, device_use.c.samples)).all()
+    assert len({uuid for uuid, _ in rows}) == 3
+    assert all(samples > 0 for _, samples in rows)

@@ -15,6 +15,7 @@ from gpuspawner.broker import Broker, Terms
 from gpuspawner.broker.broker import utcnow
 from gpuspawner.cli import main
 from gpuspawner.model import Request
+from gpuspawner.telemetry import DeviceUse
 from tests.support.command import ADA, FLEET, GRACE, Command, grant
 
 # Devices.
@@ -22,12 +23,15 @@ from tests.support.command import ADA, FLEET, GRACE, Command, grant
 
 def test_devices_say_who_has_them(cli: Command, broker: Broker) -> None:
     lease = grant(broker, ADA, devices=1, model="A100")
+    minute = utcnow().replace(second=0, microsecond=0)
+    counts = {"samples": 60, "known": 60, "measured": 60, "busy": 45, "use_sum": 60 * 71}
+    broker.remember_use([DeviceUse(uuid=lease.uuids[0], since=minute, seconds=60, **counts)])
     printed = cli("devices").stdout
     assert printed.splitlines()[0].split() == [
-        *("INDEX", "MODEL", "MEMORY", "STATE", "UUID", "DETAIL"),
+        *("INDEX", "MODEL", "MEMORY", "STATE", "USE", "UUID", "DETAIL"),
     ]
     row = next(line for line in printed.splitlines() if " leased " in line)
-    assert row.split()[:5] == ["0", "A100-80GB", "80", "GB", "leased"]
+    assert row.split()[:7] == ["0", "A100-80GB", "80", "GB", "leased", "71", "%"]
     assert row.endswith(f"ada, lease {lease.id}")
     assert printed.splitlines()[-1] == "2 of 3 devices free (simulated)"
 
@@ -36,6 +40,8 @@ def test_devices_say_who_has_them(cli: Command, broker: Broker) -> None:
     first = plain["devices"][0]
     assert (first["uuid"], first["state"]) == (lease.uuids[0], "leased")
     assert (first["lease"], first["member"]) == (lease.id, "ada")
+    used = [d["last_minute"] and d["last_minute"]["use_percent"] for d in plain["devices"]]
+    assert used == [71.0, None, None]
     assert [m["rate"] for m in plain["models"]] == ["3.600000", "1.000000"]
 
 

@@ -15,6 +15,7 @@ from gpuspawner.broker import Broker, Terms
 from gpuspawner.ledger import rules
 from gpuspawner.model import MICRO, Request, ServerRef
 from gpuspawner.store import book
+from gpuspawner.telemetry import DeviceUse
 from gpuspawner.web.metrics import Site
 from tests.support.brokers import Clock, open_broker, running
 
@@ -175,3 +176,35 @@ def test_the_dashboard_names_metrics_that_there_are(broker: Broker) -> None:
     assert len(ids) == len(set(ids))
     places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
     assert len(places) == len(set(places))
+
+
+def test_what_each_gpu_did_in_the_last_minute(broker: Broker) -> None:
+    lease = running(broker, "ada", 1)
+    first, second = (view.device for view in broker.overview().devices[:2])
+    assert lease.uuids == (first.uuid,)
+    since = broker.clock().replace(second=0, microsecond=0)
+    counts = {"samples": 60, "known": 60, "measured": 60, "busy": 15, "use_sum": 60 * 20}
+    worked = DeviceUse(uuid=first.uuid, since=since, seconds=60, xids=(13,), **counts)
+    silent = DeviceUse(uuid=second.uuid, since=since, seconds=60, samples=60, error="It is lost.")
+    broker.remember_use([worked, silent])
+    text = Site(broker).text().decode()
+    told = {
+        (sample.name, sample.labels["UUID"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("gpuspawner_device_")
+    }
+    assert told["gpuspawner_device_use_percent", first.uuid] == 20
+    assert told["gpuspawner_device_busy_ratio", first.uuid] == 0.25
+    assert told["gpuspawner_device_answers", first.uuid] == 1
+    assert told["gpuspawner_device_answers", second.uuid] == 0
+    assert told["gpuspawner_device_xid", first.uuid] == 1
+    # What is not known is not told, and never as zero.
+    assert ("gpuspawner_device_use_percent", second.uuid) not in told
+    family = next(f for f in text_string_to_metric_families(text) if f.name.endswith("use_percent"))
+    assert family.samples[0].labels == {
+        "gpu": "0",
+        "UUID": first.uuid,
+        "modelName": first.model,
+        "group": "",
+    }
