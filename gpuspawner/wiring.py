@@ -44,6 +44,8 @@ PAGES = (
     (r"/environments/-/live", "gpuspawner.pages.handlers.Live"),
     (r"/environments/([^/]+)", "gpuspawner.pages.handlers.OneEnvironment"),
     (r"/environments/([^/]+)/logo", "gpuspawner.pages.handlers.Logo"),
+    (r"/welcome/?", "gpuspawner.pages.welcome.Welcome"),
+    (r"/welcome/first", "gpuspawner.pages.welcome.FirstWelcome"),
 )
 """The Hub's pages that are ours, below ``/hub``. By name: Tornado imports them, in the hub only."""
 
@@ -147,10 +149,20 @@ def _add_pages(c: Config, service: str) -> None:
     for page in PAGES:
         _append(c, "extra_handlers", page)
     c.JupyterHub.template_vars.update({"gpuspawner_service": service})
+    if "default_url" not in c.JupyterHub:
+        c.JupyterHub.default_url = _front_door
     settings = c.JupyterHub.tornado_settings
     theirs = settings.to_dict().get("update", {}) if _is_lazy(settings) else settings
     if not {"transforms", "compress_response", "gzip"} & theirs.keys():
         settings.update({"transforms": [StaticGzip]})
+
+
+def _front_door(handler: Any) -> str:
+    """Newcomers are welcomed first. Imported when the first one comes: a configuration is read by
+    the command line too, which needs no pages."""
+    from .pages.welcome import front_door
+
+    return front_door(handler)
 
 
 def _is_lazy(value: Any) -> bool:

@@ -87,6 +87,20 @@ class Memberships(Sessions, MembershipSettings):
         self._drop(gone)
         return ended
 
+    # The welcome page.
+
+    def welcome_due(self, user: str) -> bool:
+        """Whether somebody was not shown the welcome page yet."""
+        known = self.membership(user)
+        return known is None or known.welcomed_at is None
+
+    def welcomed(self, user: str) -> None:
+        """Somebody was shown the welcome page: once is enough."""
+        now = self.clock()
+        with self.store.write() as connection:
+            memberships.begin(connection, user, now)
+            memberships.update(connection, user, welcomed_at=now)
+
     # What the accounting service asks.
 
     def former_holding(self) -> list[str]:

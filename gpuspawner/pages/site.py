@@ -97,7 +97,7 @@ class CatalogPages(Configurable):
 
     def catalog(self) -> Catalog:
         """The catalog as the file is now, or as it last was right. Raises ConfigError."""
-        name = self._configured("catalog")
+        name = self.configured("catalog")
         if not name:
             return Catalog.single(devices=DeviceLimits(default=1, max=1024))
         return watched(self.settings, name, self.settings["log"]).current()
@@ -143,7 +143,7 @@ class CatalogPages(Configurable):
             self._seen = (time.monotonic(), known)
         return known
 
-    def _configured(self, trait: str) -> Any:
+    def configured(self, trait: str) -> Any:
         """What the configuration says of the hub's spawner class, the nearest class first."""
         cls = self.settings["spawner_class"]
         sections = (c.__name__ for c in cls.__mro__ if c.__name__ in self.config)

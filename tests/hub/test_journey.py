@@ -93,7 +93,7 @@ def hub(
 def sign_in(browser: Browser, hub: GPUHub, user: str) -> Page:
     """A member's own window, after the sign-in form."""
     page = browser.new_context(viewport=WIDE).new_page()
-    page.goto(hub.url)
+    page.goto(f"{hub.url}/hub/spawn")
     page.get_by_label("Username").fill(user)
     page.get_by_label("Password").fill(USER_PASSWORD)
     page.get_by_role("button", name="Sign in").click()
