@@ -6,7 +6,7 @@ costs the same at the beginning and at the end, and what is posted meanwhile mov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -23,6 +23,9 @@ USE = (TransferKind.CHARGE.value, TransferKind.REFUND.value)
 
 MOST_READ = 5000
 """Postings that are put together to one page for people, at the most."""
+
+AT_FIRST = 200
+"""Of these, those that are read before it is known how many are needed."""
 
 _JOINED = postings.join(transfers, transfers.c.id == postings.c.transfer_id)
 _account = postings.c.account == sa.bindparam("account")
@@ -145,9 +148,7 @@ def folded(
     one below it plus the amount, as in the statement itself. Raises UnknownAccount.
     """
     balance = _balance_before(connection, account, before)
-    marks = _MARKS.rows(connection, account=account, before=before or NEWEST, most=MOST_READ + 1)
-    more = len(marks) > MOST_READ
-    groups, cut = _together(marks[:MOST_READ], limit)
+    groups, cut = _together(_marks(connection, account, before or NEWEST), limit)
     newest = _details(connection, [group[0][0] for group in groups])
     entries = []
     for group in groups:
@@ -156,7 +157,9 @@ def folded(
         entries.append(replace(line, id=group[-1][0], amount=amount, count=len(group)))
         balance -= amount
     oldest = min((entry.id for entry in entries), default=None)
-    return Page(tuple(entries), oldest if cut or more else None)
+    if oldest is not None and not cut:  # there are no more of them, or too many were read
+        cut = bool(_MARKS.rows(connection, account=account, before=oldest, most=1))
+    return Page(tuple(entries), oldest if cut else None)
 
 
 def items(
@@ -200,7 +203,19 @@ def _entry(row: Sequence[Any], balance: int) -> Entry:
     return Entry(posting, transfer, at, kind, reason, actor, amount, balance, lease_id)
 
 
-def _together(marks: Sequence[Sequence[Any]], limit: int) -> tuple[list[list[Sequence[Any]]], bool]:
+def _marks(connection: sa.Connection, account: str, before: int) -> Iterator[Sequence[Any]]:
+    """What lines are put together from, newest first, as long as somebody asks for more."""
+    size, left = AT_FIRST, MOST_READ
+    while left:
+        most = min(size, left)
+        rows = _MARKS.rows(connection, account=account, before=before, most=most)
+        yield from rows
+        if len(rows) < most:
+            return
+        before, left, size = rows[-1][0], left - most, 4 * size
+
+
+def _together(marks: Iterable[Sequence[Any]], limit: int) -> tuple[list[list[Sequence[Any]]], bool]:
     """The postings of each line, newest line first, and whether there are more lines.
 
     A stretch of nothing but use is one line for each of its leases, in the order of their

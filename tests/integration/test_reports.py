@@ -100,11 +100,12 @@ def test_pages_are_the_whole_statement(past: Broker, limit: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [3, 50])
-@pytest.mark.parametrize("most_read", [5, 5000])
+@pytest.mark.parametrize(("most_read", "at_first"), [(5, 200), (5000, 2), (5000, 200)])
 def test_folded_pages_add_up(
-    past: Broker, limit: int, most_read: int, monkeypatch: pytest.MonkeyPatch
+    past: Broker, limit: int, most_read: int, at_first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(statements, "MOST_READ", most_read)
+    monkeypatch.setattr(statements, "AT_FIRST", at_first)
     account = member_account("ada")
     single = pages(lambda before: past.statement_page(account, before, 100))
     found = pages(lambda before: past.statement_page(account, before, limit, folded=True))
