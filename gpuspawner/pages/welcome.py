@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jupyterhub.handlers.base import BaseHandler
+from jupyterhub.handlers.pages import RootHandler
 from jupyterhub.user import User
 from tornado import web
 
@@ -35,6 +36,9 @@ def front_door(handler: BaseHandler) -> str:
     this process remembers.
     """
     user = handler.current_user
+    if user is None and not isinstance(handler, RootHandler):
+        # Who has signed in just now, elsewhere: their cookie tells who it is at the next step.
+        return str(handler.hub.base_url)
     if not isinstance(user, User) or user.name in _known(handler.settings):
         return ""
     return f"{handler.hub.base_url}welcome/first"
