@@ -1,0 +1,84 @@
+"""Servers on the network that gpuspawner.service makes, under the rules of SECURITY.md. Real: an
+engine with a firewall in a network of its own, its containers, connections from within them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+from docker.types import IPAMConfig, IPAMPool
+
+from tests.support.attacks import Attempts
+from tests.support.closed_engine import ClosedEngine
+from tests.support.processes import REPO
+
+METADATA = "169.254.169.254"
+
+
+@pytest.fixture(scope="module")
+def closed() -> Iterator[ClosedEngine]:
+    with ClosedEngine() as engine:
+        yield engine
+
+
+def shipped_network() -> list[str]:
+    """The words of ``docker network create`` in gpuspawner.service."""
+    text = (REPO / "hub_config" / "gpuspawner.service").read_text()
+    text = re.sub(r" *\\\n# *", " ", text)
+    found = re.search(r"docker network create (.*?) +gpuspawner ", text)
+    assert found, "the unit's first lines say how to make the network"
+    return shlex.split(found[1])
+
+
+def shipped_rules() -> list[list[str]]:
+    """The lines of SECURITY.md that begin with ``iptables``."""
+    text = (REPO / "SECURITY.md").read_text()
+    return [shlex.split(line) for line in re.findall(r"^iptables .*$", text, re.MULTILINE)]
+
+
+def test_servers_are_kept_from_one_another_and_from_the_machine(
+    closed: ClosedEngine, attempt: Attempts
+) -> None:
+    words = shipped_network()
+    subnet, gateway = (words[words.index(name) + 1] for name in ("--subnet", "--gateway"))
+    name, _, value = words[words.index("-o") + 1].partition("=")
+    pool = IPAMConfig(pool_configs=[IPAMPool(subnet=subnet, gateway=gateway)])
+    closed.client.create_network("gpuspawner", driver="bridge", options={name: value}, ipam=pool)
+    closed.client.create_network("open", driver="bridge")
+
+    # On a network without the option a server reaches its neighbour.
+    one, _ = closed.server("open")
+    _, neighbour = closed.server("open")
+    assert closed.connects(one, neighbour, 8888)
+
+    mallory, own = closed.server("gpuspawner")
+    _, victoria = closed.server("gpuspawner")
+    for port in (8888, 22):
+        attempt(f"her port {port}", refused=not closed.connects(mallory, victoria, port))
+    attempt("a server of another network", refused=not closed.connects(mallory, neighbour, 8888))
+    assert closed.connects(mallory, own, 8888), "its own server"
+
+    # The machine: the hub's API, a database that listens too widely, a cloud's metadata.
+    cloud, _ = closed.server("open")
+    machine = closed._daemon_pid()
+    closed.machine("ip", "link", "add", "m0", "type", "veth", "peer", "m1", "netns", str(cloud))
+    closed.machine("ip", "addr", "add", "169.254.169.1/24", "dev", "m0")
+    closed.machine("ip", "link", "set", "m0", "up")
+    assert closed.within(cloud, ["ip", "addr", "add", f"{METADATA}/24", "dev", "m1"]) == 0
+    assert closed.within(cloud, ["ip", "link", "set", "m1", "up"]) == 0
+    for port in (8081, 5432):
+        closed.listen("0.0.0.0", port)
+        assert closed.connects(mallory, gateway, port)
+    assert closed.connects(mallory, METADATA, 8888), "before the rules it is reached"
+
+    rules = shipped_rules()
+    assert len(rules) == 2
+    for rule in rules:
+        assert subnet in rule
+        closed.machine(*rule)
+    attempt("the database of the machine", refused=not closed.connects(mallory, gateway, 5432))
+    attempt("the cloud's metadata", refused=not closed.connects(mallory, METADATA, 8888))
+    assert closed.connects(mallory, gateway, 8081), "the hub's API has to be reached"
+    assert closed.connects(machine, victoria, 8888), "and the hub reaches every server"
