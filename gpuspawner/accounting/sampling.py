@@ -13,11 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
 from ..devices.base import LooksLost, Sampler
-from ..engines.owners import Owners
 from ..model import DeviceProcess
 from ..telemetry import DeviceUse, Rollups, Sample
+
+if TYPE_CHECKING:
+    from ..engines.owners import Owners
 
 KEPT_SECONDS = 300
 """How many samples of each device are kept in memory."""
@@ -48,8 +51,8 @@ class Sampling:
         self.seconds = seconds
         self.silent_after = 10 * max(1.0, seconds)
         """Seconds without an answer after which it is said that there is none."""
-        self.owners = Owners()
-        """Of the processes on devices; replaced by whoever knows the open leases."""
+        self.owners: Owners | None = None
+        """Of the processes on devices; set by whoever knows the open leases."""
         self._strange: dict[int, tuple[Owners, bool]] = {}
         self._rollups = Rollups(self._is_strange)
         self._recent: dict[str, deque[Sample]] = {}
@@ -138,7 +141,8 @@ class Sampling:
 
     def _is_strange(self, process: DeviceProcess) -> bool:
         """Whether it belongs to no lease; asked of ``/proc`` once for each set of open leases."""
-        owners = self.owners
+        if (owners := self.owners) is None:
+            return False  # whose they are is not known yet
         asked = self._strange.get(process.pid)
         if asked is None or asked[0] is not owners:
             if len(self._strange) > 1000:

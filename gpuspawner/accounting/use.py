@@ -37,14 +37,14 @@ class SamplesUse(SingletonConfigurable):
     )
 
     processes_seconds = Float(
-        30.0,
+        60.0,
         min=30.0,
         config=True,
         help="""
         Seconds between two lists of the processes on a GPU: the slowest question to a driver, so
         at least 30. Example::
 
-            c.Accounting.processes_seconds = 60
+            c.Accounting.processes_seconds = 120
         """,
     )
 
@@ -107,7 +107,7 @@ class SamplesUse(SingletonConfigurable):
         if {lease.id: lease.engine_ref for lease in leases} != self._leases:
             self._leases = {lease.id: lease.engine_ref for lease in leases}
             sampling.owners = Owners(leases)
-        if isinstance(sampler, SimulatedSampler):
+        if isinstance(sampler, SimulatedSampler) and sampling.owners is not None:
             pids = await asyncio.to_thread(sampling.owners.pids) if leases else {}
             sampler.pids = {
                 uuid: pids.get(lease.id, ()) for lease in leases for uuid in lease.uuids

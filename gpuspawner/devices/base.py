@@ -83,7 +83,7 @@ class Sampler(Protocol):
 class Sampled(Protocol):
     """A source that also tells what its devices do."""
 
-    def sampler(self, processes_every: float = 30.0) -> Sampler:
+    def sampler(self, processes_every: float = 60.0) -> Sampler:
         """What tells it. The processes of each device are listed at most every so many seconds."""
 
 

@@ -80,7 +80,7 @@ class NVMLDevices:
                 links=links,
             )
 
-    def sampler(self, processes_every: float = 30.0) -> Sampler:
+    def sampler(self, processes_every: float = 60.0) -> Sampler:
         """What tells their use from second to second; see :mod:`.nvml_samples`."""
         from .nvml_samples import NVMLSampler
 

@@ -24,7 +24,7 @@ from .nvml_asking import DriverLost, Unanswered, ask, ask_driver, ask_or
 
 log = logging.getLogger(__name__)
 
-SLOW_EVERY = 5.0
+SLOW_EVERY = 10.0
 """Seconds between two readings of what changes slowly."""
 
 MOST_EVENTS = 64
@@ -52,7 +52,7 @@ class _Kept:
 class NVMLSampler:
     """Samples through the opening of NVML that its devices have. For one thread."""
 
-    def __init__(self, devices: NVMLDevices, processes_every: float = 30.0) -> None:
+    def __init__(self, devices: NVMLDevices, processes_every: float = 60.0) -> None:
         self._devices = devices
         self._processes_every = processes_every
         self._opening = -1

@@ -91,7 +91,7 @@ class SimulatedDevices:
                 links=self._links,
             )
 
-    def sampler(self, processes_every: float = 30.0) -> Sampler:
+    def sampler(self, processes_every: float = 60.0) -> Sampler:
         """What tells what they do; see :mod:`.simulated_samples`."""
         from .simulated_samples import SimulatedSampler
 

@@ -27,10 +27,18 @@ _COLUMNS = tuple(device_use.c[name] for name in _NAMES)
 
 def remember(connection: sa.Connection, minutes: Iterable[DeviceUse]) -> None:
     """Write complete minutes; what is there of one already is kept in it."""
+    added: dict[tuple[str, datetime], list[DeviceUse]] = {}
     for minute in minutes:
-        there = _select(connection, _is(minute))
-        whole = combine([*there, minute], minute.since, minute.seconds)
-        _put(connection, whole)
+        added.setdefault((minute.uuid, minute.since), []).append(minute)
+    times = {since for _, since in added}
+    there = (device_use.c.seconds == MINUTE) & device_use.c.since.in_(times)
+    for minute in _select(connection, there):
+        if (minute.uuid, minute.since) in added:
+            added[minute.uuid, minute.since].append(minute)
+            connection.execute(sa.delete(device_use).where(_is(minute)))
+    rows = [_row(combine(parts, since, MINUTE)) for (_, since), parts in added.items()]
+    if rows:
+        connection.execute(sa.insert(device_use), rows)
 
 
 def sum_up(connection: sa.Connection, now: datetime) -> int:
@@ -100,8 +108,11 @@ def _select(connection: sa.Connection, wanted: sa.ColumnElement[bool]) -> list[D
 
 def _put(connection: sa.Connection, use: DeviceUse) -> None:
     connection.execute(sa.delete(device_use).where(_is(use)))
-    row = asdict(use) | {"xids": ",".join(map(str, use.xids))}
-    connection.execute(sa.insert(device_use).values(row))
+    connection.execute(sa.insert(device_use).values(_row(use)))
+
+
+def _row(use: DeviceUse) -> dict[str, Any]:
+    return asdict(use) | {"xids": ",".join(map(str, use.xids))}
 
 
 def _from_row(row: Sequence[Any]) -> DeviceUse:

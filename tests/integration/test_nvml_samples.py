@@ -88,7 +88,7 @@ def test_processes_are_listed_seldom_and_one_device_at_a_time(machine: Machine) 
         samples = machine.sample()
         assert [s["processes"] is not None for s in samples] == [n < listed for n in range(3)]
     machine.has(*[replace(gpu, compute=[(7, GIB)]) for gpu in fleet])
-    for _ in range(27):
+    for _ in range(57):
         samples = machine.sample()
         assert [s["processes"] for s in samples] == [[], [], []]
     for listed in (1, 2, 3):
