@@ -72,6 +72,16 @@ def send(hub: PayingHub, user: str, path: str, **fields: str) -> requests.Respon
 # What it looks like, and whether everybody can use it.
 
 
+OUTSIDE = """
+[...document.querySelectorAll("dd")].filter(cell => {
+    const text = document.createRange()
+    text.selectNodeContents(cell)
+    return text.getBoundingClientRect().right > cell.getBoundingClientRect().right + 1
+}).map(cell => cell.innerText)
+"""
+"""What sticks out of its place in a list."""
+
+
 @pytest.mark.parametrize(
     ("user", "path", "name"),
     [
@@ -108,6 +118,7 @@ def test_pages_in_a_browser(
     assert page.locator("table th:not([scope])").count() == 0
     across = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.evaluate(across) == 0
+    assert page.evaluate(OUTSIDE) == [], "what is side by side does not touch"
     assert axe.troubles(page, "landmark-unique") == []
     context.close()
 
