@@ -104,26 +104,34 @@ class Rosters(Memberships):
                 self._note_roster(connection, "roster import", "roster", actor, detail, now)
         return done
 
-    def end_on_roster(self, user: str, *, actor: str, reason: str = "") -> list[Entry]:
-        """End every entry of a name now; those that were ended. Whoever is a member by the roster
-        alone is none any more when the accounting service sees it.
+    def end_on_roster(
+        self, user: str, *, actor: str, reason: str = "", course: str | None = None
+    ) -> list[Entry]:
+        """End every entry of a name now, or that of a course; those that were ended. Whoever is a
+        member by the roster alone is none any more when the accounting service sees it.
 
         Raises InvalidRequest for a name that has none which goes on.
         """
         now, reason = self.clock(), checked_reason(reason)
         with self.store.write() as connection:
-            entries = roster.of_user(connection, user)
+            entries = [
+                entry
+                for entry in roster.of_user(connection, user)
+                if course in (None, entry.course)
+            ]
             ending = [entry for entry in entries if not _over(entry, now)]
             if not ending:
                 what = "has ended already" if entries else "is not there"
+                of = f" for {course[:60]!r}" if course else ""
                 raise InvalidRequest(
-                    f"The entry of {user[:60]!r} on the roster {what}: `gpuspawner roster show` "
-                    "lists who is on it. Nothing was changed.",
+                    f"The entry of {user[:60]!r} on the roster{of} {what}: "
+                    "`gpuspawner roster show` lists who is on it. Nothing was changed.",
                     field="name",
                 )
             roster.put(connection, (_ended(entry, now) for entry in ending), now)
             name = ending[0].user
-            self._note_roster(connection, "roster end", f"member:{name}", actor, reason, now)
+            detail = f"{course}: {reason}".strip(": ") if course else reason
+            self._note_roster(connection, "roster end", f"member:{name}", actor, detail, now)
         return ending
 
     def see_to_roster(self) -> int:
@@ -131,13 +139,13 @@ class Rosters(Memberships):
         nothing else; and let those back whose end the roster alone had brought. How many."""
         now = self.clock()
         with self.store.read() as connection:
-            let_in = memberships.by_roster(connection)
-            entries: dict[str, list[Entry]] = {}
-            for entry in roster.every(connection) if let_in else ():
-                entries.setdefault(entry.user, []).append(entry)
+            found = [
+                (known, roster.of_user(connection, known.user))
+                for known in memberships.to_compare(connection, now)
+            ]
         changed = 0
-        for known in let_in:
-            said = self._verdict(entries.get(known.user.lower(), []), now)
+        for known, entries in found:
+            said = self._verdict(entries, now)
             if known.ended_at is None and not said.member:
                 changed += self.membership_ended(known.user, said.why, actor=ACTOR_ACCOUNTING)
             elif known.ended_at and known.actor == ACTOR_ACCOUNTING and said.member:

@@ -40,6 +40,7 @@ def grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> Non
     )
     ending = add("end", end, "End a member's time on the roster now; files and credits stay.")
     ending.add_argument("name", metavar="NAME", help="the member's name")
+    ending.add_argument("--course", metavar="NAME", help="in this course only (default: in all)")
     ending.add_argument("--reason", default="", metavar="TEXT", help="why")
 
 
@@ -81,11 +82,14 @@ def take(arguments: argparse.Namespace, settings: Settings) -> int:
 def end(arguments: argparse.Namespace, settings: Settings) -> int:
     """End a member's time on the roster."""
     broker = settings.open_broker()
-    ended = broker.end_on_roster(arguments.name, actor=actor(), reason=arguments.reason)
+    ended = broker.end_on_roster(
+        arguments.name, actor=actor(), reason=arguments.reason, course=arguments.course
+    )
     name = ended[0].user
+    where = f" for {arguments.course}" if arguments.course else ""
     text = (
-        f"The time of {name} on the roster is over now. Who is a member by it alone starts nothing "
-        f"more; what runs is warned, and stopped after {broker.membership_grace_minutes:g} min. "
+        f"The time of {name} on the roster{where} is over now. Who is a member by it alone "
+        f"starts nothing more; what runs is warned, and stopped after {broker.membership_grace_minutes:g} min. "
         "Files and credits stay."
     )
     courses = [entry.course for entry in ended if entry.course]

@@ -11,7 +11,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from .prepared import Prepared
 from .schema import OPEN_LEASE, OPEN_TICKET, leases, tickets
-from .schema_members import ENDED, memberships
+from .schema_members import ENDED, memberships, roster
 
 _ONE = sa.select(memberships).where(memberships.c.user == sa.bindparam("member"))
 _OF = Prepared(_ONE)
@@ -65,10 +65,18 @@ def former(connection: sa.Connection) -> list[Membership]:
     return [Membership(*row) for row in connection.execute(query)]
 
 
-def by_roster(connection: sa.Connection) -> list[Membership]:
-    """Everybody whom the roster let in, members or not any more."""
-    query = sa.select(memberships).where(memberships.c.by_roster).order_by(memberships.c.user)
-    return [Membership(*row) for row in connection.execute(query)]
+def to_compare(connection: sa.Connection, now: datetime) -> list[Membership]:
+    """Of those whom the roster let in: members without an entry that holds, and former ones with
+    one. The names of others need no look."""
+    holds = sa.exists().where(
+        roster.c.user == sa.func.lower(memberships.c.user),
+        sa.or_(roster.c.starts_at.is_(None), roster.c.starts_at <= now),
+        sa.or_(roster.c.ends_at.is_(None), roster.c.ends_at > now),
+    )
+    query = sa.select(memberships).where(
+        memberships.c.by_roster, sa.or_(sa.and_(~ENDED, ~holds), sa.and_(ENDED, holds))
+    )
+    return [Membership(*row) for row in connection.execute(query.order_by(memberships.c.user))]
 
 
 def holding(connection: sa.Connection) -> list[str]:

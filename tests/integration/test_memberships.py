@@ -148,6 +148,16 @@ def test_an_end_is_now_and_is_told_of_whom_there_is_nothing_to_end(broker: Broke
     )
 
 
+def test_one_of_two_courses_may_end(broker: Broker) -> None:
+    broker.import_roster(b"name,course\nada,ml\nada,vision\n", actor="eva")
+    with pytest.raises(InvalidRequest, match="'ada' on the roster for 'nlp' is not there"):
+        broker.end_on_roster("ada", actor="eva", course="nlp")
+    (ended,) = broker.end_on_roster("ada", actor="eva", course="ml", reason="failed it")
+    assert ended.course == "ml" and broker.roster_member("ada").member
+    assert broker.trail()[0].detail == "ml: failed it"
+    assert broker.end_on_roster("ada", actor="eva")[0].course == "vision"
+
+
 # No longer a member, and back.
 
 

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from gpuspawner.model import Lease, LeasedDevice, Place, ServerRef
 from gpuspawner.pool import texts
-from gpuspawner.store import Store, book, charging, granting, leases, lots
+from gpuspawner.store import Store, book, charging, granting, leases, lots, memberships
 from gpuspawner.store.schema import TO_ADD_UP
 from tests.support.brokers import T0
 
@@ -30,6 +30,7 @@ QUESTIONS: dict[str, Callable[[sa.Connection], Any]] = {
     "what an account has set aside": lambda c: leases.held(c, "member:anna"),
     "an account with what it has set aside": lambda c: book.find(c, "member:anna"),
     "what is to be added up": lambda c: leases.where(c, TO_ADD_UP),
+    "what former members still have": memberships.holding,
     "what a grant must know": lambda c: granting.read(c, ServerRef("anna"), "member:anna"),
 }
 
