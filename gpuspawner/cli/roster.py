@@ -87,9 +87,10 @@ def end(arguments: argparse.Namespace, settings: Settings) -> int:
     )
     name = ended[0].user
     where = f" for {arguments.course}" if arguments.course else ""
+    grace = f"{broker.membership_grace_minutes:g} min"
     text = (
         f"The time of {name} on the roster{where} is over now. Who is a member by it alone "
-        f"starts nothing more; what runs is warned, and stopped after {broker.membership_grace_minutes:g} min. "
+        f"starts nothing more; what runs is warned, and stopped after {grace}. "
         "Files and credits stay."
     )
     courses = [entry.course for entry in ended if entry.course]
