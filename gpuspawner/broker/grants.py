@@ -18,6 +18,7 @@ from ..errors import (
     TicketEnded,
 )
 from ..ledger import rules
+from ..ledger.dry import OVERDRAFT
 from ..model import (
     Account,
     Device,
@@ -174,6 +175,8 @@ class Grants(Paying, Queue, Reads):
         payer = known.account
         if payer is None or known.is_paying or (known.first_due and known.first_due <= now):
             payer = self._payer_now(connection, account, now)
+        if known.overdraft is not None and terms.get("when_dry") == OVERDRAFT:
+            terms["overdraft"] = known.overdraft  # of an account there is one at a time
         lead = self.lead(terms.get("seconds"))
         hold = rules.hold_for(rate, lead)
         self._check_credits(payer, hold, rate, lead)

@@ -27,7 +27,8 @@ class DryPolicies(LoggingConfigurable):
         goes on until the account is 20 credits below zero, and not a microcredit more. Nobody
         starts a GPU that costs something meanwhile. Of several groups, the first that is named
         here counts; a group's own account goes by that group. A running server keeps the policy
-        that it started with. Example::
+        that it started with, and servers of one account share one overdraft: another amount
+        counts once none of them runs. Example::
 
             c.Broker.when_dry = {"research": {"overdraft": 20}, "course-ml": "session"}
         """,

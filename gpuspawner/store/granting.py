@@ -12,6 +12,7 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
+from ..ledger.dry import OVERDRAFT
 from ..model import Account, ServerRef
 from .leases import CLOSED, HELD, PAYS, PLACES
 from .prepared import Prepared
@@ -27,6 +28,17 @@ _server = (
 _paying = sa.select(leases.c.id).where(PAYS, leases.c.account == _of_account)
 _due = sa.select(sa.func.min(lots.c.ends_at)).where(OPEN_LOT, lots.c.account == _of_account)
 _balance = sa.select(accounts.c.balance).where(accounts.c.name == _of_account)
+_shared = (
+    sa.select(leases.c.overdraft)
+    .where(
+        OPEN_LEASE,
+        leases.c.account == _of_account,
+        leases.c.when_dry == sa.literal_column(f"'{OVERDRAFT}'"),
+        leases.c.rate > sa.literal_column("0"),
+    )
+    .order_by(leases.c.granted_at, leases.c.id)
+    .limit(1)
+)
 _former = sa.select(memberships.c.user).where(memberships.c.user == sa.bindparam("member"), ENDED)
 _held = HELD.where(leases.c.account == _of_account)
 _ALL = Prepared(
@@ -40,6 +52,7 @@ _ALL = Prepared(
         _balance.scalar_subquery(),
         _held.scalar_subquery(),
         sa.exists(_former),
+        _shared.scalar_subquery(),
     )
 )
 
@@ -62,13 +75,15 @@ class Known:
     """The account that is to pay, if it is open; less nothing that is owed and not charged."""
     is_former: bool
     """Whether the server's member is none any more."""
+    overdraft: int | None
+    """The overdraft of the account that servers which go on share, in microcredits; None where
+    none of them has one."""
 
 
 def read(connection: sa.Connection, server: ServerRef, account: str) -> Known:
     """What a grant to this server, paid by this account, must know."""
-    ((lease_id, places, closed, has_rates, due, is_paying, balance, held, former),) = _ALL.rows(
-        connection, member=server.user, server=server.name, account=account
-    )
+    (found,) = _ALL.rows(connection, member=server.user, server=server.name, account=account)
+    lease_id, places, closed, has_rates, due, is_paying, balance, held, former, shared = found
     return Known(
         lease_id=lease_id,
         taken=frozenset(f"{places or ''} {closed or ''}".split()),
@@ -77,4 +92,5 @@ def read(connection: sa.Connection, server: ServerRef, account: str) -> Known:
         is_paying=is_paying,
         account=None if balance is None else Account(name=account, balance=balance, held=int(held)),
         is_former=former,
+        overdraft=shared,
     )

@@ -240,6 +240,27 @@ def test_who_of_two_is_let_off_is_a_matter_of_time_alone(
     assert problems(broker.store) == []
 
 
+@pytest.mark.parametrize("ticks", [[], [100, 1500, 3000]])
+def test_servers_of_an_account_share_one_overdraft(
+    broker: Broker, database_url: str, clock: Clock, ticks: list[int]
+) -> None:
+    """A new amount in the configuration counts once none of them runs: with two at a time, who
+    is let off of what would depend on when somebody looked."""
+    first = server(broker, "ada", "lab", name="one")
+    later = open_broker(database_url, clock, when_dry={"lab": {"overdraft": 9}})
+    second = server(later, "ada", "lab", name="two")
+    assert first.overdraft == second.overdraft == MICRO // 2
+    for at in ticks:
+        clock.now = START + timedelta(seconds=at)
+        later.charge_portion(timedelta(seconds=MINUTE))
+    clock.now = START + timedelta(seconds=3600)
+    settled = [later.release(x.id, ended_at=clock.now, reason="stopped") for x in (first, second)]
+    assert [lease.charged for lease in settled] == [750_000, 750_000]
+    later.grant("member:ada", 10 * MICRO, actor="kim", reason="more")
+    assert server(later, "ada", "lab", name="three").overdraft == 9 * MICRO
+    assert problems(broker.store) == []
+
+
 async def test_a_failed_start_in_the_overdraft_gives_all_back(broker: Broker, clock: Clock) -> None:
     lease = server(broker, "ada", "lab")
     clock.advance(3600)
