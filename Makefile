@@ -1,6 +1,6 @@
 # make demo   a hub on http://127.0.0.1:8000 to try out
 # make test   every test, with real parts (ARGS="-k name" for some)
-# make check  style, types, layers
+# make check  style, types, layers, known weaknesses, secrets
 # make bench  every benchmark (TRACE=jobs.csv for those that replay one)
 # make soak   the long races and kill loops at full count
 # make env    the Python environment in .venv, for working on gpuspawner

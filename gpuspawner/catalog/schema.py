@@ -126,7 +126,7 @@ def _for_servers() -> Schema:
             "CPU cores of a server.",
             {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": MOST_NUMBER},
         ),
-        "shm_size": _size("/dev/shm of a server."),
+        "shm_size": _size("/dev/shm of a server."),  # words  # nosec B108
         "first_page": _says(
             "What opens first: lab, notebook, vscode, or a file such as work/intro.ipynb.",
             {

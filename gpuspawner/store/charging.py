@@ -204,7 +204,7 @@ def _transfers(until: datetime) -> _Statement:
     columns = "INSERT INTO transfers (id, key, reason, lease_id, at, kind, actor)"
     return _Statement(
         f"{columns} VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
-        f"{columns} SELECT given.a, given.b, given.c, given.d, %s, %s, %s FROM {{given}}",
+        f"{columns} SELECT given.a, given.b, given.c, given.d, %s, %s, %s FROM {{given}}",  # nosec B608
         ("text", "text", "text", "text"),
         (until, TransferKind.CHARGE.value, rules.ACTOR_ACCOUNTING),
     )

@@ -24,7 +24,7 @@ _KEY = 0x67707567  # "gpug": the advisory lock of whoever grants
 _LOCK = sa.text(f"SELECT pg_try_advisory_lock({_KEY})")
 _NAME = sa.text("SELECT set_config('application_name', :name, false)")
 _HOLDER = sa.text(
-    "SELECT application_name FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE granted "
+    "SELECT application_name FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE granted "  # nosec B608
     "AND locktype = 'advisory' AND classid = 0 AND objsubid = 1 "
     f"AND objid = {_KEY} AND database = "
     "(SELECT oid FROM pg_database WHERE datname = current_database())"

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
 
-from markupsafe import Markup
 from tornado import web
 
 from ..errors import (
@@ -146,7 +145,7 @@ class ReceiptPage(Page):
             refundable=self.admin and refundable(receipt.lease),
             goes_on=self.admin and goes_on(receipt.lease),
             refunded=self.get_query_argument("refunded", ""),
-            xsrf=Markup(self.xsrf_form_html()),
+            xsrf=self.xsrf,
             account_page=f"accounts/{part(receipt.lease.account)}",
         )
 

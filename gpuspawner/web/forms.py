@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from markupsafe import Markup
-
 from ..broker.admin import LONGEST_REASON
 from .fields import key_of
 from .pages import Page
@@ -32,11 +30,6 @@ class FormPage(Page):
         InvalidRequest."""
         text = self.field("key")
         return f"page:{self.actor}:{key_of(text)}" if text else ""
-
-    @property
-    def xsrf(self) -> Markup:
-        """The field that proves that a form is from our page."""
-        return Markup(self.xsrf_form_html())
 
     def ask(
         self,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from markupsafe import Markup
 from tornado import web
 
 from ..broker.channels import KINDS, Channel, chosen, names
@@ -131,7 +130,7 @@ class NoticesPage(Notices, Page):
             saved=bool(self.get_query_argument("saved", "")),
             tested=(tested, *state(tested, self.context.channels, now)) if tested else None,
             error=error,
-            xsrf=Markup(self.xsrf_form_html()),
+            xsrf=self.xsrf,
         )
 
     def _sent_forms(self) -> tuple[list[ChannelForm], list[Choice]]:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from markupsafe import Markup
 from tornado import web
 
 from ..broker import Broker, Overview
@@ -100,7 +99,7 @@ class QueuePage(QueueForms):
             error=refusal.message if refusal else "",
             typed=defaultdict(str, typed),
             longest=LONGEST_REASON,
-            xsrf=Markup(self.xsrf_form_html()),
+            xsrf=self.xsrf,
         )
 
 
@@ -188,7 +187,7 @@ class TicketPage(QueueForms):
             error=refusal.message if refusal else "",
             typed=defaultdict(str, typed),
             longest=LONGEST_REASON,
-            xsrf=Markup(self.xsrf_form_html()),
+            xsrf=self.xsrf,
         )
 
     async def _act(self, ticket_id: str, action: str) -> None:
