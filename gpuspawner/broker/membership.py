@@ -7,6 +7,7 @@ there when they come back.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 import sqlalchemy as sa
@@ -40,6 +41,15 @@ class MembershipSettings(LoggingConfigurable):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A membership that is over."""
+
+    reason: str
+    stops_at: datetime
+    """When what still runs is stopped."""
+
+
 class Memberships(Sessions, MembershipSettings):
     """The part of the broker that knows who is a member."""
 
@@ -51,6 +61,13 @@ class Memberships(Sessions, MembershipSettings):
     def membership(self, user: str) -> Membership | None:
         """What is known of somebody; None of who never signed in as a member."""
         return self.store.run(lambda connection: memberships.find(connection, user))
+
+    def membership_end(self, user: str) -> Ended | None:
+        """How somebody's membership ended; None while they are a member, or never were one."""
+        known = self.membership(user)
+        if known is None or known.ended_at is None:
+            return None
+        return Ended(known.reason, known.ended_at + self.membership_grace)
 
     def former_members(self) -> list[Membership]:
         """Everybody who is no member any more, by name."""

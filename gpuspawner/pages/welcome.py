@@ -90,7 +90,11 @@ class FirstWelcome(Welcome):
             return
         await self.show_it(name)
         _known(self.settings).add(name)
-        await self.ask(self.site.broker.welcomed, name)
+        broker = self.site.broker
+        try:
+            await broker.run(broker.welcomed, name)
+        except GPUSpawnerError as error:  # then they see it again, after the hub's next start
+            self.log.warning("That %r was welcomed could not be written: %s", name, error.message)
 
     async def _is_due(self, user: str) -> bool:
         """Whether somebody is still to be welcomed. Who cannot be told goes on."""

@@ -11,6 +11,9 @@ import sqlalchemy as sa
 from .schema_members import roster
 
 _SEPARATOR = "\n"
+_REMOVE = sa.delete(roster).where(
+    roster.c.user == sa.bindparam("name"), roster.c.course == sa.bindparam("of")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,17 @@ def every(connection: sa.Connection) -> list[Entry]:
 
 def put(connection: sa.Connection, entries: Iterable[Entry], now: datetime) -> None:
     """Write entries, each in the place of the one that was there for its name and course."""
-    for entry in entries:
-        mine = (roster.c.user == entry.user, roster.c.course == entry.course)
-        connection.execute(sa.delete(roster).where(*mine))
-        row = {name: getattr(entry, name) for name in Entry.__dataclass_fields__}
-        row["groups"] = _SEPARATOR.join(entry.groups)
-        connection.execute(sa.insert(roster).values(listed_at=now, **row))
+    rows = [
+        {
+            **{name: getattr(entry, name) for name in Entry.__dataclass_fields__},
+            "groups": _SEPARATOR.join(entry.groups),
+            "listed_at": now,
+        }
+        for entry in entries
+    ]
+    if rows:
+        connection.execute(_REMOVE, [{"name": r["user"], "of": r["course"]} for r in rows])
+        connection.execute(sa.insert(roster), rows)
 
 
 def _entry(row: sa.RowMapping) -> Entry:

@@ -113,6 +113,7 @@ class MemberPage(Page):
             user=self.user,
             admin=self.admin,
             mine=mine,
+            ended=await self.read(self.broker.membership_end, self.user),
             past=past,
             files=await self.read(self.broker.files_of, self.user),
             folders=had,
