@@ -13,6 +13,7 @@ from gpuspawner import scopes
 from gpuspawner.accounting.app import Accounting
 from gpuspawner.accounting.notify import Notifier
 from gpuspawner.auth import MemberOAuthenticator
+from gpuspawner.auth.ldap import MemberLDAPAuthenticator
 from gpuspawner.broker import Broker
 from gpuspawner.cli.app import parser
 from gpuspawner.pages.site import CatalogPages
@@ -28,6 +29,7 @@ CLASSES = (
     CatalogPages,
     GPUDockerSpawner,
     GPULocalSpawner,
+    MemberLDAPAuthenticator,
     MemberOAuthenticator,
     Notifier,
 )

@@ -157,11 +157,12 @@ def test_an_admin_needs_no_group(oauth: tuple[HubProcess, IdentityProvider]) -> 
     [
         (
             "eve",
-            "this account is not on the list of members, nor is any of its groups (art).",
+            "this account is not on the list of members; none of its groups may use this hub "
+            "(art).",
         ),
         (
             "stranger",
-            "this account is not on the list of members and in no group that may use this hub.",
+            "this account is not on the list of members; it is in no group that may use this hub.",
         ),
         ("mallory", "this account is blocked on this hub."),
     ],
@@ -176,7 +177,8 @@ def test_an_outsider_reads_why_and_whom_to_ask(
     sentence = said(page)
     assert sentence.startswith("403 : Forbidden ")
     assert f"You signed in to Lab as '{user}', but {why} Ask gpu@lab.example" in sentence
-    assert "To use another account, sign out of Lab first." in sentence
+    assert sentence.endswith("Sign in with another account")
+    assert 'href="/hub/oauth_login?another=1"' in page.text
     assert '<a href="mailto:gpu@lab.example">' in page.text
     assert hub.api("GET", f"users/{user}").status_code == 404
     assert balance(hub, user) is None
@@ -265,14 +267,14 @@ def test_an_admin_has_a_password_of_their_own(shared: HubProcess) -> None:
         (
             "nobody",
             USER_PASSWORD,
-            "You signed in as 'nobody', but this account is not on the list of members and in no "
-            "group that may use this hub. Ask gpu@lab.example to let you in.",
+            "You signed in as 'nobody', but this account is not on the list of members; it is "
+            "in no group that may use this hub. Ask gpu@lab.example to let you in.",
         ),
         (
             "eve",
             USER_PASSWORD,
-            "You signed in as 'eve', but this account is not on the list of members, nor is any "
-            "of its groups (art). Ask gpu@lab.example to let you in.",
+            "You signed in as 'eve', but this account is not on the list of members; none of its "
+            "groups may use this hub (art). Ask gpu@lab.example to let you in.",
         ),
         (
             "mallory",

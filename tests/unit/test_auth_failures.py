@@ -15,7 +15,7 @@ from tornado import web
 from tornado.httpclient import HTTPClientError
 from traitlets.config import Config
 
-from gpuspawner import auth
+from gpuspawner.auth import mixin
 from gpuspawner.broker import Broker
 from gpuspawner.model import MICRO
 from tests.support.members import (
@@ -101,7 +101,7 @@ def test_a_busy_store_makes_nobody_wait(
 ) -> None:
     """The sign-in goes on; the account is there once the other writer is through."""
     assert accounts(broker) == {}
-    monkeypatch.setattr(auth, "OPEN_ACCOUNT_SECONDS", 0.2)
+    monkeypatch.setattr(mixin, "OPEN_ACCOUNT_SECONDS", 0.2)
     other = sqlite3.connect(tmp_path / "store.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     authenticator = make(Plain, {"allow_all": True}, broker=broker)

@@ -97,7 +97,7 @@ TABLE = [
         "in another group",
         GROUPS,
         {**ADA, "groups": ["staff", "art"]},
-        "403 nor is any of its groups (art, staff)",
+        "403 none of its groups may use this hub (art, staff)",
     ),
     ("in no group", GROUPS, {**ADA, "groups": []}, "403 in no group that may use this hub"),
     ("by name, in no group", {**GROUPS, "allowed_users": {"ada"}}, {**ADA, "groups": []}, "in"),
@@ -127,7 +127,7 @@ OAUTH_TABLE = [
         "not by the claim",
         OAUTH_GROUPS,
         {"sub": "ada", "groups": ["art"]},
-        "403 nor is any of its groups (art)",
+        "403 none of its groups may use this hub (art)",
     ),
     ("no claim at all", OAUTH_GROUPS, {"sub": "ada"}, "403 in no group"),
     (
@@ -146,7 +146,7 @@ OAUTH_TABLE = [
         "OAuthenticator's own sentence",
         {**OAUTH, "custom_403_message": "Enrol first."},
         {"sub": "ada"},
-        "403 list of members. Enrol first. To use another account, sign out of OAuth 2.0 first.",
+        "403 list of members. Enrol first.",
     ),
     ("no name in the claims", OAUTH, {"email": "a@b"}, "502 an answer that this hub cannot use"),
 ]
@@ -218,9 +218,8 @@ def test_the_page_names_the_account_the_reason_and_whom_to_ask(broker: Broker) -
     authenticator = make(Claims, settings, broker=broker)
 
     assert sign_in(authenticator, {"sub": "eve", "groups": ["art"]}) == (
-        "403 You signed in to Lab as 'eve', but this account is not on the list of members, nor "
-        "is any of its groups (art). Ask gpu@lab.example to let you in. To use "
-        "another account, sign out of Lab first."
+        "403 You signed in to Lab as 'eve', but this account is not on the list of members; none "
+        "of its groups may use this hub (art). Ask gpu@lab.example to let you in."
     )
 
 

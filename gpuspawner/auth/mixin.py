@@ -1,0 +1,322 @@
+"""Members only, for any JupyterHub authenticator: who comes in, and who may stay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from jupyterhub.utils import maybe_future
+from tornado import web
+from traitlets import default
+
+from ..errors import GPUSpawnerError
+from ..patience import within
+from .pages import Page, Refusal, is_silence
+from .rules import Rules
+
+if TYPE_CHECKING:
+    from jupyterhub.handlers import BaseHandler
+    from jupyterhub.user import User
+
+    from ..broker.roster import OnRoster
+
+OPEN_ACCOUNT_SECONDS = 3.0
+"""Longest wait for the store at a sign-in. Past it the member comes in all the same."""
+
+ACTOR = "sign-in"
+"""Who found out that somebody is a member, or none any more."""
+
+BLOCKED = "this account is blocked on this hub"
+
+
+class MemberMixin(Rules):
+    """Members only, for any JupyterHub authenticator. Put it first among the bases::
+
+        from gpuspawner.auth import MemberMixin
+        from nativeauthenticator import NativeAuthenticator
+
+        class MemberNativeAuthenticator(MemberMixin, NativeAuthenticator):
+            pass
+
+        c.JupyterHub.authenticator_class = MemberNativeAuthenticator
+        c.MemberNativeAuthenticator.allowed_users = {"ada", "grace"}
+
+    A member's account is opened, with its opening credits, when they first sign in. Who is
+    not a member gets a page that says so in a sentence, and no account. Who is a member no
+    more starts nothing new, and the broker is told.
+    """
+
+    @default("allow_all")
+    def _allow_all_default(self) -> bool:
+        return False  # some authenticators say True as long as nothing else is set
+
+    @default("allow_existing_users")
+    def _allow_existing_users_default(self) -> bool:
+        # JupyterHub's base class says True once `allowed_users` is set, and then a name that
+        # was taken off the list, or is only known from a group, could still sign in.
+        return False
+
+    @default("refresh_pre_spawn")
+    def _refresh_pre_spawn_default(self) -> bool:
+        return True  # what changed at the provider is in force at the next start at the latest
+
+    # Who comes in
+
+    async def authenticate(
+        self, handler: BaseHandler, data: dict[str, str] | None = None, **kwargs: Any
+    ) -> dict[str, Any] | None:
+        """The authenticator's own check, with every failure turned into a sentence.
+
+        Returns the auth model with ``groups`` filled in, or None for a wrong password.
+        Raises ``HTTPError`` with a sentence when no verdict can be had.
+        """
+        try:
+            authenticated = await maybe_future(super().authenticate(handler, data, **kwargs))
+        except Exception as failure:
+            raise self._sentence_for(failure) from failure
+        if authenticated is None:
+            return None
+        model: dict[str, Any] = (
+            authenticated if isinstance(authenticated, dict) else {"name": authenticated}
+        )
+        name = self.normalize_username(model["name"])
+        if not self.validate_username(name):
+            raise self._refusal(name, "this name cannot be used on this hub")
+        if not self.manage_groups:
+            model["groups"] = _hub_groups(handler, name)
+        elif self.roster:
+            model["groups"] = sorted({*(model.get("groups") or ()), *await self._roster_of(name)})
+        return model
+
+    async def check_allowed(
+        self, username: str, authentication: dict[str, Any] | None = None
+    ) -> bool:
+        """True for a member. Otherwise raises ``HTTPError(403)`` with the sentence to show.
+
+        Without an auth model nobody is signing in: then the verdict is returned, not raised.
+        """
+        if authentication is None:
+            own = await maybe_future(super().check_allowed(username, None))
+            return bool(own) or username in self.admin_users
+        # What the base class would say of somebody who is neither an admin nor in a group: these
+        # are rules of ours. It is asked of everybody, for it may refuse by itself.
+        plain = {**authentication, "admin": None, "groups": []}
+        try:
+            own = bool(await maybe_future(super().check_allowed(username, plain)))
+        except Exception as failure:
+            raise self._sentence_for(failure) from failure
+        if self._is_named(username, authentication):
+            return True
+        roster = await self._on_roster(username)
+        rules = [rule async for rule in self._each_rule(authentication, own, roster)]
+        if self._makes_member(rules):
+            # The roster alone lets them in: then its end is the end.
+            by_others = self.membership == "any" and sum(rule.holds for rule in rules) > 1
+            authentication["by_roster"] = bool(roster and roster.member and not by_others)
+            return True
+        why = self._why_no_member(rules)
+        await self._tell_ended(username, why)
+        raise self._refusal(username, why, self._membership_remedy())
+
+    def _is_named(self, username: str, authentication: dict[str, Any]) -> bool:
+        admin = authentication.get("admin") or username in self.admin_users
+        return bool(admin) or self.allow_all or username in self.allowed_users
+
+    async def check_blocked_users(
+        self, username: str, authentication: dict[str, Any] | None = None
+    ) -> bool:
+        """True unless blocked. A blocked person who signs in gets ``HTTPError(403)`` in words."""
+        passed = await maybe_future(super().check_blocked_users(username, authentication))
+        if passed and not self._is_blocked(username):
+            return True
+        if authentication is None:
+            return False
+        why = BLOCKED if self._is_blocked(username) else self._why_own_block()
+        raise await self._blocked(username, why)
+
+    def _is_blocked(self, username: str) -> bool:
+        # JupyterHub lower-cases the names of those who sign in, but not this set.
+        return username.lower() in {name.lower() for name in self.blocked_users}
+
+    async def _blocked(self, username: str, why: str) -> Refusal:
+        await self._tell_ended(username, why)
+        return self._refusal(username, why)
+
+    def _why_own_block(self) -> str:
+        """Why the base class blocks somebody who is not in ``blocked_users``."""
+        return BLOCKED
+
+    # Who may stay
+
+    async def refresh_user(
+        self, user: User, handler: BaseHandler | None = None, **kwargs: Any
+    ) -> bool | dict[str, Any]:
+        """Fresh auth data; False, which asks for a new sign-in, once a member is none any more.
+
+        While the identity provider does not answer, members stay signed in, unless
+        ``auth_refresh_strict`` says otherwise. Raises ``HTTPError(403)`` with the sentence to
+        show where somebody who is no member any more wants to start a server.
+        """
+        try:
+            refreshed = await self._ask_provider(user, handler, **kwargs)
+        except Refusal as refusal:
+            return self._sign_out(user, handler, refusal)
+        except Exception as failure:
+            if self.auth_refresh_strict or not is_silence(failure):
+                raise self._sentence_for(failure) from failure
+            self.log.warning(
+                "%s does not answer (%s): %r stays signed in.", self._service, failure, user.name
+            )
+            return True
+        if isinstance(refreshed, dict) and refreshed.get("name") != user.name:
+            refreshed = False  # another name at the provider: that is another account here
+        if refreshed is False:
+            return self._sign_in_anew(user, handler)
+        try:
+            return await self._refreshed(user, refreshed)
+        except Refusal as refusal:
+            return self._sign_out(user, handler, refusal)
+        except web.HTTPError as failure:  # the store or the provider does not answer
+            self.log.warning("%r stays signed in: %s", user.name, failure)
+            return refreshed
+
+    async def _ask_provider(
+        self, user: User, handler: BaseHandler | None, **kwargs: Any
+    ) -> bool | dict[str, Any]:
+        """What the base class says of a refresh."""
+        said: bool | dict[str, Any] = await super().refresh_user(user, handler, **kwargs)
+        return said
+
+    async def _refreshed(
+        self, user: User, refreshed: bool | dict[str, Any]
+    ) -> bool | dict[str, Any]:
+        """The same, once its member is found to be one still. Raises Refusal if not."""
+        fresh = refreshed if isinstance(refreshed, dict) else {}
+        model = {"admin": None, "auth_state": {}, **fresh}
+        if not self.manage_groups or not fresh:
+            model["groups"] = sorted(group.name for group in user.groups)
+        elif self.roster:
+            model["groups"] = sorted(
+                {*(model.get("groups") or ()), *await self._roster_of(user.name)}
+            )
+            fresh["groups"] = model["groups"]
+        if not fresh and self._only_provider_knows():
+            if self._is_blocked(user.name):
+                raise await self._blocked(user.name, BLOCKED)
+            return refreshed
+        await self.check_blocked_users(user.name, model)
+        if self.allow_all or await self.check_allowed(user.name, model):
+            await self._tell_member(user.name, bool(model.get("by_roster")))
+        return refreshed
+
+    def _sign_out(self, user: User, handler: BaseHandler | None, refusal: Refusal) -> bool:
+        """False. Where a server would start: raises the page that says why it does not."""
+        self.log.warning("Signing out %r: %s", user.name, refusal.why)
+        if _is_starting(handler):
+            raise self._no_start(user.name, refusal.why)
+        return False
+
+    def _sign_in_anew(self, user: User, handler: BaseHandler | None) -> bool:
+        """False. Where the same person wants to start a server: a page that says so."""
+        if handler is None or not _is_starting(handler):
+            return False
+        if handler.current_user is user and not handler._token_authenticated:
+            message = (
+                f"{self._service} wants you to sign in again before a server starts. "
+                "Sign in, and then start it."
+            )
+            raise self._failed(403, message)
+        return False
+
+    def _only_provider_knows(self) -> bool:
+        """Whether membership rests on what cannot be told without asking the provider."""
+        return bool(
+            self.manage_groups or self.allowed_mail_domains or self._own_rule() or self.allow_all
+        )
+
+    # The roster
+
+    async def _on_roster(self, username: str) -> OnRoster | None:
+        """What the roster says; None where there is none. Raises a page while it is away."""
+        if not self.roster:
+            return None
+        try:
+            asked = self.broker.run(self.broker.roster_member, username)
+            said: OnRoster = await within(OPEN_ACCOUNT_SECONDS, asked)
+        except (GPUSpawnerError, asyncio.TimeoutError) as failure:
+            self.log.warning("The roster cannot be read: %s", failure or "it took too long")
+            raise self._roster_away() from failure
+        return said
+
+    async def _roster_of(self, username: str) -> frozenset[str]:
+        """The groups that the roster gives somebody."""
+        said = await self._on_roster(username)
+        return said.groups if said else frozenset()
+
+    def _roster_away(self) -> Page:
+        return self._failed(
+            503,
+            "The roster of members cannot be read just now, so the hub cannot tell whether you "
+            f"are one. Running servers go on. Try again in a moment. {self._lasting()}",
+        )
+
+    # Their account and their membership
+
+    async def run_post_auth_hook(
+        self, handler: BaseHandler, auth_model: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """The admin's hook, then the member's account: the hook may still refuse them."""
+        by_roster = auth_model.pop("by_roster", False)
+        admitted: dict[str, Any] | None = await super().run_post_auth_hook(handler, auth_model)
+        if admitted:
+            await self._open_account(admitted["name"], by_roster)
+        return admitted
+
+    async def _open_account(self, user: str, by_roster: bool) -> None:
+        def opening() -> None:
+            self.broker.open_account(user)
+            self.broker.membership_returned(user, actor=ACTOR, by_roster=by_roster)
+
+        await self._tell(
+            lambda: self.broker.run(opening),
+            f"The account of {user!r} could not be opened at sign-in: %s "
+            "It will be opened when they first start a server.",
+        )
+
+    async def _tell_member(self, user: str, by_roster: bool) -> None:
+        await self._tell(
+            lambda: self.broker.run(
+                self.broker.membership_returned, user, actor=ACTOR, by_roster=by_roster
+            ),
+            f"That {user!r} is a member could not be written: %s",
+        )
+
+    async def _tell_ended(self, user: str, why: str) -> None:
+        await self._tell(
+            lambda: self.broker.run(self.broker.membership_ended, user, why, actor=ACTOR),
+            f"That {user!r} is no member could not be written: %s",
+        )
+
+    async def _tell(self, call: Callable[[], Awaitable[object]], otherwise: str) -> None:
+        try:
+            await within(OPEN_ACCOUNT_SECONDS, call())
+        except Exception as failure:
+            # Whatever ails the store, it must not lock members out of the hub.
+            expected = isinstance(failure, (GPUSpawnerError, asyncio.TimeoutError))
+            why = str(failure) or "the store took too long."
+            self.log.warning(otherwise, why, exc_info=not expected)
+
+
+def _hub_groups(handler: BaseHandler | None, name: str) -> list[str]:
+    """The groups that the hub itself knows for a user."""
+    user = handler.find_user(name) if handler is not None else None
+    return sorted(group.name for group in user.groups) if user is not None else []
+
+
+def _is_starting(handler: BaseHandler | None) -> bool:
+    """Whether a refresh was asked for by the start of a server, and not by a page's visit.
+
+    While a request still finds out who its user is, an error would be the hub's own page.
+    """
+    return bool(getattr(handler, "expanded_scopes", None))

@@ -1,0 +1,249 @@
+"""Members who sign in with an identity provider (OAuth 2, OpenID Connect)."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import jwt
+from jupyterhub.utils import maybe_future
+from oauthenticator.generic import GenericOAuthenticator
+from oauthenticator.oauth2 import OAuthCallbackHandler, OAuthenticator, OAuthLoginHandler
+from tornado import web
+from tornado.httpclient import HTTPClientError
+from traitlets import Unicode, default
+
+from .mixin import MemberMixin
+from .pages import Link, Page, is_silence
+
+if TYPE_CHECKING:
+    from jupyterhub.handlers import BaseHandler
+    from jupyterhub.user import User
+
+CLOCK_LEEWAY_SECONDS = 60
+"""How far the clocks of hub and provider may be apart."""
+
+_CHECKS: Any = {
+    "verify_signature": False,
+    **{f"verify_{claim}": True for claim in ("aud", "exp", "iat", "nbf")},
+}
+_BROKEN = {"server_error", "temporarily_unavailable"}
+"""What a provider answers when it is broken; see RFC 6749, section 4.1.2.1."""
+_DECLINED = {"access_denied", "consent_required"}
+_NOT_NOW = {"login_required", "interaction_required", "account_selection_required"}
+
+
+class AskingLoginHandler(OAuthLoginHandler):
+    """The way to the provider, which asks for the account when it was the wrong one before."""
+
+    def authorize_redirect(self, *args: Any, **kwargs: Any) -> None:
+        """The redirect, with ``prompt`` where the member asked for another account."""
+        prompt = self.authenticator.other_account
+        if self.get_argument("another", "") and not _is_address(prompt):
+            kwargs["extra_params"] = {**kwargs.get("extra_params", {}), "prompt": prompt}
+        super().authorize_redirect(*args, **kwargs)
+
+
+class SayingCallbackHandler(OAuthCallbackHandler):
+    """The way back from the provider, with a sentence for whatever went wrong there."""
+
+    def check_error(self) -> None:
+        """Raises the page that says what the provider's refusal means. Its own text is not
+        shown: anybody can write it into a link."""
+        if error := self.get_argument("error", ""):
+            raise self.authenticator._declined(error)
+
+    def check_code(self) -> None:
+        """Raises a page where the provider sent no code."""
+        if not self.get_argument("code", ""):
+            raise self.authenticator._begin_again()
+
+    def check_state(self) -> None:
+        """Raises a page where the sign-in began elsewhere, too long ago, or was forged."""
+        try:
+            super().check_state()
+        except Exception as failure:
+            self.log.warning("A sign-in came back that did not begin here: %s", failure)
+            raise self.authenticator._begin_again() from failure
+
+
+class MemberOAuthMixin(MemberMixin, OAuthenticator):
+    """Members only, for the classes of OAuthenticator. Put it first among the bases.
+
+    What changed at the provider is in force after ``auth_refresh_age`` seconds, and at the next
+    start, if ``enable_auth_state`` is on: it is once ``JUPYTERHUB_CRYPT_KEY`` is set.
+    """
+
+    login_handler = AskingLoginHandler
+    callback_handler = SayingCallbackHandler
+
+    other_account = Unicode(
+        "select_account",
+        config=True,
+        help="""
+        How a person can sign in with another account of the same provider: the `prompt` that
+        makes it ask which (`select_account`, or `login` to ask for the password again), or the
+        address of a page that signs out there. Empty if it knows neither.
+
+        Example::
+
+            c.MemberOAuthMixin.other_account = "https://id.lab.example/logout"
+        """,
+    )
+
+    @default("enable_auth_state")
+    def _enable_auth_state_default(self) -> bool:
+        # Without the tokens nothing can be asked of the provider later on.
+        return bool(os.environ.get("JUPYTERHUB_CRYPT_KEY"))
+
+    # What the provider says.
+
+    async def token_to_user(self, token_info: dict[str, Any]) -> dict[str, Any]:
+        """What the provider says of an account. Raises a page for an id token out of time."""
+        if not self.userdata_from_id_token:
+            claims: dict[str, Any] = await super().token_to_user(token_info)
+            return claims
+        return self._claims_of(token_info)
+
+    def _claims_of(self, token_info: dict[str, Any]) -> dict[str, Any]:
+        """The id token's claims. It came straight from the provider, so that its signature says
+        nothing that TLS did not (OpenID Connect Core 3.1.3.7); its times and audience count."""
+        try:
+            claims: dict[str, Any] = jwt.decode(
+                token_info["id_token"],
+                audience=self.client_id,
+                leeway=CLOCK_LEEWAY_SECONDS,
+                options=_CHECKS,
+            )
+        except (jwt.ExpiredSignatureError, jwt.ImmatureSignatureError) as failure:
+            self.log.error("The id token of %s is out of time: %s", self._service, failure)
+            raise self._clocks_differ() from failure
+        return claims
+
+    async def get_user_groups(self, auth_state: dict[str, Any]) -> set[str]:
+        """The groups in the provider's answer, as they are called on this hub."""
+        key = self.auth_state_groups_key
+        if callable(key):
+            return self._hub_groups_from(await maybe_future(key(auth_state)) or ())
+        found: Any = auth_state
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        if found is None:
+            self.log.warning("%s names no groups (%s is missing).", self._service, key)
+            return set()
+        # One group is a word with some providers, and a list of one with others.
+        return self._hub_groups_from([found] if isinstance(found, str) else found)
+
+    def _mail_of(self, model: dict[str, Any]) -> tuple[str, bool]:
+        claims = (model.get("auth_state") or {}).get(self.user_auth_state_key) or {}
+        return str(claims.get("email") or ""), claims.get("email_verified") in (True, "true")
+
+    # Asking again.
+
+    def _reads_id_token(self) -> bool:
+        """Whether what is known of a member is what the id token said when it was made."""
+        return bool(self.userdata_from_id_token)
+
+    async def _ask_provider(
+        self, user: User, handler: BaseHandler | None, **kwargs: Any
+    ) -> bool | dict[str, Any]:
+        """Fresh auth data. What stood in an id token is asked for with the refresh token, as the
+        id token itself says for ever what it said at the sign-in."""
+        if not (self._reads_id_token() and self.enable_auth_state) or self.refresh_user_hook:
+            return await super()._ask_provider(user, handler, **kwargs)
+        state = await user.get_auth_state() or {}
+        if not state.get("refresh_token"):
+            return self._is_in_time(state)
+        params = self.build_refresh_token_request_params(state["refresh_token"])
+        try:
+            answer = await self.get_token_info(handler, params)
+        except (HTTPClientError, web.HTTPError) as failure:
+            if is_silence(failure):
+                raise
+            self.log.info("%s gives no fresh token for %r.", self._service, user.name)
+            return False
+        if "id_token" not in answer:
+            return False
+        answer.setdefault("refresh_token", state["refresh_token"])
+        model: dict[str, Any] = await self._token_to_auth_model(answer)
+        return model
+
+    def _is_in_time(self, state: dict[str, Any]) -> bool:
+        try:
+            self._claims_of(state["token_response"])
+        except (Page, KeyError, jwt.InvalidTokenError):
+            return False
+        return True
+
+    # Sentences.
+
+    def _try_again(self) -> Link:
+        return "Sign in again", self._address("oauth_login")
+
+    def _another_account(self) -> Link | None:
+        if not self.other_account:
+            return None
+        if _is_address(self.other_account):
+            return f"Sign out of {self._service}", self.other_account
+        return "Sign in with another account", self._address("oauth_login?another=1")
+
+    def _membership_remedy(self) -> str:
+        """OAuthenticator's own trait for this sentence goes first where an admin has set it."""
+        stock = self.traits()["custom_403_message"].default_value
+        if self.custom_403_message and self.custom_403_message != stock:
+            return str(self.custom_403_message)
+        return super()._membership_remedy()
+
+    def _declined(self, error: str) -> Page:
+        """What the provider's error code means for the one who reads it."""
+        self.log.warning("%s ended a sign-in with the error %r.", self._service, error[:60])
+        if error in _BROKEN:
+            return self._not_working()
+        if error in _DECLINED:
+            return self._failed(
+                403,
+                f"{self._service} was not allowed to tell this hub who you are: somebody said no "
+                "there, you or its admin. The hub needs your name and groups and nothing else. "
+                f"Sign in again and agree. {self._lasting()}",
+            )
+        if error in _NOT_NOW:
+            return self._begin_again()
+        return self._unusable()
+
+    def _begin_again(self) -> Page:
+        return self._failed(
+            400,
+            "This sign-in began in another browser or too long ago, or was used already. "
+            f"Start again. {self._lasting()}",
+        )
+
+    def _clocks_differ(self) -> Page:
+        return self._failed(
+            502,
+            f"The clocks of {self._service} and of this hub differ, so its answer seems out of "
+            f"date, and you are not signed in. {self._whom_to_ask('to set the time')}",
+        )
+
+
+class MemberOAuthenticator(MemberOAuthMixin, GenericOAuthenticator):
+    """Members of a club, lab or company sign in with its identity provider (OpenID Connect).
+
+    ::
+
+        c.JupyterHub.authenticator_class = "gpu-members-oauth"
+        c.MemberOAuthenticator.login_service = "Lab account"
+        c.MemberOAuthenticator.authorize_url = "https://id.lab.example/oauth/authorize"
+        c.MemberOAuthenticator.token_url = "https://id.lab.example/oauth/token"
+        c.MemberOAuthenticator.userdata_url = "https://id.lab.example/oauth/userinfo"
+        c.MemberOAuthenticator.username_claim = "sub"
+        c.MemberOAuthenticator.scope = ["openid", "profile", "groups"]
+        c.MemberOAuthenticator.manage_groups = True  # the "groups" claim becomes hub groups
+        c.MemberOAuthenticator.allowed_groups = {"ml-course"}
+        c.MemberOAuthenticator.contact = "gpu-admin@lab.example"
+
+    The client's id and secret are read from ``OAUTH_CLIENT_ID`` and ``OAUTH_CLIENT_SECRET``.
+    """
+
+
+def _is_address(text: str) -> bool:
+    return text.startswith(("https://", "http://"))

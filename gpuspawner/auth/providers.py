@@ -1,0 +1,192 @@
+"""Members who sign in with GitHub, GitLab, Google, Microsoft or CILogon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oauthenticator.azuread import AzureAdOAuthenticator
+from oauthenticator.cilogon import CILogonLoginHandler, CILogonOAuthenticator
+from oauthenticator.github import GitHubOAuthenticator
+from oauthenticator.gitlab import GitLabOAuthenticator
+from oauthenticator.google import GoogleOAuthenticator
+from traitlets import TraitError, default
+
+from .oauth import AskingLoginHandler, MemberOAuthMixin
+
+_PLACES = "it is in none of the organisations, teams or projects that may use this hub"
+
+
+class MemberGitHubOAuthenticator(MemberOAuthMixin, GitHubOAuthenticator):
+    """Members of an organisation or a team on GitHub.
+
+    With ``manage_groups`` their organisations (``lab``) and teams (``lab:gpu``) become hub
+    groups, and ``admin_groups`` may name them. ``allowed_mail_domains`` looks at every address
+    that GitHub has confirmed.
+    """
+
+    @default("scope")
+    def _scope_default(self) -> list[str]:
+        # Without the first GitHub tells of public memberships only.
+        return ["read:org", *(["user:email"] if self.allowed_mail_domains else [])]
+
+    @default("populate_teams_in_auth_state")
+    def _populate_teams_default(self) -> bool:
+        return bool(self.manage_groups)
+
+    @default("auth_state_groups_key")
+    def _auth_state_groups_key_default(self) -> Any:
+        return _teams
+
+    def _own_rule(self) -> str:
+        return _PLACES if self.allowed_organizations else ""
+
+    async def _mail_of(  # type: ignore[override]  # a question to GitHub
+        self, model: dict[str, Any]
+    ) -> tuple[str, bool]:
+        """One of the confirmed addresses: of an allowed domain if there is one."""
+        answer = model["auth_state"]["token_response"]
+        headers = self.build_userdata_request_headers(
+            answer["access_token"], answer.get("token_type", "bearer")
+        )
+        found = await self.httpfetch(
+            f"{self.github_api}/user/emails",
+            "fetching mail addresses",
+            headers=headers,
+            validate_cert=self.validate_server_cert,
+        )
+        confirmed = [address["email"] for address in found or () if address.get("verified")]
+        fitting = [mail for mail in confirmed if self._by_mail(mail, True).holds]
+        return next(iter([*fitting, *confirmed]), ""), bool(confirmed)
+
+
+def _teams(auth_state: dict[str, Any]) -> set[str]:
+    teams = auth_state.get("teams") or ()
+    organisations = {team["organization"]["login"] for team in teams}
+    return organisations | {f"{team['organization']['login']}:{team['slug']}" for team in teams}
+
+
+class MemberGitLabOAuthenticator(MemberOAuthMixin, GitLabOAuthenticator):
+    """Members of a group or a project on GitLab.
+
+    With ``manage_groups`` their groups become hub groups by their full path (``lab/gpu``).
+    """
+
+    @default("scope")
+    def _scope_default(self) -> list[str]:
+        # To see who is in a group takes more than to see who signs in.
+        asks = self.allowed_gitlab_groups or self.allowed_project_ids
+        return ["read_api" if asks else "read_user", *(["openid"] if self.manage_groups else [])]
+
+    @default("username_claim")
+    def _username_claim_default(self) -> str:
+        return "username"
+
+    @default("auth_state_groups_key")
+    def _auth_state_groups_key_default(self) -> str:
+        return "gitlab_groups"
+
+    async def update_auth_model(self, auth_model: dict[str, Any]) -> dict[str, Any]:
+        """The same, with the paths of the groups that somebody is in, themselves or through a
+        group above."""
+        model: dict[str, Any] = await super().update_auth_model(auth_model)
+        if self.manage_groups:
+            token = model["auth_state"]["access_token"]
+            said = await self.httpfetch(
+                f"{self.gitlab_url}/oauth/userinfo",
+                "fetching groups",
+                headers={"Authorization": f"Bearer {token}"},
+                validate_cert=self.validate_server_cert,
+            )
+            model["auth_state"]["gitlab_groups"] = list((said or {}).get("groups") or ())
+        return model
+
+    def _own_rule(self) -> str:
+        return _PLACES if self.allowed_gitlab_groups or self.allowed_project_ids else ""
+
+    def _mail_of(self, model: dict[str, Any]) -> tuple[str, bool]:
+        known = model["auth_state"][self.user_auth_state_key]
+        return str(known.get("email") or ""), bool(known.get("confirmed_at"))
+
+
+class MemberGoogleOAuthenticator(MemberOAuthMixin, GoogleOAuthenticator):
+    """Members of a Google Workspace, or of one of its groups."""
+
+    @default("auth_state_groups_key")
+    def _auth_state_groups_key_default(self) -> str:
+        return f"{self.user_auth_state_key}.google_groups"
+
+    def _own_rule(self) -> str:
+        return (
+            "it is in no Google group that may use this hub" if self.allowed_google_groups else ""
+        )
+
+    def _why_own_block(self) -> str:
+        return "it belongs to no organisation that may use this hub"
+
+    def _mail_of(self, model: dict[str, Any]) -> tuple[str, bool]:
+        known = model["auth_state"][self.user_auth_state_key]
+        return str(known.get("email") or ""), bool(known.get("verified_email"))
+
+
+class MemberMicrosoftOAuthenticator(MemberOAuthMixin, AzureAdOAuthenticator):
+    """Members of an organisation that uses Microsoft Entra ID (once Azure AD).
+
+    ``tenant_id`` has to say which: without it anybody with any Microsoft account could sign in.
+    Groups are ids unless the app is told otherwise; ``group_names`` gives them names.
+    """
+
+    @default("login_service")
+    def _login_service_default(self) -> str:
+        return "Microsoft"
+
+    @default("scope")
+    def _scope_default(self) -> list[str]:
+        return ["openid", "profile", "email", "offline_access"]
+
+    @default("username_claim")
+    def _username_claim_default(self) -> str:
+        # A display name, which people can change, is no name for an account.
+        return "preferred_username"
+
+    @default("authorize_url")
+    def _authorize_url_default(self) -> str:
+        return f"{self._tenant()}/authorize"
+
+    @default("token_url")
+    def _token_url_default(self) -> str:
+        return f"{self._tenant()}/token"
+
+    def _tenant(self) -> str:
+        if not self.tenant_id or self.tenant_id in ("common", "organizations", "consumers"):
+            raise TraitError(
+                "c.MemberMicrosoftOAuthenticator.tenant_id has to be your organisation's own: "
+                "without it, anybody with a Microsoft account could sign in."
+            )
+        return f"{self.graph_url}/{self.tenant_id}/oauth2/v2.0"
+
+    def _reads_id_token(self) -> bool:
+        return True
+
+    async def token_to_user(self, token_info: dict[str, Any]) -> dict[str, Any]:
+        """The id token's claims. Raises a page where it is out of time."""
+        return self._claims_of(token_info)
+
+    def _mail_of(self, model: dict[str, Any]) -> tuple[str, bool]:
+        # The claim "email" may be whatever a tenant wrote; its domains are proven for this one.
+        known = model["auth_state"][self.user_auth_state_key]
+        name = str(known.get("upn") or known.get("preferred_username") or "")
+        return name if "@" in name else "", True
+
+
+class _CILogonLoginHandler(AskingLoginHandler, CILogonLoginHandler):
+    """Both: with the choice of the identity provider, and asking again."""
+
+
+class MemberCILogonOAuthenticator(MemberOAuthMixin, CILogonOAuthenticator):
+    """Members of universities and labs, through CILogon: ``idps`` says of which."""
+
+    login_handler = _CILogonLoginHandler
+
+    def _own_rule(self) -> str:
+        rules = [idp.get("allow_all") or idp.get("allowed_domains") for idp in self.idps.values()]
+        return "its organisation is none that may use this hub" if any(rules) else ""
