@@ -20,7 +20,7 @@ from ..reconcile import Action, Confirm, HubState, Release, Remove, Unknown
 from .hub import Hub
 from .resuming import THE_HUB_FIRST, Resuming
 
-PORTION = 500
+PORTION = 200
 """Leases that are charged in one transaction, at the most."""
 
 BETWEEN_PORTIONS = 0.02

@@ -207,7 +207,7 @@ class Broker(
             with self.store.write() as connection:
                 return self._charge_each(connection, leases.open_leases(connection), now)
 
-    def charge_portion(self, every: timedelta, most: int = 500) -> int:
+    def charge_portion(self, every: timedelta, most: int = 200) -> int:
         """Charge running leases up to now that were not charged yet in the period of ``every``
         that goes on, counted from the start of each. How many; ``most`` of them in one
         transaction, so that nobody waits long for it: at so many there may be more.

@@ -43,14 +43,14 @@ _POST_TWO = Prepared(
             SELECT :id, :key, :kind, CAST(:at AS TIMESTAMPTZ), :actor, :reason, :lease_id
             WHERE (SELECT count(*) FROM accounts WHERE name IN (:one, :two)) = 2
             ON CONFLICT DO NOTHING RETURNING id
-        ), lines (account, amount) AS (
-            VALUES (:one, CAST(:a AS BIGINT)), (:two, CAST(:b AS BIGINT))
         ), written AS (
             INSERT INTO postings (transfer_id, account, amount, apart)
-            SELECT posted.id, lines.account, lines.amount, :apart FROM posted CROSS JOIN lines
+            SELECT id, unnest(ARRAY[:one, :two]), unnest(ARRAY[:a, :b]::BIGINT[]), :apart
+            FROM posted
         )
-        UPDATE accounts SET balance = balance + lines.amount
-        FROM lines, posted WHERE accounts.name = lines.account
+        UPDATE accounts SET balance = balance
+            + CASE name WHEN :one THEN CAST(:a AS BIGINT) ELSE CAST(:b AS BIGINT) END
+        WHERE name IN (:one, :two) AND EXISTS (SELECT FROM posted)
         """
     ).bindparams(sa.bindparam("at", type_=transfers.c.at.type))
 )

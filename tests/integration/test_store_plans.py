@@ -26,7 +26,7 @@ QUESTIONS: dict[str, Callable[[sa.Connection], Any]] = {
     "all open leases": leases.open_leases,
     "places with their leases": leases.taken,
     "places": leases.places_taken,
-    "charges that are due": lambda c: charging.portion(c, T0, timedelta(minutes=1), 500),
+    "charges that are due": lambda c: charging.portion(c, T0, timedelta(minutes=1), 200),
     "what an account has set aside": lambda c: leases.held(c, "member:anna"),
     "an account with what it has set aside": lambda c: book.find(c, "member:anna"),
     "what is to be added up": lambda c: leases.where(c, TO_ADD_UP),
