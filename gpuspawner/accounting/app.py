@@ -331,7 +331,7 @@ class Accounting(SamplesUse, PullsAhead, Application):
         port = address.port or (443 if address.scheme == "https" else 80)
         app = web.make_app(
             tick.broker,
-            hub_auth=HubOAuth.instance(parent=self),
+            hub_auth=HubOAuth.instance(parent=self, cache_max_age=web.BELIEVED),
             warn_minutes=self.warn_minutes,
             session_warn_minutes=self.session_warn_minutes,
             channels=notifier.known,

@@ -38,7 +38,11 @@ from . import (
 from .base import Context, HubCalls
 from .usage import remember
 
-__all__ = ["make_app", "remember"]
+__all__ = ["BELIEVED", "make_app", "remember"]
+
+BELIEVED = 10
+"""Seconds that the Hub's word on a token is believed: so soon one that was revoked opens nothing,
+and who is no admin any more is none here."""
 
 STATIC = Path(__file__).parent / "static"
 
