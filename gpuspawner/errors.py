@@ -119,6 +119,13 @@ class CannotExtend(Refused):
     status_code = 409
 
 
+class CannotSnooze(Refused):
+    """The stop cannot be put off: {why}."""
+
+    reason = "cannot_snooze"
+    status_code = 409
+
+
 class CannotStop(Refused):
     """The server cannot be stopped: {why}."""
 

@@ -36,6 +36,9 @@ from .store import default_url
 
 CULLER = "idle-culler"
 
+CULLER_CONFIG = Path(__file__).parent / "accounting" / "culler_config.py"
+"""By which the culler spares servers whose GPUs work."""
+
 TEMPLATES = Path(__file__).parent / "spawners" / "hub_templates"
 """The Hub's pages that are ours."""
 
@@ -52,8 +55,12 @@ PAGES = (
 SECTIONS = ("Broker", "Accounting", "Notifier")
 """What the service is told of the configuration."""
 
-PASSED_ON = ("HOME", "TZ", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_CONFIG")
-"""Of the hub's environment, what a service needs to reach the engine and to tell local time.
+PASSED_ON = (
+    *("HOME", "TZ", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_CONFIG"),
+    "GPUSPAWNER_SIMULATION",
+)
+"""Of the hub's environment, what a service needs to reach the engine and to tell local time, and
+the script of simulated GPUs.
 PostgreSQL's own variables (``PG...``) are passed on too."""
 
 
@@ -68,7 +75,7 @@ def add_services(
 
     ``name`` is the service's place on the hub (``/services/gpu/``), ``url`` where it listens:
     a free port of this machine. Servers without activity for ``cull_idle_after`` seconds are
-    stopped. Call it after the settings of ``SECTIONS``, and once.
+    stopped, but for those whose GPUs work. Call it after the settings of ``SECTIONS``, and once.
     """
     if cull_idle_after is not None and cull_idle_after <= 0:
         raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
@@ -91,8 +98,21 @@ def add_services(
     )
     _let_members_in(c, f"access:services!service={name}")
     if cull_idle_after is not None:
-        culler = [sys.executable, "-m", "jupyterhub_idle_culler", f"--timeout={cull_idle_after}"]
-        _add_service(c, {"name": CULLER, "command": culler}, CULLER_SCOPES)
+        _add_service(c, _culler(c, cull_idle_after), CULLER_SCOPES)
+
+
+def _culler(c: Config, idle_after: int) -> dict[str, Any]:
+    """JupyterHub's own culler, which asks us about servers that hold GPUs, if these are sampled."""
+    command = [sys.executable, "-m", "jupyterhub_idle_culler", f"--timeout={idle_after}"]
+    if "sample_seconds" in c.Accounting and not c.Accounting.sample_seconds:
+        return {"name": CULLER, "command": command}
+    kept = {name: text for name, text in _environment(c).items() if _is_for_database(name)}
+    command.append(f"--config={CULLER_CONFIG}")
+    return {"name": CULLER, "command": command, "environment": kept}
+
+
+def _is_for_database(name: str) -> bool:
+    return name.startswith("PG") or name in ("HOME", "TZ", "GPUSPAWNER_DATABASE_URL")
 
 
 def _add_service(c: Config, service: dict[str, Any], scopes: tuple[str, ...]) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import ssl
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from dateutil.parser import isoparse
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest, HTTPResponse
 
 from ..errors import Unavailable
@@ -83,6 +85,19 @@ class Hub:
             return _servers_of(_json(response)).get(server)
         except (KeyError, TypeError) as error:
             raise _strange_answer() from error
+
+    async def last_activity(self, server: ServerRef) -> datetime | None:
+        """When a server's kernels had output last, or its member did anything in it, as far as the
+        Hub has heard; None when never, or when there is no such server."""
+        response = await self._ask("GET", f"/users/{_quote(server.user)}", missing_is_answer=True)
+        if response.code == 404:
+            return None
+        try:
+            found = _json(response)["servers"].get(server.name, {}).get("last_activity")
+            moment = isoparse(found) if found else None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _strange_answer() from error
+        return moment if moment is None or moment.tzinfo else moment.replace(tzinfo=timezone.utc)
 
     async def has_member(self, user: str) -> bool:
         """Whether the Hub has a user of this name."""

@@ -12,6 +12,7 @@ from ..devices.base import Sampled, Sampler
 from ..devices.simulated_samples import SimulatedSampler
 from ..engines.owners import Owners
 from ..errors import GPUSpawnerError, Unavailable
+from .idle import IdleDuty
 from .sampling import Sampling, days
 from .tick import Tick
 
@@ -19,6 +20,8 @@ WRITE_EVERY = 5.0
 """Seconds between two looks for minutes that are complete."""
 TIDY_EVERY = 120
 """After so many of them it looks for hours that are over and for what is older than is kept."""
+JUDGE_EVERY = 12
+"""After so many of them it judges which GPUs rest."""
 
 
 class SamplesUse(SingletonConfigurable):
@@ -87,11 +90,14 @@ class SamplesUse(SingletonConfigurable):
         sampler = source.sampler(self.processes_seconds)
         sampling = Sampling(sampler, broker.clock, self.sample_seconds, tick.log)
         self.samples = sampling
+        idle = IdleDuty(tick)
         sampling.start()
         try:
             for number in itertools.count():
                 await self._owners(tick, sampling, sampler)
                 await self._write(tick, sampling, tidy=number % TIDY_EVERY == 0)
+                if number % JUDGE_EVERY == 0:
+                    await self._judge(tick, idle)
                 await asyncio.sleep(WRITE_EVERY)
         finally:
             await asyncio.to_thread(sampling.stop)
@@ -112,6 +118,14 @@ class SamplesUse(SingletonConfigurable):
             sampler.pids = {
                 uuid: pids.get(lease.id, ()) for lease in leases for uuid in lease.uuids
             }
+
+    async def _judge(self, tick: Tick, idle: IdleDuty) -> None:
+        try:
+            await idle.round()
+        except GPUSpawnerError as error:
+            tick.trouble("Idle GPUs", error)
+        except Exception as error:  # the next minute is judged all the same
+            tick.trouble("Idle GPUs", error, trace=True)
 
     async def _write(self, tick: Tick, sampling: Sampling, *, tidy: bool = False) -> None:
         broker = tick.broker

@@ -7,6 +7,8 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    Float,
+    ForeignKey,
     Index,
     Integer,
     Table,
@@ -56,3 +58,16 @@ device_use = Table(
 TO_SUM = (device_use.c.seconds == literal_column("60")) & (literal_column("NOT summed"))
 Index("device_use_by_time", device_use.c.seconds, device_use.c.since)
 Index("device_use_to_sum", device_use.c.since, sqlite_where=TO_SUM, postgresql_where=TO_SUM)
+
+idle = Table(
+    "idle",
+    metadata,
+    # How long the GPUs of an open lease have rested, as credit that is left.
+    Column("lease_id", Text, ForeignKey("leases.id"), primary_key=True),
+    Column("credit", Float, nullable=False),
+    # What began before this is judged.
+    Column("judged_until", UTCDateTime, nullable=False),
+    Column("warned_at", UTCDateTime),
+    Column("stops_at", UTCDateTime),
+    Column("snoozes", Integer, nullable=False, server_default=text("0")),
+)

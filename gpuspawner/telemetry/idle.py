@@ -37,7 +37,7 @@ class IdlePolicy:
     """The mode while others wait for GPUs, if another one."""
     first_minutes: float = 30.0
     """Credit of a server that has just started."""
-    most_minutes: float = 220.0
+    most_minutes: float = 260.0
     """The most credit that work can earn."""
     sooner_minutes: float = 0.0
     """How much sooner a server counts as idle while others wait."""

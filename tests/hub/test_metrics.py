@@ -1,4 +1,5 @@
-"""Who may read the metrics, as Prometheus does. Real: hub, proxy, accounting service, tokens."""
+"""Who may read the metrics, as Prometheus does, and what the culler asks. Real: hub, proxy,
+accounting service, tokens, jupyterhub-idle-culler."""
 
 from __future__ import annotations
 
@@ -10,11 +11,16 @@ import requests
 import sqlalchemy as sa
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpuspawner.model import LeaseState, ServerRef
+from gpuspawner.store import idle
+from gpuspawner.store.idle import Watched
 from gpuspawner.store.schema_use import device_use
+from gpuspawner.telemetry.idle import IdleState
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
 CONFIG = """
+c.Broker.opening_grant = 100_000
 c.JupyterHub.services.extend([
     {"name": "prometheus", "api_token": "secret-of-prometheus"},
     {"name": "other", "api_token": "secret-of-another"},
@@ -33,7 +39,7 @@ c.JupyterHub.load_roles.extend([
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     folder: Path = tmp_path_factory.mktemp("metrics") / "hub"
-    with PayingHub(folder, CONFIG) as hub:
+    with PayingHub(folder, CONFIG, services=", cull_idle_after=3") as hub:
         yield hub
 
 
@@ -68,6 +74,17 @@ def test_admins_may_read_them_and_nobody_else(hub: PayingHub) -> None:
         assert answer.status_code == 403, token
         assert "gpuspawner_" not in answer.text
         assert answer.text.startswith(("The metrics are for admins", "This page is not for you"))
+
+
+def test_the_culler_asks_whether_gpus_rest(hub: PayingHub) -> None:
+    """Both servers are without activity for longer than the culler allows."""
+    hub.start_server("bob", gpus=0)
+    wait_for(lambda: hub.broker.lease_of(ServerRef("bob")) is None, "the end of bob's server")
+    lease = hub.broker.lease_of(ServerRef("ada"))
+    assert lease and lease.state is LeaseState.RUNNING and not lease.outcome
+    rested = Watched(IdleState(credit=0.0), hub.broker.clock())
+    hub.broker.store.run(lambda connection: idle.put(connection, lease.id, rested), write=True)
+    wait_for(lambda: hub.broker.lease_of(ServerRef("ada")) is None, "the end of ada's server")
 
 
 def test_the_service_samples_the_gpus(hub: PayingHub) -> None:

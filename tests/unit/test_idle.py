@@ -54,7 +54,7 @@ def test_a_long_run_goes_on_with_nobody_there() -> None:
     trains = Activity(60.0, use=4.0, busy=20.0)  # it waits for its data most of the time
     assert list(day([trains] * 60 * 24 * 3)) == []
     after = list(day([WORKS] * 60 * 24 + [RESTS] * 600))
-    assert after == [(1440 + 220, "warn"), (1440 + 230, "stop")]
+    assert after == [(1440 + 260, "warn"), (1440 + 270, "stop")]
 
 
 def test_work_earns_a_break() -> None:
@@ -125,7 +125,7 @@ activities = st.builds(
 )
 
 
-@given(credit=st.floats(0, 220 * 60), it=activities, more=st.floats(0, 100))
+@given(credit=st.floats(0, 260 * 60), it=activities, more=st.floats(0, 100))
 def test_credit_has_bounds_and_more_work_is_never_worth_less(
     credit: float, it: Activity, more: float
 ) -> None:

@@ -19,7 +19,14 @@ from traitlets.config.loader import LazyConfigValue
 import gpuspawner
 from gpuspawner.errors import ConfigError
 from gpuspawner.scopes import CUSTOM_SCOPES, GRANT, READ_ACCOUNTS, Reach, reach
-from gpuspawner.wiring import ACCOUNTING_SCOPES, CULLER_SCOPES, PAGES, TEMPLATES, add_services
+from gpuspawner.wiring import (
+    ACCOUNTING_SCOPES,
+    CULLER_CONFIG,
+    CULLER_SCOPES,
+    PAGES,
+    TEMPLATES,
+    add_services,
+)
 
 USER_SCOPE = "access:services!service=gpu"
 
@@ -289,12 +296,20 @@ def test_what_docker_and_postgresql_need_is_passed_on(monkeypatch: pytest.Monkey
 def test_the_idle_culler_comes_when_asked() -> None:
     c = Config()
     add_services(c, cull_idle_after=3600)
-    assert service_of(c, "idle-culler")["command"] == [
-        *(sys.executable, "-m", "jupyterhub_idle_culler", "--timeout=3600")
-    ]
+    culler = service_of(c, "idle-culler")
+    classic = [sys.executable, "-m", "jupyterhub_idle_culler", "--timeout=3600"]
+    assert culler["command"] == [*classic, f"--config={CULLER_CONFIG}"]
+    assert CULLER_CONFIG.is_file()
+    ours = service_of(c, "gpu")["environment"]
+    assert culler["environment"]["GPUSPAWNER_DATABASE_URL"] == ours["GPUSPAWNER_DATABASE_URL"]
+    assert "GPUSPAWNER_CONFIG" not in culler["environment"]  # the secrets of channels
     role = role_of(c, "service-idle-culler")
     assert role["scopes"] == list(CULLER_SCOPES)
     assert role["services"] == ["idle-culler"]
+    c = Config()
+    c.Accounting.sample_seconds = 0
+    add_services(c, cull_idle_after=3600)
+    assert service_of(c, "idle-culler")["command"] == classic
 
 
 def test_mistakes_are_sentences() -> None:

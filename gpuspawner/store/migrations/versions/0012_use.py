@@ -1,4 +1,4 @@
-"""What devices did, minute by minute and hour by hour.
+"""What devices did, minute by minute and hour by hour, and how long those of a lease have rested.
 
 Revision ID: 0012
 Revises: 0011
@@ -40,6 +40,17 @@ def upgrade() -> None:
         ["since"],
         sqlite_where=condition,
         postgresql_where=condition,
+    )
+    op.create_table(
+        "idle",
+        sa.Column("lease_id", sa.Text(), nullable=False),
+        sa.Column("credit", sa.Float(), nullable=False),
+        sa.Column("judged_until", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("warned_at", sa.DateTime(timezone=True)),
+        sa.Column("stops_at", sa.DateTime(timezone=True)),
+        sa.Column("snoozes", sa.Integer(), nullable=False, server_default=sa.text("0")),
+        sa.ForeignKeyConstraint(["lease_id"], ["leases.id"]),
+        sa.PrimaryKeyConstraint("lease_id"),
     )
 
 

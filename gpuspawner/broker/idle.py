@@ -1,0 +1,219 @@
+"""Servers whose GPUs rest: judged minute by minute, warned, and stopped where that is the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from itertools import groupby
+
+import sqlalchemy as sa
+from traitlets import Dict
+from traitlets.config import LoggingConfigurable
+
+from ..errors import CannotSnooze, ConfigError
+from ..model import Lease, LeaseState, Notice, NoticeKind, ServerRef
+from ..store import Store, idle, leases, notices, tickets, use
+from ..store.idle import Watched
+from ..telemetry.idle import IdlePolicies, IdlePolicy, IdleState, activity_of, begin, judge, snooze
+from ..telemetry.values import MINUTE
+from .sessions import end_clock
+
+LONGEST_LOOK_BACK = timedelta(hours=12)
+"""What is older and was not judged yet, is not: the service was away for that long."""
+OUTPUT_COUNTS = timedelta(minutes=1)
+"""A minute counts as one with output when there was some this long after it, or later: the Hub
+hears of it with a delay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idled:
+    """What was told or ordered about an idle server."""
+
+    lease: Lease
+    event: str
+    """``warn``, ``back`` or ``stop``."""
+    stops_at: datetime | None = None
+
+
+class Idle(LoggingConfigurable):
+    """The part of the broker that knows which servers are idle."""
+
+    store: Store
+    clock: Callable[[], datetime]
+
+    when_idle = Dict(
+        {},
+        config=True,
+        help="""
+        What becomes of a server whose GPUs rest: ``"*"`` for all, ``"group:NAME"`` and
+        ``"environment:NAME"`` for some; each changes only what it names.
+
+        ``mode``: ``off`` (the default), ``advise`` (its member is warned) or ``enforce`` (and it
+        is stopped). ``mode_waiting``: the mode while others wait for GPUs. ``first_minutes`` (30)
+        that GPUs may rest at first, ``most_minutes`` (260) that work can earn, ``sooner_minutes``
+        (0) less while others wait, ``countdown_minutes`` (10), ``snooze_minutes`` (30) and
+        ``most_snoozes`` (2). Example::
+
+            c.Broker.when_idle = {
+                "*": {"mode": "advise", "mode_waiting": "enforce"},
+                "group:ml101": {"mode": "enforce", "most_minutes": 120},
+            }
+        """,
+    )
+
+    def read_idle_policies(self) -> IdlePolicies:
+        """What ``when_idle`` says. Raises ConfigError."""
+        try:
+            return IdlePolicies(self.when_idle)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ConfigError(what=f"c.Broker.when_idle: {error}") from None
+
+    def idle_policy(self, lease: Lease) -> IdlePolicy:
+        """What holds for a server."""
+        return self.read_idle_policies().of(lease.group, lease.environment)
+
+    def holding_gpus(self) -> list[Lease]:
+        """Every lease with GPUs whose server is up, and that nobody ended."""
+        return [lease for lease in self.store.run(leases.open_leases) if _is_watched(lease)]
+
+    def judge_idle(self, last_output: Mapping[ServerRef, datetime | None]) -> list[Idled]:
+        """Judge the minutes that are complete by now; what was told or ordered because of it.
+
+        ``last_output``: when each server had output last, or its member did anything. One that is
+        missing is not judged this time: what is not known is not idleness. All of it is one
+        transaction, so whoever is killed has told and ordered everything or nothing.
+        """
+        now = self.clock()
+        policies = self.read_idle_policies()
+        done: list[Idled] = []
+        with self.store.write() as connection:
+            held = [lease for lease in leases.open_leases(connection) if _is_watched(lease)]
+            idle.keep_only(connection, [lease.id for lease in held])
+            waiting = any(ticket.request.devices for ticket in tickets.waiting(connection))
+            known = idle.load(connection)
+            for lease in held:
+                if lease.server not in last_output:
+                    continue
+                policy = policies.of(lease.group, lease.environment)
+                before = known.get(lease.id) or Watched(begin(policy), _first_minute(lease))
+                output = last_output[lease.server]
+                found = self._judge(connection, lease, policy, before, output, waiting, now)
+                if found is not None:
+                    done.append(found)
+        return done
+
+    def snooze(self, lease_id: str) -> Lease:
+        """More time for a server that is to be stopped because its GPUs rest.
+
+        Raises UnknownLease, or CannotSnooze with the reason.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            lease = leases.get(connection, lease_id, lock=True)
+            watched = idle.get(connection, lease_id)
+            if lease.outcome or lease.state is LeaseState.ENDED:
+                raise CannotSnooze(why="it is being stopped already")
+            policy = self.idle_policy(lease)
+            if watched is None or watched.state.stops_at is None:
+                raise CannotSnooze(why="it is not going to be stopped for that")
+            later = snooze(policy, watched.state, now)
+            if later is None:
+                raise CannotSnooze(why=f"it was put off {policy.most_snoozes} times, as allowed")
+            idle.put(connection, lease_id, replace(watched, state=later))
+        self.log.info("Lease %s of %s is snoozed until %s", lease_id, lease.server, later.stops_at)
+        return lease
+
+    def idle_state(self, server: ServerRef) -> tuple[Lease | None, Watched | None]:
+        """The open lease of a server, and how long its GPUs have rested, as judged last."""
+        with self.store.read() as connection:
+            lease = leases.open_of(connection, server)
+            return lease, idle.get(connection, lease.id) if lease else None
+
+    # Steps of the above.
+
+    def _judge(
+        self,
+        connection: sa.Connection,
+        lease: Lease,
+        policy: IdlePolicy,
+        before: Watched,
+        last_output: datetime | None,
+        waiting: bool,
+        now: datetime,
+    ) -> Idled | None:
+        since = max(before.judged_until, now - LONGEST_LOOK_BACK)
+        rows = use.between(connection, since, now, uuids=lease.uuids)
+        state, until, stops = before.state, before.judged_until, False
+        for began, minutes in groupby(rows, key=lambda minute: minute.since):
+            until = began + timedelta(minutes=1)
+            output = last_output is not None and last_output + OUTPUT_COUNTS >= began
+            done = activity_of(minutes, float(MINUTE), output=output)
+            # By the clock of now, also for what is judged late: a countdown is never over at once.
+            verdict = judge(policy, state, done, now, waiting=waiting)
+            state, stops = verdict.state, verdict.event == "stop"
+            if stops:
+                break
+        idle.put(connection, lease.id, Watched(state, until))
+        event = "stop" if stops else _changed(before.state, state)
+        if not event:
+            return None
+        if event == "stop":
+            leases.update(connection, lease.id, outcome="idle", end_reason=_WHY)
+        notices.add(connection, _told(lease, policy, event, state.stops_at, waiting, now))
+        self.log.info("Lease %s of %s rests: %s", lease.id, lease.server, event)
+        return Idled(lease, event, state.stops_at)
+
+
+def _is_watched(lease: Lease) -> bool:
+    return bool(lease.devices) and lease.state is LeaseState.RUNNING and not lease.outcome
+
+
+def _changed(before: IdleState, after: IdleState) -> str:
+    """What is to be told; of several countdowns in what is judged at once, the last."""
+    if after.stops_at is not None:
+        return "warn" if after.stops_at != before.stops_at else ""
+    return "back" if before.stops_at is not None else ""
+
+
+def _first_minute(lease: Lease) -> datetime:
+    """The first minute that is all its own."""
+    began = lease.started_at or lease.granted_at
+    return began.replace(second=0, microsecond=0) + timedelta(minutes=1)
+
+
+# What members are told.
+
+_WHY = "its GPUs were not used"
+_KEPT = "Your files are where you left them."
+
+
+def _told(
+    lease: Lease,
+    policy: IdlePolicy,
+    event: str,
+    stops_at: datetime | None,
+    waiting: bool,
+    now: datetime,
+) -> Notice:
+    name = f"Your server {lease.server.name}".rstrip()
+    gpus, are = ("GPU", "is") if len(lease.devices) == 1 else ("GPUs", "are")
+    were = "was" if are == "is" else "were"
+    kind, moment = NoticeKind.SESSION_ENDS, stops_at or now
+    until = f"{end_clock(moment, now)} ({moment.astimezone():%Z})"
+    if event == "stop":
+        kind, title = NoticeKind.STOPPED, f"{name} is stopped: its {gpus} {were} not used"
+        body = f"What was held for it and not used is yours again. {_KEPT}"
+    elif event == "back":
+        title, body = f"{name} goes on", f"Its {gpus} {are} used again: it is not stopped."
+    elif policy.mode_now(waiting) == "enforce":
+        title = f"{name} stops at {until}: its {gpus} {are} not used"
+        body = (
+            f"It goes on when there is work for its {gpus} until then. Save your work, or stop it "
+            f"now: a server without a GPU opens the same files. {_KEPT}"
+        )
+    else:
+        title = f"{name} does not use its {gpus}"
+        body = f"It costs credits all the same. Stop it when you do not need it. {_KEPT}"
+    key = f"stopped:{lease.id}" if event == "stop" else f"idle:{event}:{lease.id}:{now.timestamp()}"
+    return Notice(key=key, user=lease.server.user, kind=kind, title=title, body=body, at=now)
