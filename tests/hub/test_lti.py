@@ -1,0 +1,148 @@
+"""Sign-in from a course. Real: JupyterHub, proxy, ltiauthenticator with the recipe for admins,
+signatures. The learning platform is a stand-in that speaks the launch of LTI 1.3."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import jwt
+import pytest
+import requests
+from cryptography.hazmat.primitives.asymmetric import rsa
+from jwt.algorithms import RSAAlgorithm
+
+from tests.support.gpu_hub import text_of
+from tests.support.hub import NAVIGATION
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import REPO
+
+CLIENT, LTI = "hub-of-the-lab", "https://purl.imsglobal.org/spec/lti/claim/"
+
+CONFIG = """
+load_subconfig("auth/lti.py", path={recipes!r})
+c.Authenticator.allow_all = False
+c.MemberLTI13Authenticator.issuer = {url!r}
+c.MemberLTI13Authenticator.authorize_url = {url!r} + "/auth"
+c.MemberLTI13Authenticator.jwks_endpoint = {url!r} + "/keys"
+c.MemberLTI13Authenticator.client_id = {{{client!r}}}
+"""
+
+
+@dataclass
+class Platform:
+    """A learning platform: its keys over HTTP, and the launches that it signs."""
+
+    key: rsa.RSAPrivateKey = field(default_factory=lambda: rsa.generate_private_key(65537, 2048))
+    url: str = ""
+
+    def keys(self) -> bytes:
+        public: dict[str, Any] = RSAAlgorithm.to_jwk(self.key.public_key(), as_dict=True)
+        return json.dumps({"keys": [{**public, "kid": "1", "use": "sig"}]}).encode()
+
+    def launch(
+        self, hub: PayingHub, mail: str, key: rsa.RSAPrivateKey | None = None, **claims: Any
+    ) -> requests.Response:
+        """Follow the link in the course, as the browser of this person does."""
+        session = requests.Session()
+        session.headers.update(NAVIGATION)
+        begun = session.get(
+            f"{hub.url}/hub/lti13/oauth_login",
+            params={
+                "iss": self.url,
+                "login_hint": mail,
+                "target_link_uri": f"{hub.url}/hub",
+                "client_id": CLIENT,
+            },
+            allow_redirects=False,
+            timeout=60,
+        )
+        assert begun.headers["location"].startswith(f"{self.url}/auth?"), begun.text
+        asked = {k: v[0] for k, v in parse_qs(urlsplit(begun.headers["location"]).query).items()}
+        now = int(time.time())
+        token = {
+            "iss": self.url,
+            "aud": CLIENT,
+            "sub": "17",
+            "email": mail,
+            "nonce": asked["nonce"],
+            "iat": now - 1,
+            "exp": now + 300,
+            f"{LTI}version": "1.3.0",
+            f"{LTI}message_type": "LtiResourceLinkRequest",
+            f"{LTI}deployment_id": "1",
+            f"{LTI}target_link_uri": f"{hub.url}/hub",
+            f"{LTI}resource_link": {"id": "5"},
+            f"{LTI}roles": ["http://purl.imsglobal.org/vocab/lis/v2/membership#Learner"],
+            f"{LTI}context": {"id": "3", "label": "ML", "title": "Machine learning"},
+            **claims,
+        }
+        signed = jwt.encode(token, key or self.key, "RS256", headers={"kid": "1"})
+        data = {"id_token": signed, "state": asked["state"]}
+        return session.post(asked["redirect_uri"], data=data, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def platform() -> Iterator[Platform]:
+    made = Platform()
+
+    class Keys(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(made.keys())
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Keys)
+    made.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield made
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def hub(platform: Platform, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    config = CONFIG.format(recipes=str(REPO / "hub_config"), url=platform.url, client=CLIENT)
+    with PayingHub(tmp_path_factory.mktemp("lti") / "hub", config) as hub:
+        hub.broker.import_roster(b"name,course\nada@lab.example,ML\n", actor="eva")
+        yield hub
+
+
+def test_who_is_on_the_roster_comes_in_from_the_course(hub: PayingHub, platform: Platform) -> None:
+    page = platform.launch(hub, "Ada@lab.example")
+    assert page.status_code == 200, page.text
+    assert page.url.endswith("/hub/welcome/first")
+    assert "Welcome, ada@lab.example" in text_of(page.text)
+    known = hub.broker.membership("ada@lab.example")
+    assert known is not None and known.by_roster
+
+
+def test_who_is_not_reads_why(hub: PayingHub, platform: Platform) -> None:
+    page = platform.launch(hub, "bob@lab.example")
+    said = text_of(page.text)
+    assert page.status_code == 403
+    assert "bob@lab.example" in said and "is not on the roster" in said
+    assert "gpu-admin@lab.example" in said
+    assert hub.broker.membership("bob@lab.example") is None
+
+
+def test_a_launch_that_the_platform_did_not_sign_is_refused(
+    hub: PayingHub, platform: Platform
+) -> None:
+    forged = rsa.generate_private_key(65537, 2048)
+    assert platform.launch(hub, "ada@lab.example", forged).status_code == 400
+    assert platform.launch(hub, "ada@lab.example", aud="another").status_code == 401
+    assert platform.launch(hub, "ada@lab.example", nonce="used").status_code == 400
+    old = int(time.time()) - 3600
+    assert platform.launch(hub, "ada@lab.example", iat=old, exp=old + 300).status_code == 400
