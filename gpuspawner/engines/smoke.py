@@ -15,6 +15,7 @@ import docker
 import requests
 from docker.errors import APIError, DockerException, ImageNotFound
 
+from .hardening import Hardening, harden
 from .injection import gpu_environment, gpu_host_config
 from .probe import (
     LABEL_CHECK,
@@ -117,17 +118,18 @@ def _config(
         "patience": PATIENCE,
     }
     environment = gpu_environment(mode, uuids)
+    host = {
+        "NetworkMode": "none",
+        "Binds": [f"{volumes[0]}:{workspace}", f"{volumes[1]}:{DATASET}:ro"],
+        **gpu_host_config(mode, uuids),
+    }
     return {
         "Image": image,
         "Entrypoint": ["python3", "-c", _inside()],
         "Cmd": [json.dumps(told)],
         "Env": [f"{name}={value}" for name, value in environment.items()],
         "Labels": {LABEL_CHECK: str(int(time.time()))},
-        "HostConfig": {
-            "NetworkMode": "none",
-            "Binds": [f"{volumes[0]}:{workspace}", f"{volumes[1]}:{DATASET}:ro"],
-            **gpu_host_config(mode, uuids),
-        },
+        "HostConfig": harden(host, Hardening()),
     }
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engines.base import LABEL_ENVIRONMENT, LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
+from ..engines.hardening import Hardening, harden
 from ..engines.injection import gpu_environment, gpu_host_config, without_gpus
 from ..model import Lease
-from .hardening import Hardening, harden
 
 ULIMITS = [
     {"Name": "memlock", "Soft": -1, "Hard": -1},

@@ -17,12 +17,13 @@ from traitlets import CaselessStrEnum
 
 from ..engines import DockerEngine
 from ..engines.docker import sighting_of
+from ..engines.hardening import HELPER
 from ..engines.injection import MODES
 from ..errors import EngineUnavailable, StartFailed
 from .base import spawn_exception
 from .container import ContainerSettings, build
 from .gone import Proof
-from .hardening import HELPER, GPUDockerHardening
+from .hardening import GPUDockerHardening
 from .injecting import injection_mode
 from .keeping import Kept, Plain, keep, leave_plain
 from .limits import allowed_ulimits

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from gpuspawner.engines.hardening import CAPABILITIES
 from gpuspawner.spawners.docker import GPUDockerSpawner
-from gpuspawner.spawners.hardening import CAPABILITIES
 from tests.support.processes import REPO
 
 TEXT = (REPO / "SECURITY.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.spawners.hardening import CAPABILITIES, Hardening, dangers, harden
+from gpuspawner.engines.hardening import CAPABILITIES, Hardening, dangers, harden
 
 DOCKERS_OWN = {
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD"),
