@@ -99,6 +99,7 @@ def main() -> None:
     options = parser.parse_args()
     columns = ("sessions", "policy", "runs", "idle GPU-hours returned, %", "cut wrongly, %")
     report = Report("idle_policy", (*columns, "sessions cut, %"))
+    report.figure("runs", options.runs)
     shapes = (
         ("as assumed", "", Shape()),
         ("half as long", "short_", Shape(session=120.0, pause=90.0)),

@@ -97,6 +97,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         library = nvml.build_nvml_library(Path(folder) / "lib")
         runs = [_run(library, Path(folder), n, options.seconds) for n in range(options.runs)]
+    report.figure("runs", options.runs)
     percent, resident, empty, drift, samples, passed = (
         Series(tuple(run[at] for run in runs)) for at in range(6)
     )

@@ -36,6 +36,17 @@ class Idled:
     stops_at: datetime | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """A server whose member was told that its GPUs rest."""
+
+    lease: Lease
+    stops_at: datetime | None
+    """None where nothing is stopped for that."""
+    snooze_minutes: float
+    """By how much it can be put off; 0 when it cannot."""
+
+
 class Idle(LoggingConfigurable):
     """The part of the broker that knows which servers are idle."""
 
@@ -129,6 +140,22 @@ class Idle(LoggingConfigurable):
         with self.store.read() as connection:
             lease = leases.open_of(connection, server)
             return lease, idle.get(connection, lease.id) if lease else None
+
+    def resting(self, user: str) -> list[Resting]:
+        """A member's servers whose GPUs rest, of those about which they were told."""
+        waiting = any(ticket.request.devices for ticket in self.store.run(tickets.waiting))
+        with self.store.read() as connection:
+            known = idle.load(connection)
+            held = [x for x in leases.open_leases(connection) if _is_watched(x) and x.id in known]
+        found = []
+        for lease in held:
+            state, policy = known[lease.id].state, self.idle_policy(lease)
+            if lease.server.user == user and state.stops_at is not None:
+                enforced = policy.mode_now(waiting) == "enforce"
+                more = enforced and state.snoozes < policy.most_snoozes
+                stops_at = state.stops_at if enforced else None
+                found.append(Resting(lease, stops_at, policy.snooze_minutes if more else 0.0))
+        return found
 
     # Steps of the above.
 

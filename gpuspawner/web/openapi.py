@@ -109,6 +109,9 @@ def paths() -> dict[str, dict[str, Operation]]:
         "/api/leases/{lease}/extend": {
             "post": operation("extend", "Begin a session's length anew.", "Lease", LEASE)
         },
+        "/api/leases/{lease}/snooze": {
+            "post": operation("snooze", "Put off a stop for GPUs that rest.", "Lease", LEASE)
+        },
         "/api/leases/{lease}/receipt": {
             "get": operation(
                 "receipt", "What a session cost, item by item.", "Receipt", LEASE, AFTER, LIMIT

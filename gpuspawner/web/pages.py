@@ -127,6 +127,8 @@ class MemberPage(Page):
             tickets=tickets,
             given_up=self.get_query_argument("given_up", ""),
             extended=self.get_query_argument("extended", ""),
+            resting=await self.read(self.broker.resting, self.user),
+            snoozed=self.get_query_argument("snoozed", ""),
             ending=figures.ending(mine, self.context.session_warn_minutes),
             refusal=refusal.message if refusal else "",
             xsrf=self.xsrf,

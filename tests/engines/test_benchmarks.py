@@ -26,6 +26,8 @@ SHORTEST = {
     "queue_estimates": ("--trace", "TRACE"),
     "ledger": ("--entries", "2000"),
     "tick": ("--leases", "200"),
+    "sampler": ("--seconds", "2"),
+    "idle_policy": ("--sessions", "50"),
     "pages": ("--members", "3"),
     "busy_year": ("--leases", "500", "--charge-minutes", "100000"),
 }

@@ -1,14 +1,16 @@
 """Who may read the metrics, as Prometheus does, and what the culler asks. Real: hub, proxy,
-accounting service, tokens, jupyterhub-idle-culler."""
+accounting service, tokens, jupyterhub-idle-culler, Chromium."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import requests
 import sqlalchemy as sa
+from playwright.sync_api import Browser
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuspawner.model import LeaseState, ServerRef
@@ -16,11 +18,14 @@ from gpuspawner.store import idle
 from gpuspawner.store.idle import Watched
 from gpuspawner.store.schema_use import device_use
 from gpuspawner.telemetry.idle import IdleState
+from tests.support.browser import screenshot
+from tests.support.pages import sign_in
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
 CONFIG = """
 c.Broker.opening_grant = 100_000
+c.Broker.when_idle = {"*": {"mode": "enforce"}}
 c.JupyterHub.services.extend([
     {"name": "prometheus", "api_token": "secret-of-prometheus"},
     {"name": "other", "api_token": "secret-of-another"},
@@ -74,6 +79,38 @@ def test_admins_may_read_them_and_nobody_else(hub: PayingHub) -> None:
         assert answer.status_code == 403, token
         assert "gpuspawner_" not in answer.text
         assert answer.text.startswith(("The metrics are for admins", "This page is not for you"))
+
+
+def test_a_member_puts_a_stop_off(hub: PayingHub, browser: Browser) -> None:
+    lease = hub.broker.lease_of(ServerRef("ada"))
+    assert lease
+    now = hub.broker.clock()
+    warned = IdleState(credit=60.0, warned_at=now, stops_at=now + timedelta(minutes=10))
+    later = Watched(warned, now + timedelta(hours=1))  # no minute is judged meanwhile
+    hub.broker.store.run(lambda connection: idle.put(connection, lease.id, later), write=True)
+    for width in (1280, 390):
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        sign_in(page, hub, "ada", "")
+        assert "its GPU is not used" in page.inner_text(".notice.warn:has(form)")
+        screenshot(page, f"idle-{width}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.click("text=30 min more")
+    page.wait_for_selector("text=It is put off")
+    screenshot(page, "idle-put-off")
+
+    def snooze(user: str) -> requests.Response:
+        headers = {"Authorization": f"token {hub.user_token(user)}"}
+        url = f"{hub.url}/services/gpu/api/leases/{lease.id}/snooze"
+        return requests.post(url, headers=headers, timeout=30)
+
+    hub.api("POST", "users/bob")
+    assert snooze("bob").status_code == 404
+    assert snooze("ada").json()["id"] == lease.id
+    refused = snooze("ada")
+    assert refused.status_code == 409
+    assert "it was put off 2 times" in refused.text
+    found = hub.broker.idle_state(ServerRef("ada"))[1]
+    assert found and found.state.stops_at == now + timedelta(minutes=70)
 
 
 def test_the_culler_asks_whether_gpus_rest(hub: PayingHub) -> None:
