@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the parts that tests run for real, and only those that are missing: a Docker Engine,
-# PostgreSQL, Chromium, nginx, a C compiler, debootstrap, a Linux kernel as a process with XFS.
+# PostgreSQL, OpenLDAP, Chromium, nginx, a C compiler, debootstrap, a Linux kernel as a process with XFS.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/lib.sh
@@ -18,6 +18,7 @@ has debootstrap || need debootstrap
 has linux.uml || need user-mode-linux
 has mkfs.xfs || need xfsprogs
 has zstd || need zstd
+has slapd || need slapd
 has nginx || need nginx-light
 [ -e /usr/share/keyrings/debian-archive-keyring.gpg ] || need debian-archive-keyring
 { has cc && [ -e "$(cc -print-file-name=libc.a)" ]; } || need gcc libc6-dev

@@ -70,6 +70,11 @@ class MemberLDAPAuthenticator(MemberMixin, Directory):
 
     # Rules and sentences.
 
+    @property
+    def _service(self) -> str:
+        # A login_service would take the form from the sign-in page.
+        return self.login_service or "The directory"
+
     def _own_rule(self) -> str:
         return "the directory does not have it as a member" if self.member_filter else ""
 

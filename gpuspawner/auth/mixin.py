@@ -221,7 +221,7 @@ class MemberMixin(Rules):
         """False. Where the same person wants to start a server: a page that says so."""
         if handler is None or not _is_starting(handler):
             return False
-        if handler.current_user is user and not handler._token_authenticated:
+        if handler.current_user is user and not getattr(handler, "_token_authenticated", False):
             message = (
                 f"{self._service} wants you to sign in again before a server starts. "
                 "Sign in, and then start it."

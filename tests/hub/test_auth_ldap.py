@@ -1,0 +1,175 @@
+"""Signing in with a directory. Real: slapd, the recipe for admins, JupyterHub, proxy, Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import requests
+from playwright.sync_api import Browser, Page
+
+from tests.support.browser import screenshot
+from tests.support.hub import HubProcess
+from tests.support.ldap import READER_PASSWORD, Directory, password_of
+from tests.support.processes import REPO, wait_for
+
+USERS = {
+    "ada": ["gpu-members", "staff"],
+    "grace": ["gpu-members", "gpu-admins"],
+    "leaver": ["gpu-members"],
+    "gone": ["gpu-members"],
+    "eve": ["art"],
+}
+
+CONFIG = """
+load_subconfig("auth/ldap.py", path={recipes!r})
+c.JupyterHub.authenticator_class = "gpuspawner.auth.ldap.MemberLDAPAuthenticator"
+c.MemberLDAPAuthenticator.server_address = "127.0.0.1"
+c.MemberLDAPAuthenticator.server_port = {port}
+c.MemberLDAPAuthenticator.tls_strategy = "insecure"  # it never leaves this machine
+c.MemberLDAPAuthenticator.auth_refresh_age = 1
+c.Authenticator.allow_all = False
+c.Authenticator.admin_users = set()
+c.Authenticator.blocked_users = {{"mallory"}}
+c.JupyterHub.default_url = "/hub/home"
+c.Broker.database_url = "sqlite:///store.sqlite"
+c.Broker.device_source = "simulated:1xT4"
+import gpuspawner; gpuspawner.add_services(c)
+"""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HubProcess, Directory]]:
+    """A hub whose members sign in with the directory of their lab."""
+    folder = tmp_path_factory.mktemp("ldap")
+    directory = Directory(folder / "directory", users=USERS)
+    directory.start()
+    hub = HubProcess(folder / "hub", environment={"LDAP_PASSWORD": READER_PASSWORD})
+    hub.config = CONFIG.format(recipes=str(REPO / "hub_config"), port=directory.port)
+    try:
+        with hub:
+            yield hub, directory
+    finally:
+        directory.stop()
+
+
+def form(hub: HubProcess, user: str, password: str | None = None) -> requests.Response:
+    data = {"username": user, "password": password_of(user) if password is None else password}
+    return hub.post_form(requests.Session(), "/hub/login", data)
+
+
+def signed_in(page: Page, hub: HubProcess, user: str, password: str) -> None:
+    page.goto(f"{hub.url}/hub/login")
+    page.fill("#username_input", user)
+    page.fill("#password_input", password)
+    page.click("#login_submit")
+
+
+def test_a_member_a_wrong_password_and_an_outsider_in_the_browser(
+    lab: tuple[HubProcess, Directory], browser: Browser
+) -> None:
+    hub, _ = lab
+    page = browser.new_page()
+
+    signed_in(page, hub, "ada", "a guess")
+    assert "Invalid username or password" in page.inner_text(".login_error")
+    signed_in(page, hub, "eve", password_of("eve"))
+    told = page.inner_text(".login_error")
+    assert told == (
+        "You signed in as 'eve', but this account is not on the list of "
+        "members; none of its groups may use this hub (art). "
+        "Ask gpu-admin@lab.example to let you in."
+    )
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        screenshot(page, f"auth-ldap-outsider-{width}")
+    signed_in(page, hub, "ada", password_of("ada"))
+    page.wait_for_url(f"{hub.url}/hub/home")
+
+    ada = hub.api("GET", "users/ada").json()
+    assert sorted(ada["groups"]) == ["gpu-members", "staff"] and ada["admin"] is False
+    assert hub.api("GET", "users/eve").status_code == 404
+
+
+def test_an_admin_by_group_and_no_more(lab: tuple[HubProcess, Directory]) -> None:
+    hub, directory = lab
+    assert form(hub, "Grace", password_of("grace")).url == f"{hub.url}/hub/home"
+    assert hub.api("GET", "users/grace").json()["admin"] is True
+
+    directory.leave_group("grace", "gpu-admins")
+    assert form(hub, "grace").url == f"{hub.url}/hub/home"
+    assert hub.api("GET", "users/grace").json()["admin"] is False
+
+
+@pytest.mark.parametrize(
+    ("user", "password"),
+    [("ada", ""), ("ada", " "), ("*", "x"), ("ada)(uid=*", "x"), ("nobody", "x"), ("ä", "ö")],
+)
+def test_no_password_and_no_filter_in_a_name_opens_anything(
+    user: str, password: str, lab: tuple[HubProcess, Directory]
+) -> None:
+    hub, _ = lab
+    page = form(hub, user, password)
+    assert page.status_code == 403 and "Invalid username or password" in page.text
+
+
+def test_who_leaves_the_group_starts_nothing_more_and_comes_back(
+    lab: tuple[HubProcess, Directory],
+) -> None:
+    hub, directory = lab
+    session = requests.Session()
+    data = {"username": "leaver", "password": password_of("leaver")}
+    assert hub.post_form(session, "/hub/login", data).url == f"{hub.url}/hub/home"
+    directory.leave_group("leaver", "gpu-members")
+
+    def out() -> bool:
+        home = session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=60)
+        return home.status_code == 302 and "/hub/login" in home.headers["location"]
+
+    wait_for(out, "the hub to ask the directory again")
+    started = hub.api("POST", "users/leaver/server")
+    assert started.status_code == 403
+    assert "no member of this hub any more" in started.json()["message"]
+    assert "it is in no group that may use this hub" in form(hub, "leaver").text
+
+    directory.join_group("leaver", "gpu-members")
+    assert form(hub, "leaver").url == f"{hub.url}/hub/home"
+
+
+def test_who_left_the_directory_is_signed_out(lab: tuple[HubProcess, Directory]) -> None:
+    hub, directory = lab
+    session = requests.Session()
+    data = {"username": "gone", "password": password_of("gone")}
+    assert hub.post_form(session, "/hub/login", data).url == f"{hub.url}/hub/home"
+    directory.remove("gone")
+
+    def out() -> bool:
+        page = session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=60)
+        return page.status_code == 302
+
+    wait_for(out, "the hub to ask the directory again")
+    started = hub.api("POST", "users/gone/server")
+    assert "the directory has no such account any more" in started.json()["message"]
+
+
+def test_the_directory_away_and_back(lab: tuple[HubProcess, Directory]) -> None:
+    """Those who are in stay in; those who come read a sentence; then it goes on as before."""
+    hub, directory = lab
+    session = requests.Session()
+    data = {"username": "ada", "password": password_of("ada")}
+    hub.post_form(session, "/hub/login", data)
+    directory.stop()
+    try:
+        page = form(hub, "ada")
+        assert page.status_code == 503 and "Traceback" not in page.text
+        assert "The directory is not working, so the hub cannot tell who you are" in page.text
+        wait_for(
+            lambda: (
+                session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=60).ok
+                and "'ada' stays signed in" in hub.log_text()
+            ),
+            "the hub to ask the directory in vain",
+        )
+    finally:
+        directory.start()
+    assert form(hub, "ada").url == f"{hub.url}/hub/home"
