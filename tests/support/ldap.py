@@ -143,8 +143,8 @@ class Directory:
             (READER, ["applicationProcess", "simpleSecurityObject"], {"cn": "hub", **secret}),
         ]
         for user in self.users:
-            person = {"uid": user, "cn": user, "sn": user, "mail": f"{user}@lab.example"}
-            values = {**person, "userPassword": password_of(user)}
+            values: dict[str, object] = {"uid": user, "cn": user, "sn": user}
+            values |= {"mail": f"{user}@lab.example", "userPassword": password_of(user)}
             entries.append((dn_of(user), ["inetOrgPerson"], values))
         for group in sorted({name for names in self.users.values() for name in names}):
             inside = [dn_of(user) for user in self.users if group in self.users[user]]
