@@ -77,6 +77,22 @@ def test_base_speaks_to_this_hub(clean_engine: PrivateEngine, images: Any) -> No
     )
 
 
+def test_base_imports_no_grammar_and_no_database_before_it_serves(
+    clean_engine: PrivateEngine, images: Any
+) -> None:
+    def imported(program: str) -> set[str]:
+        command = f"python -X importtime {program} --version 2>&1"
+        told = shell(clean_engine, images.BASE, command)
+        return set(re.findall(r"\|\s+(\w+)$", told, re.MULTILINE))
+
+    unneeded = {"lark", "alembic"}
+    assert unneeded <= imported("-m jupyterhub.singleuser"), "images/common/singleuser.py may go"
+    found = imported("$(which jupyterhub-singleuser)")
+    assert "tornado" in found and not unneeded & found
+    # Other programs find all that is installed.
+    shell(clean_engine, images.BASE, "python -c 'import rfc3987_syntax, jupyterhub.handlers'")
+
+
 def test_base_is_a_members_own(clean_engine: PrivateEngine, images: Any) -> None:
     told = shell(clean_engine, images.BASE, "id -un; id -u; pwd; echo $HOME; which python git")
     assert told.splitlines() == [
