@@ -3,7 +3,9 @@ through pynvml, whose library is a stand-in."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -15,7 +17,13 @@ from typing import Any
 
 import pytest
 
+from gpuspawner.accounting.hub import Hub
+from gpuspawner.accounting.sampling import MOST_MINUTES, Sampling
+from gpuspawner.accounting.tick import Tick
+from gpuspawner.accounting.use import SamplesUse
 from gpuspawner.broker import Broker
+from gpuspawner.broker.broker import utcnow
+from gpuspawner.devices.simulated import SimulatedDevices
 from gpuspawner.telemetry import DeviceUse
 from gpuspawner.telemetry.values import HOUR, MINUTE
 from tests.support.brokers import T0, Clock, open_broker
@@ -109,6 +117,45 @@ def test_hours_are_made_of_minutes_and_outlive_them(broker: Broker) -> None:
     clock(broker).forward(days=400)
     broker.tidy_use(*KEEP)
     assert broker.use_between(T0, clock(broker)(), seconds=HOUR) == []
+
+
+async def test_a_store_that_is_away_costs_no_minute(tmp_path: Path) -> None:
+    file = tmp_path / "gpuspawner.sqlite"
+    broker = open_broker(f"sqlite:///{file}", device_source="simulated:1xT4")
+    broker.remember_use([])
+    minutes = (T0 + timedelta(minutes=n) for n in itertools.count())
+    sampler = broker.watch.source.sampler()  # type: ignore[attr-defined]
+    sampling = Sampling(sampler, lambda: next(minutes), 0.02, broker.log)
+    tick = Tick(broker, Hub("http://127.0.0.1:1", "no token"), {}, logging.getLogger("service"))
+    duty = SamplesUse()
+    sampling.start()
+    try:
+        file.rename(tmp_path / "away")
+        wait_for(lambda: len(sampling.complete()) > 3, "complete minutes")
+        await duty._write(tick, sampling)
+        kept = sampling.complete()
+        assert len(kept) > 3
+        (tmp_path / "away").rename(file)
+        await duty._write(tick, sampling)
+        assert not set(map(id, kept)) & set(map(id, sampling.complete()))
+    finally:
+        sampling.stop()
+    await duty._write(tick, sampling)
+    assert sampling.complete() == []
+    written = broker.use_between(T0, T0 + timedelta(days=9))
+    assert [minute.since for minute in written] == [
+        T0 + timedelta(minutes=n) for n in range(len(written))
+    ]
+    assert len(written) > len(kept)
+    broker.store.close()
+
+
+def test_what_waits_for_a_store_has_a_bound() -> None:
+    devices = SimulatedDevices("1xT4")
+    sampling = Sampling(devices.sampler(), utcnow, 1.0, logging.getLogger("service"))
+    sampling._complete.extend(minute(n) for n in range(MOST_MINUTES + 10))
+    assert len(sampling.complete()) == MOST_MINUTES
+    assert sampling.complete()[-1] == minute(MOST_MINUTES + 9)  # the oldest are given up
 
 
 # The thread.
