@@ -11,6 +11,7 @@ import pytest
 
 from gpuspawner import pool
 from gpuspawner.devices import open_source
+from gpuspawner.devices.base import Sampled
 from gpuspawner.model import DeviceStatus, Inventory, Request
 
 pytestmark = pytest.mark.gpu
@@ -83,3 +84,25 @@ def test_what_is_free_can_be_given(inventory: Inventory) -> None:
         assert place in free
     else:
         assert all(pool.leasable(d) or d.compute_processes for d in inventory.devices)
+
+
+def test_samples_are_as_nvidia_smi_tells() -> None:
+    source = open_source("nvml")
+    assert isinstance(source, Sampled)
+    sampler, at = source.sampler(), datetime.now(timezone.utc)
+    for second in range(3):
+        samples = {s.uuid: s for s in sampler.sample(at, float(second))}
+    rows = query("uuid", "memory.total", "temperature.gpu", "clocks.max.sm")
+    for uuid, mebibytes, celsius, most_mhz in rows:
+        sample = samples.get(uuid)
+        if sample is None:
+            continue  # in MIG mode its instances are there
+        assert sample.error == ""
+        assert sample.use is not None and 0 <= sample.use <= 100
+        assert sample.used_bytes is not None and sample.total_bytes is not None
+        assert sample.used_bytes <= sample.total_bytes
+        assert sample.total_bytes // 2**20 == int(mebibytes)
+        assert sample.celsius is not None and abs(sample.celsius - int(celsius)) <= 10
+        assert sample.sm_mhz is not None and 0 < sample.sm_mhz <= int(most_mhz)
+        assert sample.milliwatts
+    assert all(sample.error == "" for sample in samples.values())
