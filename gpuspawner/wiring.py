@@ -104,7 +104,7 @@ def add_services(
 def _culler(c: Config, idle_after: int) -> dict[str, Any]:
     """JupyterHub's own culler, which asks us about servers that hold GPUs, if these are sampled."""
     command = [sys.executable, "-m", "jupyterhub_idle_culler", f"--timeout={idle_after}"]
-    if "sample_seconds" in c.Accounting and not c.Accounting.sample_seconds:
+    if not c.get("Accounting", {}).get("sample_seconds", True):
         return {"name": CULLER, "command": command}
     kept = {name: text for name, text in _environment(c).items() if _is_for_database(name)}
     command.append(f"--config={CULLER_CONFIG}")
