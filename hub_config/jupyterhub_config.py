@@ -22,6 +22,7 @@ def secret(name: str) -> str:
 
 # Who: members of a group of your identity provider. Its addresses are in the environment:
 # OAUTH2_AUTHORIZE_URL, OAUTH2_TOKEN_URL, OAUTH2_USERDATA_URL, OAUTH_CALLBACK_URL, OAUTH_CLIENT_ID.
+# With JUPYTERHUB_CRYPT_KEY, who left a group there is out here after minutes. Others: auth/*.py.
 c.JupyterHub.authenticator_class = "gpu-members-oauth"
 c.MemberOAuthenticator.login_service = "Example Lab"  # the name on the button
 c.MemberOAuthenticator.client_secret = secret("OAUTH_CLIENT_SECRET")

@@ -11,11 +11,13 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 import requests
+from playwright.sync_api import Browser, Page
 
 from gpuspawner.broker import Broker
 from gpuspawner.model import MICRO
+from tests.support.browser import screenshot
 from tests.support.hub import ADMIN_PASSWORD, USER_PASSWORD, HubProcess
-from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, sign_in
+from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, password_of, sign_in
 from tests.support.processes import wait_for
 
 USERS = {
@@ -52,6 +54,7 @@ c.MemberOAuthenticator.manage_groups = True
 c.MemberOAuthenticator.allowed_groups = {{"ml-course"}}
 c.MemberOAuthenticator.enable_auth_state = True
 c.MemberOAuthenticator.auth_refresh_age = 1
+import gpuspawner; gpuspawner.add_services(c)
 c.CryptKeeper.keys = [bytes(32)]
 """
 
@@ -175,9 +178,9 @@ def test_an_outsider_reads_why_and_whom_to_ask(
 
     assert page.status_code == 403
     sentence = said(page)
-    assert sentence.startswith("403 : Forbidden ")
+    assert sentence.startswith("You are not a member here ")
     assert f"You signed in to Lab as '{user}', but {why} Ask gpu@lab.example" in sentence
-    assert sentence.endswith("Sign in with another account")
+    assert "Sign in with another account" in sentence
     assert 'href="/hub/oauth_login?another=1"' in page.text
     assert '<a href="mailto:gpu@lab.example">' in page.text
     assert hub.api("GET", f"users/{user}").status_code == 404
@@ -227,6 +230,79 @@ def test_who_leaves_the_group_is_signed_out(oauth: tuple[HubProcess, IdentityPro
     assert "in no group that may use this hub" in said(
         sign_in(session, provider, "leaver", hub.url)
     )
+    started = hub.api("POST", "users/leaver/server")  # nor does an admin start one for them
+    assert started.status_code == 403
+    assert "'leaver': this account is no member of this hub any more" in started.json()["message"]
+
+
+def callback_says(hub: HubProcess, **answer: str) -> requests.Response:
+    """Come back from the provider with something else than a code."""
+    session = requests.Session()
+    away = session.get(f"{hub.url}/hub/oauth_login", allow_redirects=False, timeout=30)
+    state = parse_qs(urlparse(away.headers["location"]).query)["state"][0]
+    back = {"state": state, **answer}
+    return session.get(f"{hub.url}/hub/oauth_callback", params=back, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "sentence"),
+    [
+        ({"error": "access_denied"}, 403, "Lab was not allowed to tell this hub who you are"),
+        ({"error": "temporarily_unavailable"}, 503, "Lab is not working"),
+        ({"error": "login_required"}, 400, "This sign-in began in another browser or too long"),
+        (
+            {"error": "invalid_scope", "error_description": "Call 0900-SCAM"},
+            502,
+            "Lab gave an answer that this hub cannot use",
+        ),
+        ({}, 400, "This sign-in began in another browser or too long ago"),
+        ({"code": "any", "state": "forged"}, 400, "This sign-in began in another browser or too"),
+        ({"code": "any", "state": "ä"}, 400, "This sign-in began in another browser or too long"),
+    ],
+)
+def test_what_the_provider_may_answer_instead(
+    answer: dict[str, str],
+    status: int,
+    sentence: str,
+    oauth: tuple[HubProcess, IdentityProvider],
+) -> None:
+    hub, _ = oauth
+    page = callback_says(hub, **answer)
+
+    assert page.status_code == status
+    assert sentence in said(page) and "SCAM" not in page.text
+    assert "Ask gpu@lab.example to look at the hub's log." in said(page)
+    assert 'href="/hub/oauth_login"' in page.text  # and try again
+
+
+def test_with_another_account_in_the_browser(
+    oauth: tuple[HubProcess, IdentityProvider], browser: Browser
+) -> None:
+    """The provider knows this browser as an outsider: it asks who it is, and a member comes in."""
+    hub, provider = oauth
+    page = browser.new_page()
+    provider.wait_turn("eve")
+    page.goto(f"{hub.url}/hub/oauth_login")
+    give(page, "eve")
+    page.wait_for_selector("text=You are not a member here")
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        screenshot(page, f"auth-outsider-{width}")
+    page.set_viewport_size({"width": 1280, "height": 800})
+
+    page.click("text=Sign in with another account")
+    screenshot(page, "auth-provider-asks")
+    assert page.url.startswith(provider.url)
+    give(page, "ada")
+    page.wait_for_url(f"{hub.url}/hub/home")
+
+
+def give(page: Page, user: str) -> None:
+    """Name and password, on the provider's own pages."""
+    page.fill("input[name=login]", user)
+    page.press("input[name=login]", "Enter")
+    page.fill("input[name=password]", password_of(user))
+    page.press("input[name=password]", "Enter")
 
 
 # With a shared password.
