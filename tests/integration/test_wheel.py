@@ -21,6 +21,7 @@ from tests.support.processes import BIN, REPO, cache_dir
 TOOLS = (
     "aiosmtpd",
     "hypothesis",
+    "jupyterhub-ldapauthenticator",
     "psutil",
     "psycopg2-binary",
     "pytest",
@@ -157,6 +158,12 @@ def test_the_wheel_runs_outside_the_checkout(oldest: Path, tmp_path: Path) -> No
     assert found["gpu"] == [
         "gpu-docker",
         "gpu-local",
+        "gpu-members-cilogon",
+        "gpu-members-github",
+        "gpu-members-gitlab",
+        "gpu-members-google",
+        "gpu-members-ldap",
+        "gpu-members-microsoft",
         "gpu-members-oauth",
         "gpu-members-shared-password",
     ]
