@@ -45,6 +45,12 @@ from .recovery import is_recovered, recovered
 ASK_AGAIN = 0.05
 """Seconds after which a server that did not answer is asked again; later, more seldom."""
 
+ASK_SELDOM = 0.2
+"""Seconds between two such questions at most: half of it, on average, is a member's wait."""
+
+LOOK_AFTER = 0.25
+"""Seconds after which the engine is asked again whether a server that does not answer lives."""
+
 
 class GPUSpawnerMixin(Acquiring):
     """Put before a Spawner class: its servers then hold leases.
@@ -184,9 +190,15 @@ class GPUSpawnerMixin(Acquiring):
         address = self._server_url(url)
         ssl_context = self._hub_ssl_context()
 
+        looked_at = 0.0
+
         async def answers_or_gone() -> bool:
+            nonlocal looked_at
             if await answers(address, ssl_context):
                 return True
+            if time.monotonic() - looked_at < LOOK_AFTER:
+                return False
+            looked_at = time.monotonic()
             if (await self.poll()) is not None:
                 detail = await self.failure_detail()
                 raise StartFailed(cause=detail or "it exited at once")
@@ -201,7 +213,7 @@ class GPUSpawnerMixin(Acquiring):
                 answers_or_gone,
                 message,
                 start_wait=ASK_AGAIN,
-                max_wait=0.5,
+                max_wait=ASK_SELDOM,
                 timeout=self.http_timeout,
             )
         except AnyTimeoutError:
