@@ -5,6 +5,9 @@ DockerSpawner serve one hub and one engine, in turns, with the same image and th
 the GPU is a stand-in. The member is signed in and sees the form of either spawner; the clock runs
 from the click on its Start.
 
+DockerSpawner's server is JupyterHub's own program, started as in any other image; ours is what
+images/base has in its place (images/common/singleuser.py). ``--same-server`` gives it to both.
+
 * ``page usable``: until JupyterLab's launcher is there to be clicked;
 * ``kernel answers``: until a new notebook has worked something out and shows it.
 
@@ -38,6 +41,10 @@ c.Spawner.http_timeout = c.Spawner.start_timeout = 120
 c.StockSpawner.options_form = "<p>JupyterLab</p>"
 c.GPUDockerSpawner.workspace = "work-{username}"
 c.StockSpawner.volumes = {"work-{username}": "/home/jovyan/work"}
+"""
+
+OWN_PROGRAM = """
+c.StockSpawner.cmd = ["python", "-m", "jupyterhub.singleuser"]
 """
 
 Found = dict[str, list[Click]]
@@ -80,8 +87,11 @@ def measure(hub: DockerHub, cold: int, warm: int) -> tuple[Found, Found]:
 def main() -> None:
     parser = argument_parser(__doc__, runs=20)
     parser.add_argument("--cold", type=int, default=5, help="cold runs of each side (5)")
+    same = "both sides have our images' server"
+    parser.add_argument("--same-server", action="store_true", help=same)
     args = parser.parse_args()
-    with docker_hub(1, CONFIG, image=images.BASE) as hub:
+    config = CONFIG if args.same_server else CONFIG + OWN_PROGRAM
+    with docker_hub(1, config, image=images.BASE) as hub:
         cold, warm = measure(hub, args.cold, args.runs)
     columns = ("seconds since the click", "runs", "GPUDockerSpawner", "DockerSpawner", "ratio")
     report = Report("click_to_lab", columns)
