@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from ldap3.core.exceptions import (
 from ldap3.utils.conv import escape_filter_chars
 from ldap3.utils.dn import escape_rdn
 from ldapauthenticator import LDAPAuthenticator
-from traitlets import Unicode
+from traitlets import Unicode, default, validate
 
 from ..patience import within
 
@@ -92,6 +93,15 @@ class Directory(LDAPAuthenticator):
             c.MemberLDAPAuthenticator.mail_attribute = "mail"
         """,
     )
+
+    @default("tls_kwargs")
+    def _tls_kwargs_default(self) -> dict[str, Any]:
+        # ldap3 believes any certificate unless told otherwise, and passwords go there.
+        return {"validate": ssl.CERT_REQUIRED}
+
+    @validate("tls_kwargs")
+    def _certificates_count(self, proposal: Any) -> dict[str, Any]:
+        return {"validate": ssl.CERT_REQUIRED, **proposal.value}
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -177,7 +177,10 @@ class MemberMixin(Rules):
             return await self._refreshed(user, refreshed)
         except Refusal as refusal:
             return self._sign_out(user, handler, refusal)
-        except web.HTTPError as failure:  # the store or the provider does not answer
+        except web.HTTPError as failure:
+            if failure.status_code < 500:  # the base class's own refusal
+                return self._sign_in_anew(user, handler)
+            # The store or the provider does not answer.
             self.log.warning("%r stays signed in: %s", user.name, failure)
             return refreshed
 

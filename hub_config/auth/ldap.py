@@ -13,6 +13,7 @@ import os
 c = get_config()
 c.JupyterHub.authenticator_class = "gpu-members-ldap"
 c.MemberLDAPAuthenticator.server_address = "ldap.lab.example"
+c.MemberLDAPAuthenticator.tls_kwargs = {}  # {"ca_certs_file": "..."} for a CA of your own
 
 # Whose passwords, and who looks people up (FreeIPA: uid=hub,cn=sysaccounts,cn=etc,dc=...).
 c.MemberLDAPAuthenticator.lookup_dn = True

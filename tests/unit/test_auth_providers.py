@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import configparser
 import importlib
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -254,3 +255,24 @@ def test_cilogon(eppn: str, verdict: str, there: Vendor, broker: Broker) -> None
     urls = {"token_url": f"{there.url}/token", "userdata_url": f"{there.url}/userinfo"}
     authenticator = from_recipe(MemberCILogonOAuthenticator, "cilogon", urls, broker=broker)
     assert sign_in(authenticator, None).startswith(verdict)
+
+
+# LDAP: tests/hub/test_auth_ldap.py has a real directory.
+
+
+@pytest.mark.parametrize("given", [{}, {"ca_certs_file": "/etc/ssl/lab.pem"}])
+def test_ldap_takes_no_certificate_on_trust(given: dict[str, str]) -> None:
+    from gpuspawner.auth.ldap import MemberLDAPAuthenticator
+
+    settings: dict[str, Any] = {"tls_kwargs": given} if given else {}
+    authenticator = MemberLDAPAuthenticator(lookup_dn=True, **settings)
+    assert authenticator.tls_kwargs == {"validate": ssl.CERT_REQUIRED, **given}
+
+
+def test_ldap_groups_go_by_name() -> None:
+    from gpuspawner.auth.ldap import MemberLDAPAuthenticator
+
+    with pytest.raises(TraitError, match="take the names of groups"):
+        MemberLDAPAuthenticator(
+            lookup_dn=True, manage_groups=True, allowed_groups={"cn=gpu,dc=lab,dc=example"}
+        )
