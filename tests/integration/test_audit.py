@@ -256,7 +256,7 @@ def test_the_command(cli: Command, broker: Broker) -> None:
 def test_it_needs_no_more_memory_for_more_leases(database_url: str) -> None:
     """Leases are looked at a few hundred at a time."""
     store = Store(database_url)
-    write_year(store, Year(members=20, devices=8, leases=1500))
+    write_year(store, Year(members=20, devices=8, leases=1500, days=90))
     tracemalloc.start()
     try:
         with store.read() as connection:

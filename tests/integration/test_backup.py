@@ -275,7 +275,7 @@ while True:
 def test_killed_in_mid_copy(database_url: str, tmp_path: Path) -> None:
     """Under the wanted name there is the last whole copy, or none; never half of one."""
     store = Store(database_url)
-    write_year(store, Year(members=20, devices=8, leases=300))
+    write_year(store, Year(members=20, devices=8, leases=300, days=90))
     expected = store.run(lambda c: c.exec_driver_sql("SELECT count(*) FROM postings").scalar())
     file = tmp_path / "copy"
     chance = random.Random(7)

@@ -138,7 +138,7 @@ def test_drain_and_undrain(cli: Command, broker: Broker, line: list[Ticket]) -> 
     )
     listed = cli("devices").stdout
     assert re.search(
-        rf"draining +{uuid} +ada/night, lease \w+; drained by cli:root: a fan$", listed, re.M
+        rf"draining +\S+ +{uuid} +ada/night, lease \w+; drained by cli:root: a fan$", listed, re.M
     ), listed
     broker.release(night.id, reason="stopped")
     device = next(d for d in cli.json("devices")["devices"] if d["uuid"] == uuid)

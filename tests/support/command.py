@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from gpuspawner.broker import Broker
 from gpuspawner.model import Lease, Request, ServerRef
+from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO
 
 FLEET = "simulated:2xA100-80GB,1xT4"
@@ -37,16 +37,7 @@ class Command:
     def __call__(
         self, *arguments: str, code: int = 0, answer: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "gpuspawner", *arguments],
-            cwd=self.folder,
-            env=self.environment | environment,
-            input=answer,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = PRELOADED.run(arguments, self.folder, self.environment | environment, answer)
         assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode == code, done.stdout + done.stderr
         return done
