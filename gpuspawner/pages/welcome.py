@@ -1,7 +1,8 @@
 """The page that a member sees once, before all others: credits, queue, files.
 
 It is shown to whoever comes to the Hub's front door and was not shown it before; a link to a
-certain page leads there as ever. Who was shown it is in the store.
+certain page leads there as ever. Who was shown it is in the store. The member's workspace is
+opened with it.
 """
 
 from __future__ import annotations
@@ -95,6 +96,16 @@ class FirstWelcome(Welcome):
             await broker.run(broker.welcomed, name)
         except GPUSpawnerError as error:  # then they see it again, after the hub's next start
             self.log.warning("That %r was welcomed could not be written: %s", name, error.message)
+        await self._open_workspace(user)
+
+    async def _open_workspace(self, user: User) -> None:
+        """So that it is there before the first start, which else makes it. The page is sent."""
+        if open_workspace := getattr(user.spawner, "open_workspace", None):
+            try:
+                await open_workspace()
+            except Exception as error:
+                # An engine can fail in as many ways as it has libraries: the start says which.
+                self.log.warning("The workspace of %r waits for a start: %s", user.name, error)
 
     async def _is_due(self, user: str) -> bool:
         """Whether somebody is still to be welcomed. Who cannot be told goes on."""

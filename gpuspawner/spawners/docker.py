@@ -134,14 +134,17 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
             self.executor, lambda: self._docker(method, *args, **kwargs)
         )
 
-    async def run_helper(self, command: list[str], **host_config: Any) -> tuple[int, str]:
-        """Run a command as root in a throw-away container of the image, without network.
+    async def run_helper(
+        self, command: list[str], *, image: str = "", **host_config: Any
+    ) -> tuple[int, str]:
+        """Run a command as root in a throw-away container, without network.
 
-        Its exit code and what it printed. ``host_config`` takes the Engine API's names.
+        Its exit code and what it printed. Without ``image`` it is of this start's image;
+        ``host_config`` takes the Engine API's names.
         """
         created = await self._call(
             "create_container",
-            image=self.image,
+            image=image or self.image,
             entrypoint=command,
             command=[],
             user="0",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from docker.errors import ImageNotFound
 from jinja2 import Environment as Templates
 from jinja2 import PackageLoader
 from jupyterhub.traitlets import ByteSpecification, Callable
@@ -28,6 +30,7 @@ class GPUDockerFiles(GPUSpawnerMixin):
 
     if TYPE_CHECKING:
         _render_templates: Any
+        _call: Any
 
     workspace = Unicode(
         "",
@@ -142,6 +145,22 @@ class GPUDockerFiles(GPUSpawnerMixin):
             folders=self._folders,
             folders_target=self.folders_target,
         )
+
+    async def open_workspace(self) -> None:
+        """Make the workspace, and give it to the user of the default environment's image.
+
+        Whose image is not here yet cannot be asked for its user: then the first start does it.
+        """
+        if not self.workspace_source:
+            return
+        environment = self.load_catalog().default_for(self.group_names)
+        image = environment.image or self.image
+        with self._set_for_now(await self._limits_of_groups()):
+            quota = self.quota_bytes
+        storage = Storage(self, self.workspace_source, self.workspace_target, (), quota=quota)
+        with suppress(ImageNotFound):
+            await self._call("inspect_image", image)
+            await storage.prepare(image)
 
     async def find_folders(self) -> None:
         """Find out which shared folders this start gets, as things are now."""

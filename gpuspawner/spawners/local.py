@@ -60,9 +60,17 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
 
     def make_preexec_fn(self, name: str) -> Any:
         """Start in the member's ``work``; made before the fork, where errors can be said."""
+        work = self._make_work()
+        return lambda: os.chdir(work)
+
+    def _make_work(self) -> Path:
         work = Path(self.home_dir) / "work"
         work.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return lambda: os.chdir(work)
+        return work
+
+    async def open_workspace(self) -> None:
+        """Make ``work`` in the member's home directory."""
+        self._make_work()
 
     async def prove_gone(self) -> Proof:
         """Gone when no process carries the lease in its environment."""

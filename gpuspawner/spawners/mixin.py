@@ -86,6 +86,9 @@ class GPUSpawnerMixin(Acquiring):
     async def look_at_files(self, request: Request) -> None:
         """Refuse a start that the member's files leave no room for, or whose image is none."""
 
+    async def open_workspace(self) -> None:
+        """Make the member's workspace ahead of their first start, where that can be done."""
+
     # 1. Acquire.
 
     def run_pre_spawn_hook(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 LABEL_WORKSPACE = "gpuspawner.workspace"
 LABEL_FOLDER = "gpuspawner.folder"
 PREPARED = "gpuspawner_workspaces"
+PREPARING = "gpuspawner_workspaces_in_work"
 GB = 2**30
 _PLACE = "/workspace"
 
@@ -77,8 +79,13 @@ class Storage:
         return found
 
     async def _prepare(self, source: str, quota: int, image: str, labels: dict[str, str]) -> None:
-        if (source, quota) in self._prepared:
-            return
+        locks: dict[str, asyncio.Lock] = self.spawner.shared(PREPARING, dict)
+        # Who comes second waits until it is theirs, and does not take it half done.
+        async with locks.setdefault(source, asyncio.Lock()):
+            if (source, quota) not in self._prepared:
+                await self._make(source, quota, image, labels)
+
+    async def _make(self, source: str, quota: int, image: str, labels: dict[str, str]) -> None:
         directory = source.startswith("/")
         if directory or not await self._volume_exists(source, labels):
             await self._give_to_user(source, image, needed=directory and bool(quota))
@@ -117,7 +124,8 @@ class Storage:
         owner = user if ":" in user or user.isdigit() else f"{user}:"
         script = f'[ "$(stat -c %u {_PLACE})" != 0 ] || chown "$0" {_PLACE}'
         command = ["sh", "-c", script, owner]
-        code, words = await self.spawner.run_helper(command, Binds=[f"{source}:{_PLACE}:rw"])
+        binds = [f"{source}:{_PLACE}:rw"]
+        code, words = await self.spawner.run_helper(command, image=image, Binds=binds)
         if code:
             self.spawner.log.error("The workspace %s: %s", source, words)
             raise StartFailed(cause="your workspace could not be made yours (tell your admin)")

@@ -15,11 +15,11 @@ from tests.support.engine import PrivateEngine
 from tests.support.processes import wait_for
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def hub(
     engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[AttackHub]:
-    """One hub for all of the folder; who shares the tests among processes has one in each."""
+    """One hub a file, and nothing left in the engine for whoever comes next."""
     with AttackHub(tmp_path_factory.mktemp("attacks") / "hub", engine) as hub:
         page = f"{hub.url}/services/gpu/static/gpu.css"
         wait_for(lambda: requests.get(page, timeout=5).ok, "the service's pages", timeout=60)

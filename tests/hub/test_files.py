@@ -86,6 +86,18 @@ def hub(engine: PrivateEngine, tmp_path_factory: pytest.TempPathFactory) -> Iter
     shutil.rmtree(folder / "files", ignore_errors=True)
 
 
+# A new workspace.
+
+
+def test_the_first_sign_in_opens_the_workspace(hub: FilesHub) -> None:
+    """It is there before any start."""
+    folder = hub.files / "work" / "dora"
+    assert not folder.exists()
+    assert "Welcome, dora" in hub.login("dora").get(hub.url, timeout=60).text
+    wait_for(folder.is_dir, "the workspace")
+    assert hub.server("dora") is None
+
+
 # A full workspace.
 
 

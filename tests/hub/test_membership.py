@@ -80,6 +80,8 @@ def test_a_newcomer_is_welcomed_once(hub: PayingHub, browser: Browser) -> None:
     expect(page.get_by_text("You have 100.00 credits")).to_be_visible()
     expect(page.get_by_text("T4: 1.00 an hour, enough for 100 hours")).to_be_visible()
     keep(page, "welcome")
+    work = Path(hub.folder) / "workspaces" / "ada" / "work"
+    wait_for(work.is_dir, "the workspace, before any start")
     page.goto(hub.url)
     page.wait_for_url(re.compile("/hub/spawn"))
     page.goto(f"{hub.url}/hub/home")

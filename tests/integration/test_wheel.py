@@ -51,6 +51,7 @@ STORED = tuple(
 PURE = (
     "scheduler",
     "test_bulk",
+    "test_checks",
     "test_chart",
     "test_dockerfiles",
     "test_dry",
