@@ -39,6 +39,16 @@ class Preloaded:
         self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], answer: str
     ) -> subprocess.CompletedProcess[str]:
         """``python -m gpuspawner ARGUMENTS`` in a folder, with ``answer`` as its input."""
+        if any(name.startswith("LD_") for name in environment):  # read when a process begins
+            return subprocess.run(
+                [sys.executable, "-m", "gpuspawner", *arguments],
+                cwd=folder,
+                env=dict(environment),
+                input=answer,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT,
+            )
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
