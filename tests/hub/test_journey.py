@@ -256,6 +256,8 @@ def test_a_member_changes_their_mind(hub: GPUHub) -> None:
 
 def _stop_on_home_page(page: Page, hub: GPUHub) -> None:
     page.goto(f"{hub.url}/hub/home")
+    # JupyterHub's page loads its script after itself: a click before that is lost.
+    page.wait_for_function("() => window.jQuery?._data(document.querySelector('#stop'), 'events')")
     page.get_by_role("button", name="Stop My Server").click()
     expect(page.get_by_role("button", name="Start My Server")).to_be_visible(timeout=SLOW)
     wait_for(lambda: not hub.open_leases("member1"), "the release")
