@@ -24,6 +24,27 @@ set are no fault, and have no entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """What of a device changes seldom, and tells whether it is well. None is what it does not
+    tell."""
+
+    remap_pending: bool | None = None
+    """Whether rows of its memory are to be replaced when it is reset."""
+    remap_failed: bool | None = None
+    """Whether it has no spare rows left for that."""
+    pages_pending: bool | None = None
+    """Whether pages of its memory are to be retired when it is reset (older models)."""
+    link_width: int | None = None
+    """Lanes of PCIe that are in use."""
+    link_most: int | None = None
+    """Lanes that it could have in this slot."""
+    limit_milliwatts: int | None = None
+    """The power that it may take now."""
+    usual_milliwatts: int | None = None
+    """The power that it may take as it is sold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A device at one moment. None is what the device or its driver does not tell."""
 
@@ -48,6 +69,8 @@ class Sample:
     """Errors that the driver reported since the sample before."""
     processes: tuple[DeviceProcess, ...] | None = None
     """As listed last, some seconds ago."""
+    condition: Condition | None = None
+    """As read last, up to a minute ago."""
     error: str = ""
     """Why it does not answer; then there is nothing else."""
 

@@ -1,0 +1,231 @@
+"""What can be wrong with a device, and what is found of it in samples. Pure.
+
+Each thing that can be wrong is a cause with a name, by which an admin says what it does:
+``ignore``, ``watch`` (it is shown) or ``drain`` (nobody new gets the device). ``README.md`` has
+both tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from .values import THROTTLE, Condition, Sample
+
+ACTIONS = ("ignore", "watch", "drain")
+
+
+@dataclass(frozen=True, slots=True)
+class XidClass:
+    """Errors that the driver reports (Xid) and that mean the same for who gives devices out."""
+
+    cause: str
+    codes: tuple[int, ...]
+    """Empty: all others."""
+    what: str
+
+
+XIDS = (
+    XidClass("xid program", (8, 11, 13, 31, 32, 43, 45, 68, 69), "a program's own mistake"),
+    XidClass("xid memory", (48, 64, 94, 95, 140), "its memory lost data"),
+    XidClass("xid stuck", (46, 61, 62, 110, 119, 120, 143, 158), "the card hangs"),
+    XidClass("xid link", (54, 74, 79), "it lost power, NVLink or the bus"),
+    XidClass("xid minor", (), "a lesser error"),
+)
+
+CAUSES: Mapping[str, tuple[str, str]] = {
+    "xid program": ("ignore", "a program's own mistake, as members make them every day"),
+    "xid memory": ("drain", "its memory lost data, or has nothing to replace bad rows with"),
+    "xid stuck": ("drain", "the card or its firmware hangs"),
+    "xid link": ("drain", "it lost power, NVLink or the bus"),
+    "xid minor": ("watch", "any other error that the driver reports"),
+    "xid often": ("drain", "the third lesser error within an hour"),
+    "lost": ("drain", "it has not answered for half a minute, as when it fell off the bus"),
+    "ecc": ("drain", "new memory errors that ECC could not correct"),
+    "ecc before": ("watch", "there were some since the driver was loaded, before we looked"),
+    "remap pending": ("drain", "bad rows of its memory are replaced when it is reset"),
+    "remap failed": ("drain", "it has no spare rows left: it needs to be replaced"),
+    "pages pending": ("drain", "bad pages of its memory are retired when it is reset"),
+    "hot": ("drain", "at 95 °C or above for a minute, until it is at 85 °C"),
+    "slowed": ("watch", "its hardware has slowed it down for a minute"),
+    "narrow": ("watch", "its PCIe link has had fewer lanes than it could have for a minute"),
+    "weak": ("watch", "it may take less than nine tenths of the power that it is made for"),
+}
+"""What each cause does unless an admin says otherwise, and what it means."""
+
+HOT, COOL = 95, 85
+"""Degrees Celsius."""
+NONSENSE = 150
+"""No sensor that works says so."""
+SLOWED = 0x8 | 0x40 | 0x80
+"""The bits of :data:`gpuspawner.telemetry.values.THROTTLE` that are no choice of anybody's."""
+WEAK = 0.9
+STEADY = timedelta(minutes=1)
+"""What must last counts after so long: a single reading proves nothing."""
+SILENT = timedelta(seconds=30)
+LONGEST_STEP = timedelta(seconds=10)
+"""The most that lies between two samples: a clock that is set forward makes nothing last."""
+OFTEN = timedelta(hours=1)
+TIMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """Something that is wrong with a device."""
+
+    cause: str
+    """One of :data:`CAUSES`."""
+    said: str
+    """In words, without a full stop."""
+    at: datetime
+    lasting: bool = False
+    """Whether it goes on; else it happened then."""
+
+
+def xid_class(code: int) -> XidClass:
+    """Which class an error of the driver is of."""
+    return next(each for each in XIDS if code in each.codes or not each.codes)
+
+
+class Signs:
+    """What is found in the samples of one device, one after the other."""
+
+    def __init__(self) -> None:
+        self._at: datetime | None = None
+        self._lasted: dict[str, timedelta] = {}
+        self._since: dict[str, datetime] = {}
+        self._said: dict[str, str] = {}
+        self._ecc: int | None = None
+        self._minor: list[datetime] = []
+        self._happened: list[Symptom] = []
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Take in some samples of the device, in the order in which they were taken."""
+        for sample in samples:
+            self._add(sample)
+
+    @property
+    def going_on(self) -> frozenset[str]:
+        """The causes that go on, also those that have not lasted long enough to count."""
+        return frozenset(self._lasted)
+
+    def take(self) -> tuple[Symptom, ...]:
+        """What happened since this was asked last, and what goes on."""
+        happened, self._happened = self._happened, []
+        lasting = (
+            Symptom(cause, self._said[cause], self._since[cause], lasting=True)
+            for cause, lasted in self._lasted.items()
+            if lasted >= (SILENT if cause == "lost" else STEADY)
+        )
+        return (*happened, *lasting)
+
+    def _add(self, it: Sample) -> None:
+        step = timedelta(0)
+        if self._at is not None:
+            step = min(max(it.at - self._at, timedelta(0)), LONGEST_STEP)
+        self._at = it.at
+        for code in it.xids:
+            self._reported(code, it.at)
+        self._lasts("lost", bool(it.error), it.error.rstrip("."), it.at, step)
+        if it.error:
+            return  # what goes on with it otherwise is not known: it stays as it was
+        self._warmth(it, step)
+        if it.ecc_errors is not None:
+            self._memory_errors(it.ecc_errors, it.at)
+        slowed = it.throttle & SLOWED
+        why = ", ".join(text for bit, text in THROTTLE.items() if bit & slowed)
+        self._lasts("slowed", bool(slowed), f"slowed down: {why}", it.at, step)
+        if it.condition is not None:
+            self._state(it, it.condition, step)
+
+    def _reported(self, code: int, at: datetime) -> None:
+        kind = xid_class(code)
+        said = f"Xid {code}: {kind.what}"
+        self._happened.append(Symptom(kind.cause, said, at))
+        if kind.cause != "xid minor":
+            return
+        self._minor = [*(x for x in self._minor if timedelta(0) <= at - x < OFTEN), at]
+        if len(self._minor) >= TIMES:
+            said = f"{len(self._minor)} lesser errors within an hour, the last one Xid {code}"
+            self._happened.append(Symptom("xid often", said, at))
+            self._minor.clear()
+
+    def _memory_errors(self, count: int, at: datetime) -> None:
+        before, self._ecc = self._ecc, count
+        if before is None:
+            if count:
+                said = f"{_errors(count)} since the driver was loaded"
+                self._begin("ecc before", said, at)
+            return
+        new = count - before if count >= before else count  # it begins anew with the driver
+        if new:
+            self._happened.append(Symptom("ecc", f"{_errors(new)} that ECC could not correct", at))
+        if not count:
+            self._end("ecc before")
+
+    def _warmth(self, it: Sample, step: timedelta) -> None:
+        if it.celsius is None or it.celsius > NONSENSE:
+            return
+        if it.celsius >= HOT or it.celsius <= COOL or "hot" not in self._lasted:
+            self._lasts("hot", it.celsius >= HOT, f"{it.celsius} °C", it.at, step)
+
+    def _state(self, it: Sample, found: Condition, step: timedelta) -> None:
+        for cause, flag, said in (
+            ("remap pending", found.remap_pending, "rows of its memory wait to be replaced"),
+            ("remap failed", found.remap_failed, "it has no spare rows of memory left"),
+            ("pages pending", found.pages_pending, "pages of its memory wait to be retired"),
+        ):
+            if flag:
+                self._begin(cause, said, it.at)
+            elif flag is not None:
+                self._end(cause)
+        width, most = found.link_width, found.link_most
+        if width and most:
+            said = f"{width} of {most} lanes of PCIe"
+            self._lasts("narrow", width < most, said, it.at, step)
+        limit, usual = found.limit_milliwatts, found.usual_milliwatts
+        if limit and usual:
+            said = f"limited to {limit // 1000} of {usual // 1000} W"
+            self._lasts("weak", limit < WEAK * usual, said, it.at, step)
+
+    # What goes on.
+
+    def _lasts(self, cause: str, on: bool, said: str, at: datetime, step: timedelta) -> None:
+        """It goes on, for a time that is added up, or it is over."""
+        if not on:
+            self._end(cause)
+            return
+        before = self._lasted.get(cause)
+        if before is None:
+            self._since[cause] = at
+        self._lasted[cause] = timedelta(0) if before is None else min(before + step, STEADY)
+        self._said[cause] = said
+
+    def _begin(self, cause: str, said: str, at: datetime) -> None:
+        """It counts at once."""
+        if cause not in self._lasted:
+            self._since[cause] = at
+        self._lasted[cause], self._said[cause] = STEADY, said
+
+    def _end(self, cause: str) -> None:
+        self._lasted.pop(cause, None)
+
+
+def _errors(count: int) -> str:
+    return f"{count} memory error{'' if count == 1 else 's'}"
+
+
+def checked_actions(config: Mapping[str, Any]) -> dict[str, str]:
+    """What causes do, as an admin set it: by the names of :data:`CAUSES`, or ``xid 79`` for one
+    code. Raises ValueError with a sentence about a mistake."""
+    for name, action in config.items():
+        word, _, code = str(name).partition(" ")
+        one_code = word == "xid" and code.isascii() and code.isdigit()
+        if name not in CAUSES and not one_code:
+            known = ", ".join(CAUSES)
+            raise ValueError(f'{name!r} is no cause: write "xid 79" for one error, or {known}')
+        if action not in ACTIONS:
+            raise ValueError(f"{name!r} is to {action!r}; write ignore, watch or drain")
+    return dict(config)
