@@ -18,14 +18,19 @@ import pynvml
 
 from ..model import DeviceProcess
 from ..telemetry import Sample
+from ..telemetry.values import Condition
 from .base import LooksLost
 from .nvml import NVMLDevices, running_processes
 from .nvml_asking import DriverLost, Unanswered, ask, ask_driver, ask_or
+from .nvml_condition import LOST, condition_of
 
 log = logging.getLogger(__name__)
 
 SLOW_EVERY = 10.0
 """Seconds between two readings of what changes slowly."""
+
+CONDITION_EVERY = 60.0
+"""Seconds between two readings of what changes seldom."""
 
 MOST_EVENTS = 64
 """How many events are taken at a time: a sick device reports without end."""
@@ -41,9 +46,11 @@ class _Kept:
     """Of one device, what is not read at every look."""
 
     slow_at: float = -math.inf
+    condition_at: float = -math.inf
     listed_at: float = -math.inf
     slow: dict[str, Any] = field(default_factory=dict)
     processes: tuple[DeviceProcess, ...] | None = None
+    condition: Condition | None = None
     mig: bool = False
     watched: bool = False
     """Whether NVML was told to report its errors."""
@@ -121,6 +128,9 @@ class NVMLSampler:
                 mode, _ = ask_or((0, 0), "MIG mode", pynvml.nvmlDeviceGetMigMode, handle)
                 kept.mig = mode == pynvml.NVML_DEVICE_MIG_ENABLE
                 kept.slow = _slow(handle)
+            if self._clock - kept.condition_at >= CONDITION_EVERY:
+                kept.condition_at = self._clock
+                kept.condition = condition_of(handle)
             if kept.mig:
                 yield from self._of_instances(handle, index, now, kept, xids)
                 return
@@ -140,7 +150,7 @@ class NVMLSampler:
             except Unanswered:
                 continue  # an empty slot; one that was there and is not is missed by its UUID
             kept = self._kept_of(uuid)
-            kept.slow = gpu.slow | {"milliwatts": None}
+            kept.slow, kept.condition = gpu.slow | {"milliwatts": None}, gpu.condition
             try:
                 yield self._read(uuid, part, index, now, kept, xids, whole=False)
             except Unanswered as failure:
@@ -173,6 +183,7 @@ class NVMLSampler:
             total_bytes=None if memory is None else _sensible("memory", memory.total, _MOST_BYTES),
             processes=kept.processes,
             xids=xids,
+            condition=kept.condition,
             **kept.slow,
         )
 
@@ -261,14 +272,11 @@ def _slow(handle: Any) -> dict[str, Any]:
             value = ask_or(None, what, call, handle)
             found[name] = None if value is None else _sensible(what, value, most)
         except Unanswered as failure:
-            if failure.code in _LOST:
+            if failure.code in LOST:
                 raise
             found[name] = None
     found["throttle"] = found["throttle"] or 0
     return found
-
-
-_LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
 
 
 def _sensible(what: str, value: int, most: int) -> int:

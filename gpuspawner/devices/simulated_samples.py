@@ -13,13 +13,14 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from ..model import Device, DeviceProcess
 from ..telemetry import Sample
+from ..telemetry.values import Condition
 from .base import LooksLost
 from .simulated import SimulatedDevices
 
@@ -39,7 +40,11 @@ SCRIPTED = {
     "ecc_errors": int,
     "xids": list,
     "error": str,
+    "condition": dict,
+    "probe": str,
 }
+"""What a script may say, and of which type. ``probe``: why the device fails a probe."""
+CONDITIONS = tuple(each.name for each in fields(Condition))
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -137,20 +142,33 @@ class SimulatedSampler:
     # The script.
 
     def _as_scripted(self, sample: Sample, changed: Mapping[str, Any]) -> Sample:
-        fields = dict(changed)
-        xids = tuple(fields.pop("xids", ()))
+        shows = dict(changed)
+        shows.pop("probe", None)
+        if "condition" in shows:
+            shows["condition"] = Condition(**shows["condition"])
+        xids = tuple(shows.pop("xids", ()))
         if xids != self._reported.get(sample.uuid, ()):  # an error is reported once
             self._reported[sample.uuid] = xids
-            fields["xids"] = xids
-        if fields.get("error"):
+            shows["xids"] = xids
+        if shows.get("error"):
             return Sample(
                 uuid=sample.uuid,
                 index=sample.index,
                 at=sample.at,
-                error=fields["error"],
-                xids=fields.get("xids", ()),
+                error=shows["error"],
+                xids=shows.get("xids", ()),
             )
-        return replace(sample, **fields) if fields else sample
+        return replace(sample, **shows) if shows else sample
+
+    def fails_probe(self, uuid: str) -> str:
+        """Why a device of this fleet fails a probe; empty when it passes. For any thread."""
+        now = datetime.now(timezone.utc)
+        for device in self._devices.observe(now).devices:
+            if device.uuid == uuid:
+                script = self._read_script()
+                changed = script.get(uuid) or script.get(str(device.index)) or {}
+                return str(changed.get("probe") or changed.get("error") or "")
+        return "there is no such device"
 
     def _read_script(self) -> Mapping[str, Mapping[str, Any]]:
         path = os.environ.get(SCRIPT)
@@ -178,4 +196,8 @@ def _checked(script: Any) -> dict[str, dict[str, Any]]:
                 raise ValueError(f"device {device} has {name!r}; there are {', '.join(SCRIPTED)}")
             if not isinstance(value, SCRIPTED[name]) or isinstance(value, bool):
                 raise ValueError(f"{name} of device {device} is {value!r}")
+        for name in shows.get("condition", {}):
+            if name not in CONDITIONS:
+                there = ", ".join(CONDITIONS)
+                raise ValueError(f"condition of device {device} has {name!r}; there are {there}")
     return script

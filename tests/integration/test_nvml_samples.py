@@ -50,6 +50,7 @@ def test_every_reading_of_a_healthy_gpu(machine: Machine) -> None:
     (gpu,) = gpus(1)
     gpu.use, gpu.used_bytes, gpu.milliwatts, gpu.celsius = (87, 40), 30 * GIB, 251_000, 66
     gpu.clocks, gpu.throttle, gpu.ecc_errors = (1290, 1593), 0x24, 3
+    gpu.lanes, gpu.limits = (8, 16), (300_000, 400_000)
     gpu.compute = [(os.getpid(), 29 * GIB)]
     machine.has(gpu)
     assert machine.sample() == [
@@ -76,9 +77,41 @@ def test_every_reading_of_a_healthy_gpu(machine: Machine) -> None:
                     "name": Path("/proc/self/comm").read_text().strip(),
                 }
             ],
+            "condition": {
+                "remap_pending": False,
+                "remap_failed": False,
+                "pages_pending": False,
+                "link_width": 8,
+                "link_most": 16,
+                "limit_milliwatts": 300_000,
+                "usual_milliwatts": 400_000,
+            },
             "error": "",
         }
     ]
+
+
+def test_the_condition_is_read_once_a_minute(machine: Machine) -> None:
+    (gpu,) = gpus(1)
+    machine.has(gpu)
+    assert machine.sample()[0]["condition"]["remap_pending"] is False
+    gpu.remapped, gpu.pages_pending = (4, 2, 1, 0), 1
+    machine.has(gpu)
+    assert machine.sample(58)[0]["condition"]["remap_pending"] is False
+    found = machine.sample(2)[0]["condition"]
+    assert found["remap_pending"] and found["pages_pending"] and not found["remap_failed"]
+
+
+def test_a_condition_that_makes_no_sense_is_none(machine: Machine) -> None:
+    gpu, other = gpus(2)
+    gpu.lanes, gpu.limits = (4_000_000_000, 0), (0, 4_294_967_295)
+    failing = ("nvmlDeviceGetRemappedRows", "nvmlDeviceGetRetiredPagesPendingStatus")
+    gpu.fails = {failing[0]: nvml.UNKNOWN, failing[1]: nvml.NOT_SUPPORTED}
+    machine.has(gpu, other)
+    seen = by_uuid(machine.sample())
+    assert set(seen[gpu.uuid]["condition"].values()) == {None}
+    assert seen[gpu.uuid]["error"] == ""
+    assert None not in seen[other.uuid]["condition"].values()
 
 
 def test_processes_are_listed_seldom_and_one_device_at_a_time(machine: Machine) -> None:

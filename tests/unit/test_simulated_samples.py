@@ -16,6 +16,7 @@ from gpuspawner.devices.base import LooksLost
 from gpuspawner.devices.simulated import SimulatedDevices
 from gpuspawner.devices.simulated_samples import SCRIPT, SimulatedSampler
 from gpuspawner.telemetry import Sample
+from gpuspawner.telemetry.values import Condition
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 PROGRAM = """
@@ -104,6 +105,7 @@ def test_a_script_makes_devices_fail(devices: SimulatedDevices, script: Path) ->
         ("[]", "write an object of objects"),
         ('{"0": {"heat": 3}}', "device 0 has 'heat'"),
         ('{"0": {"use": "much"}}', "use of device 0 is 'much'"),
+        ('{"0": {"condition": {"cold": true}}}', "condition of device 0 has 'cold'"),
         ("{", "cannot be used"),
     ],
 )
@@ -130,3 +132,19 @@ def test_a_driver_that_is_lost_is_said(devices: SimulatedDevices) -> None:
     devices.restore()
     devices.fail(devices.observe(NOW).devices[0].uuid, "It is sick.")
     assert [sample.error for sample in look(sampler)] == ["It is sick.", ""]
+
+
+def test_a_script_says_in_which_condition_a_device_is(
+    devices: SimulatedDevices, script: Path
+) -> None:
+    sampler = SimulatedSampler(devices)
+    first, second = (device.uuid for device in devices.observe(NOW).devices)
+    shows = {"0": {"condition": {"remap_pending": True}}, second: {"probe": "It computes wrongly."}}
+    script.write_text(json.dumps(shows))
+    conditions = [sample.condition for sample in look(sampler)]
+    assert conditions == [Condition(remap_pending=True), None]
+    assert [sampler.fails_probe(uuid) for uuid in (first, second, "other")] == [
+        "",
+        "It computes wrongly.",
+        "there is no such device",
+    ]

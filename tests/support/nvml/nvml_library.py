@@ -72,6 +72,13 @@ class GPU:
     ecc_errors: int = 0
     xids: Sequence[tuple[int, int]] = ()
     """(serial, code) of each error; a serial that was reported is not reported again."""
+    remapped: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Rows replaced for correctable and for other errors; whether some are pending, or failed."""
+    pages_pending: int = 0
+    lanes: tuple[int, int] = (16, 16)
+    """Of PCIe: those in use, and those that it could have."""
+    limits: tuple[int, int] = (400_000, 400_000)
+    """Milliwatts that it may take now, and that it is made for."""
 
 
 def gpus(count: int) -> list[GPU]:
@@ -145,6 +152,9 @@ def write_fleet(
         lines += [f"use {gpu.use[0]} {gpu.use[1]}", f"used {gpu.used_bytes}"]
         lines += [f"power {gpu.milliwatts}", f"celsius {gpu.celsius}"]
         lines += [f"clocks {gpu.clocks[0]} {gpu.clocks[1]}", f"throttle {gpu.throttle}"]
+        lines += [f"remapped {' '.join(map(str, gpu.remapped))}", f"pages {gpu.pages_pending}"]
+        lines += [f"lanes {gpu.lanes[0]} {gpu.lanes[1]}"]
+        lines += [f"limits {gpu.limits[0]} {gpu.limits[1]}"]
         lines += [f"ecc {gpu.ecc_errors}", *(f"xid {n} {code}" for n, code in gpu.xids)]
         lines += _rules("fail", gpu.fails) + _rules("delay", gpu.delays)
         for part in gpu.instances:

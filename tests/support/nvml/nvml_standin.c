@@ -17,6 +17,8 @@
  *   use PERCENT PERCENT         of the time, that kernels ran and that memory was used
  *   used BYTES                  power MILLIWATTS       celsius DEGREES
  *   clocks SM MEMORY            throttle BITS          ecc COUNT
+ *   remapped CORRECTED OTHERS PENDING FAILED           pages PENDING (to be retired)
+ *   lanes NOW MOST              of PCIe                limits NOW USUAL (milliwatts)
  *   xid SERIAL CODE             an error that is reported once, by serial numbers that only grow
  *   spin FUNCTION MICROSECONDS  how long it computes, as drivers do
  *
@@ -71,6 +73,7 @@ typedef struct {
     int computing, drawing;
     char links[MOST_LINKS][TEXT];
     unsigned int use, memory_use, power, celsius, sm, memory_clock;
+    unsigned int remapped[4], pages, lanes, lanes_most, limit, limit_usual;
     unsigned long long used, throttle, ecc;
     xid xids[MOST_XIDS];
     int reports;
@@ -139,6 +142,15 @@ static void read_setting(const char *key, const char *rest, device *at, int gpu,
         at->throttle = strtoull(rest, NULL, 10);
     } else if (!strcmp(key, "ecc")) {
         at->ecc = strtoull(rest, NULL, 10);
+    } else if (!strcmp(key, "remapped")) {
+        sscanf(rest, "%u %u %u %u", &at->remapped[0], &at->remapped[1], &at->remapped[2],
+               &at->remapped[3]);
+    } else if (!strcmp(key, "pages")) {
+        at->pages = (unsigned int)atoi(rest);
+    } else if (!strcmp(key, "lanes")) {
+        sscanf(rest, "%u %u", &at->lanes, &at->lanes_most);
+    } else if (!strcmp(key, "limits")) {
+        sscanf(rest, "%u %u", &at->limit, &at->limit_usual);
     } else if (!strcmp(key, "xid") && sscanf(rest, "%ld %u", &reported.serial, &reported.code) == 2) {
         if (at->reports < MOST_XIDS) at->xids[at->reports++] = reported;
     } else if (sscanf(rest, "%u %lld", &found.pid, &found.bytes) == 2) {
@@ -430,6 +442,20 @@ nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t handle, nvmlUtilization_
     }
 READING(nvmlDeviceGetPowerUsage, unsigned int, power)
 READING(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, throttle)
+READING(nvmlDeviceGetRetiredPagesPendingStatus, unsigned int, pages)
+READING(nvmlDeviceGetCurrPcieLinkWidth, unsigned int, lanes)
+READING(nvmlDeviceGetMaxPcieLinkWidth, unsigned int, lanes_most)
+READING(nvmlDeviceGetEnforcedPowerLimit, unsigned int, limit)
+READING(nvmlDeviceGetPowerManagementDefaultLimit, unsigned int, limit_usual)
+nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t handle, unsigned int *corrected,
+                                       unsigned int *others, unsigned int *pending,
+                                       unsigned int *failed) {
+    CALL_FOR("nvmlDeviceGetRemappedRows", handle);
+    WHOLE_GPU_ONLY(handle);
+    *corrected = it->remapped[0], *others = it->remapped[1];
+    *pending = it->remapped[2], *failed = it->remapped[3];
+    return end(SUCCESS);
+}
 nvmlReturn_t nvmlDeviceGetTemperature(nvmlDevice_t handle, int sensor, unsigned int *degrees) {
     CALL_FOR("nvmlDeviceGetTemperature", handle);
     WHOLE_GPU_ONLY(handle);
