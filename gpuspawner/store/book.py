@@ -54,6 +54,19 @@ _POST_TWO = Prepared(
         """
     ).bindparams(sa.bindparam("at", type_=transfers.c.at.type))
 )
+# The same where a statement is a call: one for both lines, and one for both balances.
+_INSERT_TWO = Prepared(
+    sa.text(
+        "INSERT INTO postings (transfer_id, account, amount, apart)"
+        " VALUES (:id, :one, :a, :apart), (:id, :two, :b, :apart)"
+    )
+)
+_MOVE_TWO = Prepared(
+    sa.text(
+        "UPDATE accounts SET balance = balance + CASE name WHEN :one THEN :a ELSE :b END"
+        " WHERE name IN (:one, :two)"
+    )
+)
 _TOO_MUCH = "{name} would have more than an account can hold; use a smaller amount"
 _OF_KEY = Prepared(
     sa.select(postings.c.account, postings.c.amount)
@@ -117,8 +130,8 @@ def post(connection: sa.Connection, transfer: Transfer) -> bool:
 
     The same key with other postings raises LedgerError: it names another event.
     """
-    whole = _is_plain(transfer) and connection.dialect.name == "postgresql"
-    if whole and _post_at_once(connection, transfer):
+    plain, sqlite_ = _is_plain(transfer), connection.dialect.name == "sqlite"
+    if plain and not sqlite_ and _post_at_once(connection, transfer):
         return True
     if not _insert(connection, transfer):
         known = _postings_of_key(connection, transfer.key)
@@ -126,6 +139,10 @@ def post(connection: sa.Connection, transfer: Transfer) -> bool:
             what = f"the key {transfer.key!r} was used for another amount or account"
             raise LedgerError(what=what)
         return False
+    if plain and sqlite_:
+        _move_two(connection, transfer)
+        _INSERT_TWO.run(connection, id=transfer.id, **_both(transfer))
+        return True
     for posting in transfer.postings:
         move(connection, posting, transfer.at)
     rows = [
@@ -256,6 +273,18 @@ def _post_at_once(connection: sa.Connection, transfer: Transfer) -> bool:
         if isinstance(error, IntegrityError) and "accounts_balance" not in str(error):
             raise  # a lease that is not there, say
         raise _too_much(transfer) from None
+
+
+def _move_two(connection: sa.Connection, transfer: Transfer) -> None:
+    """Move both balances. Raises UnknownAccount, and LedgerError for too much."""
+    try:
+        if _MOVE_TWO.run(connection, **_both(transfer)) == 2:
+            return
+    except (IntegrityError, DataError):
+        raise _too_much(transfer) from None
+    for posting in transfer.postings:
+        if not find(connection, posting.account):
+            move(connection, posting, transfer.at)
 
 
 def _insert(connection: sa.Connection, transfer: Transfer) -> bool:
