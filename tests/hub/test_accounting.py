@@ -108,7 +108,7 @@ def test_the_service_is_killed_and_comes_back(paying_hub: Factory) -> None:
     hub.stop_server("bob")
     ended(hub, stops)
 
-    # The Hub looks every 30 seconds, and starts it anew.
+    # The Hub starts it anew.
     hub.wait_pages()
     back = wait_for(lambda: _charged_after(hub, goes_on, charged), "the next charge")
     assert back.charged > owed(back.rate, down_since, hub.broker.clock()) - 5 * MICRO

@@ -113,7 +113,7 @@ def test_refills_are_given_by_the_service_once_also_after_a_kill(
     missing = past.add_refill(
         past.plan_refill("FREQ=DAILY", amount=MICRO, audience=["members:gone"], **refill)
     )
-    hub.wait_pages()  # the Hub looks every 30 seconds, and starts it anew
+    hub.wait_pages()  # the Hub starts it anew
     wait_for(lambda: len(hub.broker.refill_runs(everybody.id)) == 3, "the rest", timeout=30)
     assert hub.broker.member("bob").balance == 3 * MICRO
     assert hub.broker.member("ada").balance == 18 * MICRO

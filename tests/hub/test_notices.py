@@ -293,7 +293,7 @@ def test_a_killed_service_loses_nothing(tmp_path: Path) -> None:
         wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
         notices.append(tell(hub.broker, title="number 20"))
         mail.start()
-        hub.wait_pages()  # the Hub looks every 30 seconds, and starts it anew
+        hub.wait_pages()  # the Hub starts it anew
         wait_for(lambda: all(now(hub.broker, n).sent_at for n in notices), "all of them")
         found = [got.subject for got in mail.received]
         assert set(found) == {"before", *(f"number {n}" for n in range(21))}

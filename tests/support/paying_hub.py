@@ -31,9 +31,14 @@ c.Accounting.charge_seconds = 0.5
 c.Accounting.reconcile_seconds = 0.5
 {config}
 import gpuspawner
+from jupyterhub.services import service
+class Watched(service._ServiceSpawner):
+    poll_interval = 2
+service._ServiceSpawner = Watched
 gpuspawner.add_services(c, url={url!r}{services})
 """
-"""A credit a second, and rounds so quick that a test can wait for them."""
+"""A credit a second, and rounds so quick that a test can wait for them. A service that has died
+is started anew at the next look of the Hub, which is every 30 seconds otherwise, and no setting."""
 
 
 class PayingHub(HubProcess):
