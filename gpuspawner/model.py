@@ -281,6 +281,8 @@ class NoticeKind(str, Enum):
     """Your server was stopped, and why."""
     CREDITS_LOW = "credits_low"
     """Your credits run low."""
+    GPU_SICK = "gpu_sick"
+    """A GPU of your server is sick."""
     TEST = "test"
     """A message that the member asked for, to try the channels; nothing to choose."""
 

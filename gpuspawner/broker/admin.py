@@ -7,8 +7,8 @@ from typing import Any
 
 from ..errors import InvalidRequest, TicketEnded
 from ..model import Device, Ticket
-from ..store import closures, devices, tickets
-from ..store.closures import GRANTING, Closure
+from ..store import closures, devices, health, tickets
+from ..store.closures import GRANTING, HEALTH, Closure
 from .core import Core
 
 MOST_POINTS = 1_000_000
@@ -48,7 +48,8 @@ class Admin(Core):
         return self._close(self.find_device(device).uuid, "drain", actor, reason)
 
     def undrain(self, device: str, *, actor: str, reason: str = "") -> bool:
-        """Give a device out again, one that is gone too. False when it was not drained."""
+        """Give a device out again, one that is gone too, and a sick one as it is: only what is
+        new drains it. False when it was not drained."""
         drained = self.store.run(closures.load).keys() - {GRANTING}
         uuid = device if device in drained else self.find_device(device).uuid
         return self._reopen(uuid, "undrain", actor, reason)
@@ -115,6 +116,9 @@ class Admin(Core):
     def _close(self, subject: str, action: str, actor: str, reason: str) -> bool:
         now, reason = self.clock(), checked_reason(reason)
         with self.store.write() as connection:
+            before = closures.load(connection).get(subject)
+            if before is not None and before.actor == HEALTH:
+                closures.reopen(connection, subject)  # what an admin drains, no probe gives back
             done = closures.close(connection, Closure(subject, now, actor, reason))
             if done:
                 closures.note(
@@ -132,6 +136,7 @@ class Admin(Core):
         with self.store.write() as connection:
             done = closures.reopen(connection, subject)
             if done:
+                health.take_back(connection, subject, now)
                 closures.note(
                     connection,
                     at=now,

@@ -39,6 +39,7 @@ from .devices_use import DevicesUse
 from .dry import Dry
 from .folders import Folders
 from .grants import Grants
+from .health import Health
 from .idle import Idle
 from .line import Line
 from .notices import Notices
@@ -56,7 +57,18 @@ def utcnow() -> datetime:
 
 
 class Broker(
-    Grants, Admin, Notices, Rosters, Reports, Dry, BulkGrants, Outlooks, Folders, DevicesUse, Idle
+    Grants,
+    Admin,
+    Notices,
+    Rosters,
+    Reports,
+    Dry,
+    BulkGrants,
+    Outlooks,
+    Folders,
+    DevicesUse,
+    Idle,
+    Health,
 ):
     """Grants leases, charges them and releases them."""
 
@@ -66,6 +78,7 @@ class Broker(
         self.configured = self.read_rates()
         self.policies = Policies.from_config(self.when_dry)
         self.read_idle_policies()  # a mistake is said at the start
+        self.health_policy()
         self.store = Store.open(self.database_url)
         self.watch = Watch(self.source(), self.store, timedelta(seconds=self.refresh_seconds))
         self.line = Line(self.make_scheduler())

@@ -83,17 +83,7 @@ class Giving(Core):
             if earlier is None:
                 amount = _refundable(connection, lease, amount)
             assert amount is not None
-            transfer = rules.refund(lease, amount, key=key, at=now, actor=actor, reason=reason)
-            if not book.post(connection, transfer):
-                return lease
-            left = lease.charged - amount
-            outcome = lease.outcome if left else REFUNDED
-            changes = {"charged": left, "refunded": lease.refunded + amount, "outcome": outcome}
-            totals.take_out(connection, lease)
-            leases.update(connection, lease.id, **changes)
-            subject = f"lease {lease.id} of {lease.server}"
-            detail = f"{format_credits(amount)} credits to {lease.account}: {reason}"
-            self._note(connection, actor, "refund", subject, detail, now)
+            self._refund(connection, lease, amount, key, now, actor=actor, reason=reason)
             return leases.get(connection, lease.id)
 
     def transfer(self, transfer_id: str) -> Transfer:
@@ -163,6 +153,30 @@ class Giving(Core):
         return len(names)
 
     # Steps of the above, and of others.
+
+    def _refund(
+        self,
+        connection: sa.Connection,
+        lease: Lease,
+        amount: int,
+        key: str,
+        now: datetime,
+        *,
+        actor: str,
+        reason: str,
+    ) -> None:
+        """Give back so much of what a lease was charged, which has ended, once for the key."""
+        transfer = rules.refund(lease, amount, key=key, at=now, actor=actor, reason=reason)
+        if not book.post(connection, transfer):
+            return
+        left = lease.charged - amount
+        outcome = lease.outcome if left else REFUNDED
+        changes = {"charged": left, "refunded": lease.refunded + amount, "outcome": outcome}
+        totals.take_out(connection, lease)
+        leases.update(connection, lease.id, **changes)
+        subject = f"lease {lease.id} of {lease.server}"
+        detail = f"{format_credits(amount)} credits to {lease.account}: {reason}"
+        self._note(connection, actor, "refund", subject, detail, now)
 
     def _give(
         self,
@@ -258,15 +272,20 @@ class Giving(Core):
         )
 
 
+def refundable(connection: sa.Connection, lease: Lease) -> int:
+    """Microcredits that are left of what a lease was charged."""
+    reversed_ = book.reversed_of_lease(connection, lease.id, lease.account)
+    return max(0, min(lease.charged, lease.charged - reversed_))
+
+
 def _refundable(connection: sa.Connection, lease: Lease, amount: int | None) -> int:
     """What is given back of what a lease was charged; None asks for all that is left of it.
 
     Raises InvalidRequest.
     """
     _must_be_refundable(lease)
-    reversed_ = book.reversed_of_lease(connection, lease.id, lease.account)
-    left = min(lease.charged, lease.charged - reversed_)
-    if left <= 0:
+    left = refundable(connection, lease)
+    if not left:
         raise InvalidRequest(
             f"All that lease {lease.id} of {lease.server} was charged came back already: there is "
             "nothing to refund.",

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from . import book, devices, leases, schema_files, schema_members, schema_totals, schema_use
+from . import (
+    book,
+    devices,
+    leases,
+    schema_files,
+    schema_health,
+    schema_members,
+    schema_totals,
+    schema_use,
+)
 from .store import Store, default_url
 
 __all__ = [
@@ -12,6 +21,7 @@ __all__ = [
     "devices",
     "leases",
     "schema_files",
+    "schema_health",
     "schema_members",
     "schema_totals",
     "schema_use",

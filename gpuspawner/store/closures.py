@@ -13,6 +13,12 @@ from .schema import audit, closures
 GRANTING = "granting"
 """The subject that stands for every device: maintenance."""
 
+HEALTH = "health"
+"""The actor of what is closed because a device is sick, and of its return."""
+
+KEEPER = "restart:"
+"""How the actor begins that keeps devices for a server which starts again."""
+
 _ALL = Prepared(sa.select(closures).order_by(closures.c.at, closures.c.subject))
 
 

@@ -19,6 +19,8 @@ CALM = timedelta(hours=1)
 """A device on watch is fine again after so long without a symptom."""
 DAY = timedelta(days=1)
 """Falling sick again within so long counts as flapping."""
+AGAIN = timedelta(seconds=30)
+"""What goes on is not written down sooner than after so long."""
 LONGEST_QUIET = timedelta(hours=12)
 
 
@@ -85,6 +87,9 @@ def judge(
     counted = drains or [each for each in found if policy.action(each) == "watch"]
     if state.verdict == SICK:
         if drains:
+            told = _passed(state.last_at or state.since, now)
+            if timedelta(0) < told < min(AGAIN, policy.quiet / 4):
+                return Verdict(state)
             return Verdict(replace(state, last_at=now))
         return Verdict(state, "probe" if probe_is_due(policy, state, now) else "")
     if drains:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,6 +165,20 @@ def test_every_code_has_one_class() -> None:
     assert len(codes) == len(set(codes))
     assert {each.cause for each in XIDS} <= CAUSES.keys()
     assert xid_class(12345).cause == "xid minor"
+
+
+def test_the_readme_says_what_each_of_them_does() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("### Sick GPUs\n")[2].partition("\n### ")[0]
+    rows = [tuple(row.strip("| ").split(" | ")) for row in section.splitlines() if row[:1] == "|"]
+    causes = [(f"`{name}`", action, what) for name, (action, what) in CAUSES.items()]
+    classes = [
+        (", ".join(map(str, each.codes)) or "all others", each.what, f"`{each.cause}`")
+        for each in XIDS
+    ]
+    assert [row for row in rows if row in causes] == causes
+    assert [row for row in rows if row in classes] == classes
+    assert len(rows) == len(causes) + len(classes) + 4  # two headings
 
 
 def test_mistakes_of_an_admin() -> None:
