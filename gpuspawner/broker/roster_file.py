@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from ..errors import LedgerError
-from ..ledger.bulk import Problem, cells_of, decoded
+from ..ledger.bulk import Problem, by_column, cells_of, decoded
 from ..ledger.entries import check_account, group_account
 from ..ledger.pricing import parse_moment
 from ..model import member_account
@@ -92,15 +92,7 @@ def _columns(rows: Sequence[tuple[int, list[str]]]) -> list[str]:
 
 def _entry(cells: Sequence[str], columns: Sequence[str], zone: str) -> Entry:
     """Raises ValueError or LedgerError with a sentence."""
-    cells = list(cells)
-    while len(cells) > len(columns) and not cells[-1]:
-        cells.pop()  # spreadsheets fill lines up
-    if len(cells) > len(columns):
-        raise ValueError(
-            f"it has {len(cells)} columns, and there are {len(columns)}: put a text with commas "
-            "in quotes."
-        )
-    values = dict(zip(columns, cells, strict=False))
+    values = by_column(cells, columns, "put a text with commas in quotes.")
     for name, text in values.items():
         if len(text) > (LONGEST * 10 if name == "groups" else LONGEST) or not text.isprintable():
             raise ValueError(f"{text[:40]!r}... is longer than anybody can read, or unreadable.")

@@ -131,6 +131,17 @@ def cells_of(text: str) -> Iterator[tuple[int, list[str]]]:
         raise ValueError(f"Line {reader.line_num} is no line of a CSV file: {error}.") from None
 
 
+def by_column(cells: Sequence[str], columns: Sequence[str], hint: str) -> dict[str, str]:
+    """The cells of a line by their columns' names. Raises ValueError with a sentence, which ends
+    in ``hint``: what to write where there are too many cells."""
+    cells = list(cells)
+    while len(cells) > len(columns) and not cells[-1]:
+        cells.pop()  # spreadsheets fill lines up
+    if len(cells) > len(columns):
+        raise ValueError(f"it has {len(cells)} columns, and there are {len(columns)}: {hint}")
+    return dict(zip(columns, cells, strict=False))
+
+
 def _columns(rows: list[tuple[int, list[str]]]) -> list[str]:
     """What the columns are; a line that names them is taken away. Raises ValueError."""
     if not rows:
@@ -150,15 +161,8 @@ def _columns(rows: list[tuple[int, list[str]]]) -> list[str]:
 
 def _row(number: int, cells: Sequence[str], columns: Sequence[str], reason: str) -> Row:
     """Raises ValueError or LedgerError with a sentence."""
-    cells = list(cells)
-    while len(cells) > len(columns) and not cells[-1]:
-        cells.pop()  # spreadsheets fill lines up
-    if len(cells) > len(columns):
-        raise ValueError(
-            f"it has {len(cells)} columns, and there are {len(columns)}: an amount is written "
-            "with a point, like 1.5, and a text with commas in quotes."
-        )
-    values = dict(zip(columns, cells, strict=False))
+    hint = "an amount is written with a point, like 1.5, and a text with commas in quotes."
+    values = by_column(cells, columns, hint)
     if not values.get("account"):
         raise ValueError("it names no member.")
     if not values.get("amount"):
