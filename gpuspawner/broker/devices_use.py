@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 
+from ..model import Lease
 from ..store import use
-from ..telemetry import DeviceUse
-from ..telemetry.values import MINUTE
+from ..telemetry import DeviceUse, combine
+from ..telemetry.values import HOUR, MINUTE
 from .core import Core
+
+BY_MINUTES = timedelta(hours=6)
+"""Sessions up to this length are told by their minutes, longer ones by their hours."""
 
 
 class DevicesUse(Core):
@@ -43,3 +47,23 @@ class DevicesUse(Core):
         return self.store.run(
             lambda connection: use.between(connection, since, until, seconds=seconds, uuids=uuids)
         )
+
+    def session_use(self, lease: Lease) -> dict[str, DeviceUse]:
+        """What each device of a session did in it, by UUID; nothing for one that was not sampled.
+
+        Of whole minutes inside the session, or of whole hours where it was long or its minutes
+        are forgotten. Of a device that is shared, all who share it.
+        """
+        if lease.started_at is None or not lease.devices:
+            return {}
+        since, until = lease.started_at, lease.ended_at or self.clock()
+        found: list[DeviceUse] = []
+        for seconds in (MINUTE, HOUR) if until - since <= BY_MINUTES else (HOUR, MINUTE):
+            whole = until - timedelta(seconds=seconds) + timedelta(microseconds=1)
+            found = self.use_between(since, whole, seconds=seconds, uuids=lease.uuids)
+            if found:
+                break
+        by_device: dict[str, list[DeviceUse]] = {}
+        for each in found:
+            by_device.setdefault(each.uuid, []).append(each)
+        return {uuid: combine(some, since, found[0].seconds) for uuid, some in by_device.items()}

@@ -132,6 +132,7 @@ class ReceiptPage(Page):
         receipt = await self.read(self.broker.receipt, lease_id, after, ITEMS)
         now = self.broker.clock()
         (some,) = figures.lease_figures(self.broker, [receipt.lease], now)
+        use = await self.read(self.broker.session_use, receipt.lease)
         self.show(
             "receipt.html",
             user=self.user,
@@ -139,6 +140,7 @@ class ReceiptPage(Page):
             now=now,
             some=some,
             items=receipt.items,
+            use=use,
             first=after == 0,
             back=receipt.lease.charged + receipt.lease.refunded - receipt.items.total,
             ended=receipt.lease.state is LeaseState.ENDED,

@@ -12,6 +12,7 @@ from ..errors import NotAllowed
 from ..scopes import READ_ACCOUNTS
 from ..store.search import LONGEST, Accounts
 from ..store.statements import Entry
+from ..telemetry import DeviceUse
 from . import access, credits, figures
 from .account import may_see
 from .api import APIHandler, amount, entry, funds, instant, lease
@@ -156,16 +157,28 @@ class ReceiptAPI(APIHandler):
         receipt = await self.read(self.broker.receipt, lease_id, after, limit)
         now = self.broker.clock()
         (told,) = figures.lease_figures(self.broker, [receipt.lease], now)
+        use = await self.read(self.broker.session_use, receipt.lease)
         self.answer(
             {
                 "as_of": instant(now),
                 "lease": lease(told),
+                "use": [_use(use[uuid]) for uuid in receipt.lease.uuids if uuid in use],
                 "total": amount(receipt.items.total),
                 "count": receipt.items.count,
                 "items": [_item(some) for some in receipt.items.entries],
                 "next": receipt.items.newer,
             }
         )
+
+
+def _use(device: DeviceUse) -> dict[str, Any]:
+    """What a device did in a session; percents are null where nothing tells them, as of MIG."""
+    return {
+        "uuid": device.uuid,
+        "mean_percent": None if device.use is None else round(device.use, 1),
+        "peak_percent": device.use_max if device.measured else None,
+        "memory_peak_bytes": device.memory_max,
+    }
 
 
 def _item(some: Entry) -> dict[str, Any]:

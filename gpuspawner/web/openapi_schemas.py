@@ -224,6 +224,14 @@ SCHEMAS: dict[str, Schema] = {
     "Receipt": full(
         as_of=INSTANT,
         lease=ref("Lease"),
+        use=listed(
+            full(
+                uuid=TEXT,
+                mean_percent=maybe({"type": "number"}),
+                peak_percent=maybe(COUNT),
+                memory_peak_bytes=COUNT,
+            )
+        ),
         total=AMOUNT,
         count=COUNT,
         items=listed(
@@ -271,6 +279,32 @@ SCHEMAS: dict[str, Schema] = {
         total=COUNT,
         free=COUNT,
         devices=listed(ref("Device")),
+    ),
+    "Cluster": full(
+        as_of=INSTANT,
+        seen=FLAG,
+        total=COUNT,
+        free=COUNT,
+        waiting=COUNT,
+        devices=listed(
+            full(
+                uuid=TEXT,
+                index=INTEGER,
+                model=TEXT,
+                memory_bytes=COUNT,
+                state=TEXT,
+                mine=FLAG,
+                user=maybe(TEXT),
+                server=maybe(TEXT),
+                since=maybe(INSTANT),
+                use_percent=maybe(NUMBER),
+                busy=maybe(FLAG),
+                memory_used_bytes=maybe(COUNT),
+                temperature_celsius=maybe(INTEGER),
+                power_watts=maybe(NUMBER),
+                health=TEXT,
+            )
+        ),
     ),
     "Usage": full(
         by=TEXT,

@@ -7,6 +7,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 import requests
 from playwright.sync_api import Browser, Page
 
-from gpuspawner.model import MICRO, Lease
+from gpuspawner.model import MICRO, Lease, LeaseState, ServerRef
+from gpuspawner.store import leases
+from gpuspawner.telemetry import DeviceUse
 from tests.support import axe
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, NAVIGATION
@@ -154,6 +157,28 @@ def test_a_receipt_adds_up(hub: PayingHub) -> None:
     rows = list(csv.DictReader(io.StringIO(answer.text)))
     assert sum(Decimal(row["amount"]) for row in rows) == Decimal(total)
     assert rows[-1]["cost"] == total
+
+
+def test_a_receipt_tells_what_the_gpus_did(hub: PayingHub) -> None:
+    some = past_lease(hub)
+    assert "Mean use" not in words(hub.page("ada", f"leases/{some.id}"))
+    began = some.granted_at.replace(minute=0, second=0, microsecond=0) - timedelta(days=2)
+    times = {"granted_at": began, "started_at": began, "seen_at": began, "ended_at": None}
+    lease = replace(some, id="5" * 16, server=ServerRef("ada", "longer"), **times)
+    lease = replace(lease, state=LeaseState.RUNNING, charged=0, waived=0)
+    with hub.broker.store.write() as connection:
+        leases.insert(connection, lease)
+        leases.end(connection, lease.id, began + timedelta(minutes=5), "stopped", 0, 0)
+    did = {"samples": 60, "known": 60, "measured": 60, "use_sum": 60 * 42, "use_max": 97}
+    minute = DeviceUse(uuid=lease.uuids[0], since=began, seconds=60, memory_max=12 * 2**30, **did)
+    hub.broker.remember_use([minute])
+    page = words(hub.page("ada", f"leases/{lease.id}"))
+    assert re.search(r"Mean use Peak use Most memory .*42 % 97 % 12 GB", page)
+    told = hub.json("ada", f"leases/{lease.id}/receipt").json()
+    assert told["use"] == [
+        {"uuid": lease.uuids[0], "mean_percent": 42.0, "peak_percent": 97}
+        | {"memory_peak_bytes": 12 * 2**30}
+    ]
 
 
 def test_a_statement_as_csv_is_whole_and_harmless(hub: PayingHub) -> None:

@@ -24,6 +24,7 @@ from gpuspawner.accounting.use import SamplesUse
 from gpuspawner.broker import Broker
 from gpuspawner.broker.broker import utcnow
 from gpuspawner.devices.simulated import SimulatedDevices
+from gpuspawner.model import Lease, LeasedDevice, LeaseState, ServerRef
 from gpuspawner.telemetry import DeviceUse
 from gpuspawner.telemetry.values import HOUR, MINUTE
 from tests.support.brokers import T0, Clock, open_broker
@@ -91,6 +92,48 @@ def test_what_a_device_does_now_is_its_last_minute_and_no_old_one(broker: Broker
     assert {u: m.use for u, m in broker.use_now().items()} == {"GPU-a": 50.0, "GPU-b": 50.0}
     clock(broker).forward(minutes=10)
     assert broker.use_now() == {}
+
+
+def session(broker: Broker, begins: float, length: float) -> Lease:
+    """One of GPU-a that began and ended so many minutes after T0, and that length later."""
+    start = T0 + timedelta(minutes=begins)
+    place = LeasedDevice(uuid="GPU-a", slot=0, index=0, model="T4", memory_bytes=2**34)
+    return Lease(
+        id="1f",
+        server=ServerRef("ada", ""),
+        account="member:ada",
+        engine="local",
+        state=LeaseState.ENDED,
+        environment="lab",
+        rate=0,
+        hold=0,
+        granted_at=start,
+        started_at=start,
+        ended_at=start + timedelta(minutes=length),
+        devices=(place,),
+    )
+
+
+def test_a_session_is_told_by_whole_minutes_of_its_own_devices(broker: Broker) -> None:
+    broker.remember_use([minute(n, use_sum=60 * n, use_max=n, memory_max=n) for n in range(9)])
+    broker.remember_use([minute(n, "GPU-b", use_max=99) for n in range(9)])
+    found = broker.session_use(session(broker, 1.5, 5.5))  # of which 2 to 6 are whole
+    assert list(found) == ["GPU-a"]
+    assert (found["GPU-a"].use, found["GPU-a"].use_max, found["GPU-a"].memory_max) == (4.0, 6, 6)
+    assert broker.session_use(session(broker, 20, 5)) == {}
+    assert broker.session_use(replace(session(broker, 0, 9), started_at=None)) == {}
+
+
+def test_a_long_session_is_told_by_its_hours_and_so_is_one_of_long_ago(broker: Broker) -> None:
+    broker.remember_use([minute(n, use_max=n) for n in range(10 * 60)])
+    clock(broker).forward(hours=10)
+    broker.tidy_use(*KEEP)
+    found = broker.session_use(session(broker, 30, 8 * 60))["GPU-a"]  # 1:00 to 8:00 are whole hours
+    assert (found.seconds, found.samples, found.use_max) == (HOUR, 7 * 3600, 8 * 60 - 1)
+    clock(broker).forward(days=20)
+    broker.tidy_use(*KEEP)  # the minutes are forgotten now
+    found = broker.session_use(session(broker, 60, 60))["GPU-a"]
+    assert (found.seconds, found.samples, found.use_max) == (HOUR, 3600, 119)
 
 
 def test_hours_are_made_of_minutes_and_outlive_them(broker: Broker) -> None:
