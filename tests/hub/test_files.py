@@ -24,7 +24,6 @@ from tests.support.processes import free_port, wait_for
 
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
-expect.set_options(timeout=60_000)
 
 CONFIG = """
 c.GPUDockerSpawner.workspace = "{files}/work/{{username}}"

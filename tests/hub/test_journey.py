@@ -19,9 +19,8 @@ from tests.support.processes import wait_for
 
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
-SLOW = 60_000
+SLOW = 120_000
 """Milliseconds for what takes Jupyter some time, on a machine with other things to do."""
-expect.set_options(timeout=20_000)
 
 CATALOG = """
 environments:

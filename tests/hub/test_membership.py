@@ -19,7 +19,7 @@ from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-SLOW = 60_000
+SLOW = 120_000
 """Milliseconds for a page or a server, on a machine with other things to do."""
 
 CONFIG = """

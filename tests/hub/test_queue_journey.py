@@ -19,7 +19,7 @@ from tests.support.processes import free_port, wait_for
 
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
-SLOW = 90_000
+SLOW = 120_000
 """Milliseconds for what takes Jupyter some time, on a machine with other things to do."""
 
 CATALOG = f"""

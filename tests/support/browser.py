@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.support.processes import REPO
 
@@ -20,6 +20,8 @@ ARGUMENTS = (
     "--disable-gpu",
     "--disable-sync",
 )
+# Five seconds are the default, which a slow machine takes for a page.
+expect.set_options(timeout=90_000)
 
 
 def chromium() -> str:
