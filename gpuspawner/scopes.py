@@ -17,6 +17,7 @@ GRANT = "custom:gpuspawner:grant"
 READ_ACCOUNTS = "custom:gpuspawner:read:accounts"
 READ_USAGE = "custom:gpuspawner:read:usage"
 READ_METRICS = "custom:gpuspawner:read:metrics"
+SESSION = "custom:gpuspawner:session"
 
 CUSTOM_SCOPES: dict[str, dict[str, object]] = {
     GRANT: {
@@ -26,9 +27,17 @@ CUSTOM_SCOPES: dict[str, dict[str, object]] = {
     READ_ACCOUNTS: {"description": "Read balances, statements and sessions of GPU accounts"},
     READ_USAGE: {"description": "Read reports of who used which GPUs"},
     READ_METRICS: {"description": "Read the metrics of GPUs and credits"},
+    SESSION: {"description": "See, extend and stop a server that holds GPUs"},
 }
 """Admins of the Hub may do all of this. The first two can be narrowed, as the Hub's own scopes
 are: to a group and its members with ``!group=NAME``, to a member with ``!user=NAME``."""
+
+MEMBER_SCOPES = (f"{SESSION}!user",)
+"""What a member may hand on to their own servers: see :data:`SERVER_SCOPES`."""
+
+SERVER_SCOPES = (f"{SESSION}!server",)
+"""All that a server may do with our service by its token: ask about itself, and put off, extend
+and end its own session, for the item in its JupyterLab."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from traitlets.config.loader import LazyConfigValue
 
 from .errors import ConfigError
 from .pages.compress import StaticGzip
-from .scopes import ACCOUNTING_SCOPES, CULLER_SCOPES, CUSTOM_SCOPES
+from .scopes import ACCOUNTING_SCOPES, CULLER_SCOPES, CUSTOM_SCOPES, MEMBER_SCOPES, SERVER_SCOPES
 from .store import default_url
 
 CULLER = "idle-culler"
@@ -49,8 +49,12 @@ PAGES = (
     (r"/environments/([^/]+)/logo", "gpuspawner.pages.handlers.Logo"),
     (r"/welcome/?", "gpuspawner.pages.welcome.Welcome"),
     (r"/welcome/first", "gpuspawner.pages.welcome.FirstWelcome"),
+    (r"/api/gpuspawner/(.*)", "gpuspawner.pages.relay.Relay"),
 )
 """The Hub's pages that are ours, below ``/hub``. By name: Tornado imports them, in the hub only."""
+
+JUPYTERHUBS_SERVER_SCOPES = ("users:activity!user", "access:servers!server")
+"""What JupyterHub lets the token of every server do."""
 
 SECTIONS = ("Broker", "Accounting", "Notifier")
 """What the service is told of the configuration."""
@@ -96,7 +100,8 @@ def add_services(
         },
         ACCOUNTING_SCOPES,
     )
-    _let_members_in(c, f"access:services!service={name}")
+    _let_members_in(c, (f"access:services!service={name}", *MEMBER_SCOPES))
+    _let_servers_ask(c)
     if cull_idle_after is not None:
         _add_service(c, _culler(c, cull_idle_after), CULLER_SCOPES)
 
@@ -125,25 +130,40 @@ def _add_service(c: Config, service: dict[str, Any], scopes: tuple[str, ...]) ->
     _append(c, "load_roles", role)
 
 
-def _let_members_in(c: Config, scope: str) -> None:
+def _let_members_in(c: Config, scopes: tuple[str, ...]) -> None:
     """Let every member open the service, without touching what else they may do."""
-    roles = _entries(c.JupyterHub.load_roles)
-    role = next((r for r in roles if r.get("name") == "user"), None)
-    if role is not None:
-        scopes = list(role.get("scopes", ["self"]))
-        role["scopes"] = scopes if scope in scopes else [*scopes, scope]
-    elif "extra_user_scopes" in c.JupyterHub:  # JupyterHub ignores it beside a role of ours
-        _extend_user_scopes(c, scope)
+    if _role(c, "user") is None and "extra_user_scopes" in c.JupyterHub:
+        _extend_user_scopes(c, scopes)  # JupyterHub ignores it beside a role of ours
     else:
-        _append(c, "load_roles", {"name": "user", "scopes": ["self", scope]})
+        _extend_role(c, "user", ("self",), scopes)
 
 
-def _extend_user_scopes(c: Config, scope: str) -> None:
+def _let_servers_ask(c: Config) -> None:
+    """Let every server ask about itself, without touching what else it may do."""
+    _extend_role(c, "server", JUPYTERHUBS_SERVER_SCOPES, SERVER_SCOPES)
+
+
+def _role(c: Config, name: str) -> dict[str, Any] | None:
+    """The role of this name that the admin's configuration defines."""
+    roles = _entries(c.JupyterHub.load_roles)
+    return next((role for role in roles if role.get("name") == name), None)
+
+
+def _extend_role(c: Config, name: str, theirs: tuple[str, ...], ours: tuple[str, ...]) -> None:
+    """Add scopes to a role that JupyterHub has by itself, with these scopes."""
+    if (role := _role(c, name)) is None:
+        _append(c, "load_roles", {"name": name, "scopes": [*theirs, *ours]})
+        return
+    scopes = list(role.get("scopes", theirs))
+    role["scopes"] = [*scopes, *(scope for scope in ours if scope not in scopes)]
+
+
+def _extend_user_scopes(c: Config, scopes: tuple[str, ...]) -> None:
     extra = c.JupyterHub.extra_user_scopes
     if isinstance(extra, LazyConfigValue):
-        extra.update({scope})
+        extra.update(scopes)
     else:
-        c.JupyterHub.extra_user_scopes = {*extra, scope}
+        c.JupyterHub.extra_user_scopes = {*extra, *scopes}
 
 
 def _define_scopes(c: Config) -> None:
@@ -212,6 +232,7 @@ def _environment(c: Config) -> dict[str, str]:
     settings = {section: _plain_section(c, section) for section in SECTIONS}
     if catalog := _catalog_to_pull(c):
         settings["Accounting"].setdefault("catalog", catalog)
+        settings["Accounting"].setdefault(name, value)
     database = settings["Broker"].pop("database_url", None) or default_url()
     # The secrets of channels too, where their URLs name variables and not files.
     named = set(re.findall(r"\{env:([^{}\s]+)\}", json.dumps(settings["Notifier"])))

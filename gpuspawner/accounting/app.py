@@ -34,7 +34,6 @@ from .notify import Notifier
 from .refilling import Refilling
 from .sessions import Sessions
 from .tick import Tick
-from .use import SamplesUse
 
 NOTICES_EVERY = 2.0
 """Seconds between two looks for notices to send."""
@@ -337,6 +336,7 @@ class Accounting(SamplesUse, PullsAhead, Application):
             channels=notifier.known,
             poke=notifier.poke,
             hub=tick.hub,
+            recent=self.recent_samples,
         )
         server = HTTPServer(app, ssl_options=self._ssl(ssl.Purpose.CLIENT_AUTH))
         while True:
@@ -376,10 +376,7 @@ class Accounting(SamplesUse, PullsAhead, Application):
         """The certificates of the Hub's ``internal_ssl``, when it is on."""
         names = ("JUPYTERHUB_SSL_KEYFILE", "JUPYTERHUB_SSL_CERTFILE", "JUPYTERHUB_SSL_CLIENT_CA")
         key, certificate, authority = (os.environ.get(name) for name in names)
-        context: ssl.SSLContext | None = make_ssl_context(
-            key, certificate, cafile=authority, purpose=purpose
-        )
-        return context
+        return make_ssl_context(key, certificate, cafile=authority, purpose=purpose)
 
 
 def config_from_environment() -> Config:

@@ -11,6 +11,7 @@ from traitlets.config import SingletonConfigurable
 from ..devices.base import Sampled, Sampler
 from ..devices.simulated_samples import SimulatedSampler
 from ..engines.owners import Owners
+from ..telemetry import Sample
 from ..errors import GPUSpawnerError, Unavailable
 from .idle import IdleDuty
 from .sampling import Sampling, days
@@ -92,12 +93,16 @@ class SamplesUse(SingletonConfigurable):
         self.samples = sampling
         idle = IdleDuty(tick)
         sampling.start()
+    def recent_samples(self) -> dict[str, list[Sample]]:
+        """The newest samples of each device, the oldest first; none where nothing samples."""
+        return self.samples.recent() if self.samples else {}
+
         try:
             for number in itertools.count():
                 await self._owners(tick, sampling, sampler)
                 await self._write(tick, sampling, tidy=number % TIDY_EVERY == 0)
                 if number % JUDGE_EVERY == 0:
-                    await self._judge(tick, idle)
+                    await self._judge(tick, idle, "Idle GPUs")
                 await asyncio.sleep(WRITE_EVERY)
         finally:
             await asyncio.to_thread(sampling.stop)

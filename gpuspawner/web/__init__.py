@@ -13,6 +13,7 @@ from tornado import web
 
 from ..broker import Broker
 from ..broker.channels import Channel
+from ..telemetry import Sample
 from . import (
     account,
     accounts,
@@ -26,6 +27,7 @@ from . import (
     folders,
     idle,
     metrics,
+    lease_now,
     notices,
     openapi,
     pages,
@@ -58,10 +60,12 @@ def make_app(
     poke: Callable[[], None] = lambda: None,
     hub: HubCalls | None = None,
 ) -> web.Application:
+    recent: Callable[[], Mapping[str, Sequence[Sample]]] = dict,
     """The service's web application, below the prefix that the Hub gave it.
 
     ``channels`` are the ways in which members can be told; ``poke`` says that there is a
-    notice to send now; ``hub`` is asked who is in a group, and to stop a member's server.
+    notice to send now; ``recent`` gives the newest samples
+    of each device; ``hub`` is asked who is in a group, and to stop a member's server.
     """
     prefix = hub_auth.base_url
     context = Context(
@@ -74,6 +78,7 @@ def make_app(
         hub=hub,
     )
     handlers: list[tuple[Any, ...]] = [
+        recent=recent,
         (prefix + path, handler, {"context": context})
         for path, handler in (
             *pages.HANDLERS,
@@ -87,6 +92,7 @@ def make_app(
             *metrics.HANDLERS,
             *accounts.HANDLERS,
             *corrections.HANDLERS,
+            *lease_now.HANDLERS,
             *bulk.HANDLERS,
             *rates.HANDLERS,
             *refills.HANDLERS,

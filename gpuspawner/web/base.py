@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from jupyterhub.services.auth import HubOAuth, HubOAuthenticated, UserNotAllowed
+from jupyterhub.services.auth import HubOAuth, HubOAuthenticated, UserNotAllowed, check_scopes
 from tornado import web
 
 from ..broker import Broker
 from ..broker.channels import Channel
 from ..errors import GPUSpawnerError, Unavailable
 from ..model import ServerRef
-from ..scopes import CUSTOM_SCOPES, Reach, reach
+from ..scopes import CUSTOM_SCOPES, SESSION, Reach, reach
+from ..telemetry import Sample
 
 T = TypeVar("T")
 
@@ -57,6 +58,8 @@ class Context:
     """How members can be told."""
     poke: Callable[[], None] = lambda: None
     """There is a notice to send now."""
+    recent: Callable[[], Mapping[str, Sequence[Sample]]] = dict
+    """The newest samples of each device by its UUID, the oldest first."""
     hub: HubCalls | None = None
     """None where nobody answers for the Hub: then nothing that needs it can be done."""
 
@@ -82,6 +85,12 @@ class Handler(HubOAuthenticated, web.RequestHandler):
 
     def initialize(self, context: Context) -> None:
         self.context = context
+    for_servers = False
+    """Whether a server may ask too, by its own token: about itself, see :meth:`concerns`."""
+
+    narrowed = False
+    """Whether who asks may do no more than a server may."""
+
         self.broker = context.broker
         self.hub_auth = context.hub_auth
 
@@ -112,6 +121,9 @@ class Handler(HubOAuthenticated, web.RequestHandler):
             raise web.HTTPError(403)
         try:
             allowed: dict[str, Any] | None = super().check_hub_user(model)
+        if self.for_servers and self._only_for_servers(model):
+            self.narrowed = True
+            return model
         except UserNotAllowed:
             self.refused = True
             raise
@@ -119,6 +131,19 @@ class Handler(HubOAuthenticated, web.RequestHandler):
 
     @property
     def user(self) -> str:
+    def _only_for_servers(self, model: dict[str, Any]) -> bool:
+        """Whether this token opens nothing of ours but what is about a server."""
+        may_enter = self.hub_auth.check_scopes(self.hub_scopes or set(), model)
+        held = (scope.partition("!") for scope in model["scopes"])
+        return not may_enter and any(name == SESSION for name, _, _ in held)
+
+    def concerns(self, server: ServerRef) -> bool:
+        """Whether who asks may ask about this server, if it is their own."""
+        if not self.narrowed:
+            return True
+        needed = f"{SESSION}!server={server.user}/{server.name}"
+        return bool(check_scopes(needed, set(self.current_user["scopes"])))
+
         """The member who asks."""
         return str(self.current_user["name"])
 
@@ -134,8 +159,8 @@ class Handler(HubOAuthenticated, web.RequestHandler):
 
     @property
     def admin(self) -> bool:
-        """Whether the member is an admin of the Hub."""
-        return bool(self.current_user.get("admin")) and not self.is_service
+        """Whether the member is an admin of the Hub. By the token of a server nobody is."""
+        return bool(self.current_user.get("admin")) and not (self.is_service or self.narrowed)
 
     @property
     def groups(self) -> frozenset[str]:

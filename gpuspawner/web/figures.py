@@ -274,15 +274,16 @@ def funds(
 
 def ending(mine: Member, warn_minutes: Sequence[float]) -> tuple[LeaseFigures, ...]:
     """The member's servers whose session ends so soon that the page warns of it."""
-    found = []
-    for some in mine.running:
-        end, seconds = some.lease.ends_at, some.lease.seconds
-        if end is None or seconds is None or not some.lease.started_at or some.lease.outcome:
-            continue
-        minutes = [m for m in warn_minutes if 60 * m < seconds]
-        if due_warning(minutes, end - mine.now) is not None:
-            found.append(some)
-    return tuple(found)
+    return tuple(some for some in mine.running if ends_soon(some, mine.now, warn_minutes))
+
+
+def ends_soon(some: LeaseFigures, now: datetime, warn_minutes: Sequence[float]) -> bool:
+    """Whether a server's session ends so soon that its member is warned."""
+    end, seconds = some.lease.ends_at, some.lease.seconds
+    if end is None or seconds is None or not some.lease.started_at or some.lease.outcome:
+        return False
+    minutes = [m for m in warn_minutes if 60 * m < seconds]
+    return due_warning(minutes, end - now) is not None
 
 
 def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | None:

@@ -34,6 +34,8 @@ class SnoozeForm(MemberPage):
 class SnoozeAPI(APIHandler):
     """The same for scripts; an admin may do it for any server."""
 
+    for_servers = True
+
     @web.authenticated
     async def post(self, lease_id: str) -> None:
         await own_lease(self, lease_id, or_admin=True)

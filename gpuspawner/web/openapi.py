@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .. import __version__
-from . import openapi_admin, openapi_folders
+from . import openapi_admin, openapi_folders, openapi_now
 from .api import APIHandler
 from .base import Handler
 from .openapi_schemas import SCHEMAS, choices, ref
@@ -96,6 +96,7 @@ def paths() -> dict[str, dict[str, Operation]]:
     return {
         "/api/me": {"get": operation("me", "My balance, servers and newest lines.", "Me")},
         "/api/devices": {"get": operation("devices", "Every device with its state.", "Devices")},
+        },
         "/api/leases": {
             "get": operation(
                 "leases",
@@ -114,6 +115,10 @@ def paths() -> dict[str, dict[str, Operation]]:
         },
         "/api/leases/{lease}/receipt": {
             "get": operation(
+        "/api/leases/{lease}/now": {
+            "get": operation("now", "What a server's GPUs do, and what comes.", "Now", LEASE)
+        },
+        },
                 "receipt", "What a session cost, item by item.", "Receipt", LEASE, AFTER, LIMIT
             )
         },
@@ -278,6 +283,7 @@ def document(prefix: str, channels: Collection[str] = ()) -> dict[str, Any]:
     }
     return {
         "openapi": "3.1.0",
+        **openapi_now.SCHEMAS,
         "info": {
             "title": "gpuspawner",
             "version": __version__,

@@ -36,6 +36,8 @@ class ExtendForm(MemberPage):
 class ExtendAPI(APIHandler):
     """The same for scripts; an admin may extend any session."""
 
+    for_servers = True
+
     @web.authenticated
     async def post(self, lease_id: str) -> None:
         await own_lease(self, lease_id, or_admin=True)
@@ -77,13 +79,7 @@ class StopPage(FormPage):
                 danger=True,
             )
             return
-        hub = self.context.hub
-        if hub is None:
-            raise web.HTTPError(503) from CannotStop(why="the Hub cannot be asked just now")
-        try:
-            await hub.stop_server(lease.server)
-        except GPUSpawnerError as error:
-            raise web.HTTPError(error.status_code, "%s", error.message) from error
+        await stop_own(self, lease)
         self.go(f"?stopped={lease.id}")
 
     async def _order(self, lease: Lease) -> None:
@@ -125,14 +121,29 @@ class StopPage(FormPage):
 
 
 class StopAPI(ChangingAPI):
-    """Have any server stopped, for admins: ``{"reason": "the machine gets a new fan"}``."""
+    """Have a server stopped: a member's own at once, and any other for an admin's reason:
+    ``{"reason": "the machine gets a new fan"}``."""
+
+    for_servers = True
 
     @web.authenticated
     async def post(self, lease_id: str) -> None:
-        self.need_admin()
-        reason = needed_reason(self.sent("reason"))
-        ordered = await self.do(self.broker.stop, lease_id, reason=reason)
-        (told,) = figures.lease_figures(self.broker, [ordered], self.broker.clock())
+        sent = self.sent("reason")
+        found = await own_lease(self, lease_id, or_admin=True)
+        if found.server.user == self.user and not (self.admin and sent["reason"]):
+            await self._stop_own(found)
+            return
+        ordered = await self.do(self.broker.stop, lease_id, reason=needed_reason(sent))
+        self._tell(ordered)
+
+    async def _stop_own(self, found: Lease) -> None:
+        if found.state is LeaseState.ENDED:
+            raise web.HTTPError(409) from CannotStop(why="it has stopped already")
+        await stop_own(self, found)
+        self._tell(await self.read(self.broker.lease, found.id))
+
+    def _tell(self, found: Lease) -> None:
+        (told,) = figures.lease_figures(self.broker, [found], self.broker.clock())
         self.answer(lease(told))
 
 
@@ -144,9 +155,21 @@ def goes_on(lease: Lease) -> bool:
 async def own_lease(handler: Handler, lease_id: str, *, or_admin: bool = False) -> Lease:
     """A lease of the one who asks; of anybody else's, only an admin hears that it exists."""
     found: Lease = await handler.read(handler.broker.lease, lease_id)
-    if found.server.user != handler.user and not (or_admin and handler.admin):
+    own = found.server.user == handler.user and handler.concerns(found.server)
+    if not own and not (or_admin and handler.admin):
         raise web.HTTPError(404) from UnknownLease(lease=lease_id)
     return found
+
+
+async def stop_own(handler: Handler, lease: Lease) -> None:
+    """Have the Hub stop a member's own server, as its own button does. Raises HTTPError."""
+    hub = handler.context.hub
+    if hub is None:
+        raise web.HTTPError(503) from CannotStop(why="the Hub cannot be asked just now")
+    try:
+        await hub.stop_server(lease.server)
+    except GPUSpawnerError as error:
+        raise web.HTTPError(error.status_code, "%s", error.message) from error
 
 
 LONGEST_SHOWN = 1000

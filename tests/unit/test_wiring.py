@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from jupyterhub.app import JupyterHub
+from jupyterhub.roles import get_default_roles
 from tornado.util import import_object
 from tornado.web import RequestHandler
 from traitlets.config import Config
@@ -29,6 +30,7 @@ from gpuspawner.wiring import (
 )
 
 USER_SCOPE = "access:services!service=gpu"
+USER_SCOPES = [USER_SCOPE, "custom:gpuspawner:session!user"]
 
 
 def value_of(c: Config, setting: str) -> Any:
@@ -64,7 +66,7 @@ def test_an_empty_configuration_gets_service_role_and_access() -> None:
     assert role["services"] == ["gpu"]
     assert role["scopes"] == list(ACCOUNTING_SCOPES)
     assert set(ACCOUNTING_SCOPES) == {"list:users", "read:groups", "servers"}
-    assert role_of(c, "user")["scopes"] == ["self", USER_SCOPE]
+    assert role_of(c, "user")["scopes"] == ["self", *USER_SCOPES]
     assert len(value_of(c, "services")) == 1
 
 
@@ -92,7 +94,9 @@ def test_services_and_roles_of_the_admin_stay(how: str) -> None:
     c.JupyterHub.services.append({"name": "later"})
 
     assert {s["name"] for s in value_of(c, "services")} == {"theirs", "gpu", "later"}
-    assert {r["name"] for r in value_of(c, "load_roles")} == {"theirs", "service-gpu", "user"}
+    assert {r["name"] for r in value_of(c, "load_roles")} == {
+        *("theirs", "service-gpu", "user", "server")
+    }
     assert role_of(c, "theirs")["scopes"] == ["list:users"]
 
 
@@ -121,7 +125,7 @@ def test_a_user_role_of_the_admin_is_extended(lazy: bool) -> None:
     add_services(c)
 
     role = role_of(c, "user")
-    assert role["scopes"] == ["self", "access:services", USER_SCOPE]
+    assert role["scopes"] == ["self", "access:services", *USER_SCOPES]
     assert role["description"] == "Us"
 
 
@@ -129,7 +133,7 @@ def test_a_user_role_without_scopes_keeps_jupyterhubs_own() -> None:
     c = Config()
     c.JupyterHub.load_roles = [{"name": "user", "description": "Us"}]
     add_services(c)
-    assert role_of(c, "user")["scopes"] == ["self", USER_SCOPE]
+    assert role_of(c, "user")["scopes"] == ["self", *USER_SCOPES]
 
 
 @pytest.mark.parametrize("lazy", [True, False])
@@ -144,8 +148,26 @@ def test_extra_user_scopes_go_on_counting(lazy: bool) -> None:
 
     extra = c.JupyterHub.extra_user_scopes
     extra = extra.get_value(set()) if lazy else extra
-    assert extra == {"shares!user", USER_SCOPE}
+    assert extra == {"shares!user", *USER_SCOPES}
     assert "user" not in {r["name"] for r in value_of(c, "load_roles")}
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_server_may_ask_about_itself_beside_what_it_may_already(lazy: bool) -> None:
+    ours = "custom:gpuspawner:session!server"
+    c = Config()
+    add_services(c)
+    default = next(role for role in get_default_roles() if role["name"] == "server")
+    assert role_of(c, "server")["scopes"] == [*default["scopes"], ours]
+
+    c = Config()
+    theirs = {"name": "server", "scopes": ["users:activity!user", "list:groups"]}
+    if lazy:
+        c.JupyterHub.load_roles.append(theirs)
+    else:
+        c.JupyterHub.load_roles = [theirs]
+    add_services(c)
+    assert role_of(c, "server")["scopes"] == ["users:activity!user", "list:groups", ours]
 
 
 def test_the_database_url_reaches_the_service_by_environment_alone() -> None:

@@ -1,0 +1,54 @@
+// What this server answers at gpuspawner/session, as gpuspawner's service wrote it.
+
+export interface IMinute {
+  at: string;
+  use_percent: number | null;
+  used_bytes: number | null;
+}
+
+export interface IDevice {
+  uuid: string;
+  index: number;
+  model: string;
+  memory_bytes: number;
+  use_percent: number | null;
+  busy: boolean | null;
+  used_bytes: number | null;
+  error: string;
+  minutes: IMinute[];
+}
+
+export interface ILease {
+  environment: string;
+  rate_per_hour: string;
+  cost: string;
+  ends_at: string | null;
+  stops_at: string | null;
+}
+
+export interface IWarning {
+  kind: 'idle' | 'session' | 'credits';
+  // Stays while it is the same warning.
+  key: string;
+  at: string | null;
+  snooze_minutes: number;
+}
+
+export interface INow {
+  available: true;
+  as_of: string;
+  page: string;
+  lease: ILease;
+  account: { account: string; balance: string } | null;
+  devices: IDevice[];
+  warnings: IWarning[];
+}
+
+export interface IAway {
+  available: false;
+  retry_seconds?: number;
+}
+
+export type Answer = INow | IAway;
+
+export type Action = 'snooze' | 'extend' | 'stop';

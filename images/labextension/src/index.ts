@@ -1,0 +1,41 @@
+/**
+ * What this server's GPUs do, what is left of credits and time, and warnings.
+ */
+import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
+import { PageConfig } from '@jupyterlab/coreutils';
+import { IStatusBar } from '@jupyterlab/statusbar';
+
+import { Item } from './item';
+import { Panel } from './panel';
+import { Session } from './session';
+import { Warnings } from './warnings';
+
+const plugin: JupyterFrontEndPlugin<void> = {
+  id: 'gpuspawner:session',
+  description: 'GPU use, credits and time left of this server.',
+  autoStart: true,
+  optional: [IStatusBar],
+  activate: (app: JupyterFrontEnd, statusBar: IStatusBar | null) => {
+    if (PageConfig.getOption('gpuspawner') !== 'on') {
+      return; // no hub, or no lease: there is nobody to ask
+    }
+    const session = new Session(app.serviceManager.serverSettings);
+    const warnings = new Warnings(session);
+    let panel: Panel | null = null;
+    const open = () => {
+      if (!panel) {
+        panel = new Panel(session, action => void warnings.act(action));
+        app.shell.add(panel, 'right', { rank: 900 });
+      }
+      app.shell.activateById(panel.id);
+    };
+    statusBar?.registerStatusItem('gpuspawner:session', {
+      item: new Item(session, open),
+      align: 'left',
+      rank: 0
+    });
+    void app.restored.then(() => session.ask());
+  }
+};
+
+export default plugin;

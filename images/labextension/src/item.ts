@@ -1,0 +1,53 @@
+import { Widget } from '@lumino/widgets';
+
+import type { Session } from './session';
+import { credits, end, memory, models, span, use } from './words';
+
+/**
+ * The item in the status bar. Without an answer it is not shown.
+ */
+export class Item extends Widget {
+  constructor(
+    private session: Session,
+    open: () => void
+  ) {
+    super();
+    this.addClass('gpuspawner-item');
+    this.button.type = 'button';
+    this.button.addEventListener('click', open);
+    this.node.append(this.button);
+    this.hide();
+    session.onChange(() => this.tell());
+  }
+
+  private tell(): void {
+    const now = this.session.now;
+    this.setHidden(!now);
+    if (!now) {
+      return;
+    }
+    const ends = end(now);
+    const words: [string, string][] = [
+      ['model', models(now.devices)],
+      ['use', use(now.devices)],
+      ['memory', memory(now.devices)],
+      ['credits', now.account ? `${credits(now.account.balance)} credits` : ''],
+      ['time', ends ? `${span(Date.parse(ends) - this.session.clock())} left` : '']
+    ];
+    const parts = words.filter(([, text]) => text);
+    this.button.replaceChildren(
+      ...parts.map(([name, text]) => {
+        const part = document.createElement('span');
+        part.className = `gpuspawner-part-${name}`;
+        part.textContent = text;
+        return part;
+      })
+    );
+    const all = parts.map(([, text]) => text).join(', ');
+    this.button.title = `${all}. Click for more.`;
+    this.button.setAttribute('aria-label', `GPU: ${all}`);
+    this.button.classList.toggle('gpuspawner-warned', now.warnings.length > 0);
+  }
+
+  private button = document.createElement('button');
+}

@@ -1,0 +1,97 @@
+import { URLExt } from '@jupyterlab/coreutils';
+import { ServerConnection } from '@jupyterlab/services';
+
+import type { Action, Answer, INow } from './answer';
+
+// Seconds between two questions, of a page that is looked at and of one that is not.
+const SEEN = 10;
+const UNSEEN = 60;
+// After a question that this server did not answer; twice as long each time.
+const FIRST_PAUSE = 30;
+const LAST_PAUSE = 600;
+
+/**
+ * What gpuspawner says of this server, asked again and again.
+ */
+export class Session {
+  /** The newest answer; null while there is none. */
+  now: INow | null = null;
+
+  constructor(private settings: ServerConnection.ISettings) {
+    this.url = URLExt.join(settings.baseUrl, 'gpuspawner', 'session');
+    document.addEventListener('visibilitychange', () => this.looked());
+  }
+
+  /** Call this with each new answer, and when there is none any more. */
+  onChange(listener: () => void): void {
+    this.listeners.push(listener);
+  }
+
+  /** Milliseconds since the epoch by the service's clock: a browser's may be wrong. */
+  clock(): number {
+    return Date.now() + this.ahead;
+  }
+
+  /** Ask now, and from then on. */
+  async ask(): Promise<void> {
+    window.clearTimeout(this.timer);
+    let pause: number;
+    try {
+      pause = await this.askOnce();
+      this.failed = 0;
+    } catch {
+      // JupyterLab says itself that its server is gone.
+      this.now = null;
+      pause = Math.min(LAST_PAUSE, FIRST_PAUSE * 2 ** this.failed);
+      this.failed += 1;
+    }
+    this.askedAt = Date.now();
+    for (const listener of this.listeners) {
+      listener();
+    }
+    window.clearTimeout(this.timer);
+    this.timer = window.setTimeout(() => void this.ask(), 1000 * pause);
+  }
+
+  /** Do it; an Error's message is the sentence that says why it was not done. */
+  async act(action: Action): Promise<void> {
+    const response = await ServerConnection.makeRequest(
+      `${this.url}/${action}`,
+      { method: 'POST' },
+      this.settings
+    );
+    if (!response.ok) {
+      const told = await response.json().catch(() => ({}));
+      throw new Error(told.message || 'It was not done. Try again in a moment.');
+    }
+    await this.ask();
+  }
+
+  private async askOnce(): Promise<number> {
+    const response = await ServerConnection.makeRequest(this.url, {}, this.settings);
+    if (!response.ok) {
+      throw new ServerConnection.ResponseError(response);
+    }
+    const answer = (await response.json()) as Answer;
+    if (!answer.available) {
+      this.now = null;
+      return Math.max(FIRST_PAUSE, answer.retry_seconds ?? 0);
+    }
+    this.now = answer;
+    this.ahead = Date.parse(answer.as_of) - Date.now();
+    return document.hidden ? UNSEEN : SEEN;
+  }
+
+  private looked(): void {
+    if (!document.hidden && this.now && Date.now() - this.askedAt > 1000 * SEEN) {
+      void this.ask();
+    }
+  }
+
+  private url: string;
+  private listeners: (() => void)[] = [];
+  private timer = 0;
+  private failed = 0;
+  private askedAt = 0;
+  private ahead = 0;
+}

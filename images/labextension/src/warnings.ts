@@ -1,0 +1,109 @@
+import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
+import { PageConfig, URLExt } from '@jupyterlab/coreutils';
+
+import type { Action, INow, IWarning } from './answer';
+import type { Session } from './session';
+import { clock, end, warning } from './words';
+
+// So long before the end a warning that was put off comes again.
+const SOON = 10 * 60000;
+
+/**
+ * Warnings as notifications, each once, and gone when there is no reason any more.
+ */
+export class Warnings {
+  constructor(private session: Session) {
+    session.onChange(() => this.show());
+  }
+
+  /** Do what a button says, and say how it went. */
+  async act(action: Action): Promise<void> {
+    if (action === 'stop' && !(await confirmed())) {
+      return;
+    }
+    try {
+      await this.session.act(action);
+    } catch (error) {
+      if (action === 'stop' && !(error instanceof Error && error.message)) {
+        return;
+      }
+      Notification.error((error as Error).message, { autoClose: false });
+      return;
+    }
+    if (action === 'stop') {
+      const home = URLExt.join(PageConfig.getOption('hubPrefix') || '/hub/', 'home');
+      window.location.href = PageConfig.getOption('hubHost') + home;
+      return;
+    }
+    const now = this.session.now;
+    const moment = now && (action === 'snooze' ? idle(now)?.at : end(now));
+    const until = moment ? ` until ${clock(moment, this.session.clock())}` : '';
+    const done = action === 'snooze' ? 'The stop is put off' : 'This server goes on';
+    Notification.success(`${done}${until}.`, { autoClose: 8000 });
+  }
+
+  private show(): void {
+    const now = this.session.now;
+    if (!now) {
+      return;
+    }
+    const due = new Map(now.warnings.map(it => [this.key(it), it]));
+    for (const [key, id] of this.shown) {
+      if (!due.has(key)) {
+        Notification.dismiss(id);
+        this.shown.delete(key);
+      }
+    }
+    for (const [key, it] of due) {
+      if (!this.known.has(key) && !this.isPutOff(it)) {
+        this.known.add(key);
+        this.shown.set(key, this.emit(it, now));
+      }
+    }
+  }
+
+  private emit(it: IWarning, now: INow): string {
+    const actions: Notification.IAction[] = [];
+    const add = (label: string, action: Action, displayType: Notification.ActionDisplayType) =>
+      actions.push({ label, displayType, callback: () => void this.act(action) });
+    if (it.snooze_minutes) {
+      add('Snooze', 'snooze', 'accent');
+    }
+    if (it.kind === 'session') {
+      add('Extend', 'extend', 'accent');
+    }
+    add('Stop', 'stop', 'warn');
+    const options = { autoClose: false as const, actions };
+    return Notification.warning(warning(it, now, this.session.clock()), options);
+  }
+
+  private key(it: IWarning): string {
+    return this.isSoon(it) ? `${it.key}:soon` : it.key;
+  }
+
+  /** Whoever snoozed has read the warning, and reads it again only when the end is near. */
+  private isPutOff(it: IWarning): boolean {
+    const seen = [...this.known].some(key => key.startsWith('idle'));
+    return it.kind === 'idle' && seen && it.at !== null && !this.isSoon(it);
+  }
+
+  private isSoon(it: IWarning): boolean {
+    return it.kind === 'idle' && it.at !== null && Date.parse(it.at) - this.session.clock() < SOON;
+  }
+
+  private known = new Set<string>();
+  private shown = new Map<string, string>();
+}
+
+function idle(now: INow): IWarning | undefined {
+  return now.warnings.find(it => it.kind === 'idle');
+}
+
+async function confirmed(): Promise<boolean> {
+  const result = await showDialog({
+    title: 'Stop this server?',
+    body: 'What runs in it ends now. Your files stay, and it costs nothing more.',
+    buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: 'Stop it' })]
+  });
+  return result.button.accept;
+}

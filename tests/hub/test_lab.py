@@ -1,0 +1,382 @@
+"""The GPU item in JupyterLab. Real: Chromium, JupyterLab with its extensions, JupyterHub, proxy,
+accounting service, SQLite; servers are local processes, and what GPUs do comes from a script."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+from playwright.sync_api import Browser, Page, expect
+
+from gpuspawner.broker.broker import utcnow
+from gpuspawner.model import Lease, LeaseState
+from gpuspawner.store import idle, leases
+from gpuspawner.store.idle import Watched
+from gpuspawner.telemetry import DeviceUse
+from gpuspawner.telemetry.idle import IdleState
+from tests.support.axe import troubles
+from tests.support.browser import screenshot
+from tests.support.hub import ADMIN
+from tests.support.pages import sign_in
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import BIN, REPO, die_with_us, free_port, wait_for
+
+LAB = REPO / "images" / "common" / "lab"
+WIDE = {"width": 1280, "height": 800}
+PHONE = {"width": 390, "height": 844}
+expect.set_options(timeout=30_000)
+SLOW = 60_000
+"""Milliseconds for what takes JupyterLab some time, on a machine with other things to do."""
+GB = 2**30
+
+ENVIRONMENT = {
+    "JUPYTER_PATH": str(LAB / "share" / "jupyter"),
+    "JUPYTER_CONFIG_PATH": str(LAB / "etc" / "jupyter"),
+    "PYTHONPATH": os.pathsep.join([str(LAB), str(REPO)]),
+}
+"""By which a JupyterLab that is installed here finds what the images have in their own."""
+
+CONFIG = f"""
+c.Broker.gpu_rates = {{"*": 4}}
+c.Broker.opening_grant = 50
+c.Broker.when_idle = {{"*": {{"mode": "enforce"}}}}
+c.Broker.hold_minutes = 1
+c.GPUSpawnerMixin.catalog = "catalog.yaml"
+c.Spawner.cmd = ["jupyterhub-singleuser"]
+c.Spawner.environment = {ENVIRONMENT!r}
+c.Spawner.http_timeout = 120
+c.Spawner.default_url = "/lab"
+c.Accounting.session_warn_minutes = [59]
+"""
+
+CATALOG = f"""
+environments:
+  - slug: lab
+    display_name: JupyterLab
+    image: none
+    default: true
+    devices: {{default: 1, max: 2}}
+    hours: {{max: 1}}
+  - slug: quick
+    image: none
+    spawner_override:
+      cmd: {[sys.executable, str(REPO / "tests/support/tiny_server.py")]}
+"""
+
+SCRIPT = {"0": {"use": 37, "used_bytes": 12 * GB}, "1": {"use": 0, "used_bytes": GB}}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    folder = tmp_path_factory.mktemp("lab") / "hub"
+    script = folder.parent / "gpus.json"
+    script.write_text(json.dumps(SCRIPT))
+    environment = {"GPUSPAWNER_SIMULATION": str(script)}
+    hub = PayingHub(folder, CONFIG, environment=environment)
+    (folder / "catalog.yaml").write_text(CATALOG)
+    with hub:
+        hub.start_server("ada", environment="lab", gpus=1, gpu_model="A100")
+        yield hub
+
+
+@pytest.fixture
+def lease(hub: PayingHub) -> Lease:
+    """Ada's."""
+    [found] = [x for x in hub.broker.open_leases() if x.server.user == "ada"]
+    return found
+
+
+def token_of(lease: Lease) -> str:
+    """The token that JupyterHub gave to a server."""
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+        except (psutil.Error, OSError):
+            continue
+        if environment.get("GPUSPAWNER_LEASE_ID") == lease.id:
+            return environment["JUPYTERHUB_API_TOKEN"]
+    raise LookupError(f"no process of lease {lease.id}")
+
+
+def ask(
+    hub: PayingHub, token: str, path: str, method: str = "GET", *, by_hub: bool = False
+) -> requests.Response:
+    """The service's JSON; as a server in a container reaches it, by the hub's API."""
+    base = f"{hub.url}/hub/api/gpuspawner" if by_hub else f"{hub.url}/services/gpu/api"
+    headers = {"Authorization": f"token {token}"}
+    return requests.request(method, f"{base}/{path}", headers=headers, timeout=60)
+
+
+# What the token of a server may do.
+
+
+def test_a_server_asks_about_itself_by_the_hubs_api(hub: PayingHub, lease: Lease) -> None:
+    def now() -> dict[str, Any] | None:
+        answer = ask(hub, token_of(lease), f"leases/{lease.id}/now", by_hub=True)
+        assert answer.status_code == 200, answer.text
+        told: dict[str, Any] = answer.json()
+        return told if told["devices"][0]["use_percent"] is not None else None
+
+    told = wait_for(now, "the first samples", timeout=30)
+    assert told["lease"]["id"] == lease.id
+    [device] = told["devices"]
+    assert (device["uuid"], device["use_percent"], device["used_bytes"]) == (
+        lease.uuids[0],
+        37,
+        12 * GB,
+    )
+    assert float(told["account"]["balance"]) <= 50
+    assert told["page"] == "/services/gpu/"
+
+
+def test_a_server_does_nothing_else_with_our_service(hub: PayingHub, lease: Lease) -> None:
+    token = token_of(lease)
+    other = hub.start_server("bob", environment="quick", gpus=0)
+    second = hub.start_server("ada", "second", environment="quick", gpus=0)
+    for theirs in (other, second):
+        for path, method in (
+            (f"leases/{theirs.id}/now", "GET"),
+            (f"leases/{theirs.id}/extend", "POST"),
+            (f"leases/{theirs.id}/snooze", "POST"),
+            (f"leases/{theirs.id}/stop", "POST"),
+        ):
+            for by_hub in (False, True):
+                answer = ask(hub, token, path, method, by_hub=by_hub)
+                assert answer.status_code == 404, (path, answer.text)
+                assert "bob" not in answer.text and "second" not in answer.text
+        assert hub.broker.lease(theirs.id).state is LeaseState.RUNNING
+    for path in ("me", "leases", "devices", "accounts/member:ada", f"leases/{lease.id}/receipt"):
+        assert ask(hub, token, path).status_code == 403, path
+        assert ask(hub, token, path, by_hub=True).status_code == 404, path
+    path = f"leases/{lease.id}/now"
+    assert ask(hub, token, path, "POST", by_hub=True).status_code == 404
+    assert ask(hub, "forged", path, by_hub=True).status_code == 403
+    nobody = requests.get(f"{hub.url}/hub/api/gpuspawner/{path}", timeout=60)
+    assert nobody.status_code == 403
+    # The second server's own token says the same of the first.
+    assert ask(hub, token_of(second), path).status_code == 404
+    for theirs in (other, second):
+        hub.stop_server(theirs.server.user, theirs.server.name)
+
+
+def test_an_admins_server_is_no_admin(hub: PayingHub, lease: Lease) -> None:
+    theirs = hub.start_server(ADMIN, environment="quick", gpus=0)
+    token = token_of(theirs)
+    assert ask(hub, token, f"leases/{theirs.id}/now").ok
+    for action in ("extend", "snooze", "stop"):
+        answer = ask(hub, token, f"leases/{lease.id}/{action}", "POST")
+        assert answer.status_code == 404, answer.text
+    assert hub.broker.lease(lease.id).state is LeaseState.RUNNING
+    hub.stop_server(ADMIN)
+
+
+# What members see.
+
+
+def test_the_item_the_warnings_and_the_panel(
+    hub: PayingHub, lease: Lease, browser: Browser
+) -> None:
+    rest(hub, lease)
+    worked(hub, lease)
+    told = ask(hub, token_of(lease), f"leases/{lease.id}/now").json()
+    minutes = [minute["use_percent"] for minute in told["devices"][0]["minutes"]]
+    assert minutes == [*range(41, 69)], "the first full minute of this lease, and no other's"
+    page = browser.new_context(viewport=WIDE).new_page()
+    errors = errors_of(page)
+    open_lab(page, hub)
+    item = page.locator(".gpuspawner-item button")
+    expect(item).to_contain_text("A100-80GB", timeout=SLOW)
+    expect(item).to_contain_text("37 %")
+    expect(item).to_contain_text("12/80 GB")
+    expect(item).to_contain_text(re.compile(r"4\d\.\d\d credits"))
+    expect(item).to_contain_text(re.compile(r"\d+ min left"))
+
+    # Its GPU rests: said with the end, and put off by a click.
+    warned = page.locator(".Toastify__toast", has_text="is not used")
+    expect(warned).to_contain_text(re.compile(r"It stops at \S+.* unless there is work for it"))
+    keep(page, "warning")
+    before = idle_state(hub, lease)
+    warned.get_by_role("button", name="Snooze").click()
+    expect(page.locator(".Toastify__toast", has_text="The stop is put off until")).to_be_visible()
+    after = idle_state(hub, lease)
+    assert after.snoozes == before.snoozes + 1
+    assert after.stops_at is not None and before.stops_at is not None
+    assert after.stops_at - before.stops_at == timedelta(minutes=30)
+    expect(warned).to_have_count(0)
+
+    # The panel, with the curve of what the store has of this lease.
+    item.click()
+    panel = page.locator(".gpuspawner-panel")
+    expect(panel.get_by_role("heading", name="A100-80GB")).to_be_visible()
+    expect(panel).to_contain_text("12 of 80 GB")
+    expect(panel.get_by_role("img", name="Use and memory in the last hour")).to_be_visible()
+    expect(panel.locator("polyline.gpuspawner-use").first).to_be_visible()
+    assert troubles(page, within=".gpuspawner-panel") == []
+    keep(page, "panel")
+    extended = hub.broker.lease(lease.id).ends_at
+    panel.get_by_role("button", name="Extend").click()
+    expect(page.locator(".Toastify__toast", has_text="This server goes on until")).to_be_visible()
+    assert extended is not None
+    assert (hub.broker.lease(lease.id).ends_at or extended) > extended
+
+    # A button that comes too late says why, in words.
+    with hub.broker.store.write() as connection:
+        idle.put(connection, lease.id, Watched(begun(), utcnow() + timedelta(hours=1)))
+    panel.get_by_role("button", name="Snooze").click()
+    refused = page.locator(".Toastify__toast", has_text="The stop cannot be put off")
+    expect(refused).to_be_visible()
+    assert errors == [], errors
+
+
+def test_a_service_that_is_away_alarms_nobody(
+    hub: PayingHub, lease: Lease, browser: Browser
+) -> None:
+    service = hub.service()
+    assert service is not None
+    service.suspend()  # it neither answers nor refuses
+    try:
+        answer = hub.get("ada", "gpuspawner/session", timeout=90)
+        assert answer.status_code == 200
+        told = answer.json()
+        assert told["available"] is False and told["retry_seconds"] > 5
+        page = browser.new_context(viewport=WIDE).new_page()
+        errors = errors_of(page)
+        open_lab(page, hub)
+        expect(page.locator("#jp-main-statusbar")).to_be_visible(timeout=SLOW)
+        expect(page.locator(".gpuspawner-item")).to_be_hidden()
+        assert errors == [], errors
+    finally:
+        service.resume()
+
+
+def test_stop_from_the_panel(hub: PayingHub, lease: Lease, browser: Browser) -> None:
+    page = browser.new_context(viewport=WIDE).new_page()
+    open_lab(page, hub)
+    item = page.locator(".gpuspawner-item button")
+    expect(item).to_contain_text("A100-80GB", timeout=2 * SLOW)  # it was away a moment ago
+    item.click()
+    page.locator(".gpuspawner-panel").get_by_role("button", name="Stop server").click()
+    dialog = page.locator(".jp-Dialog", has_text="Stop this server?")
+    expect(dialog).to_contain_text("Your files stay")
+    keep(page, "stop")
+    dialog.get_by_role("button", name="Stop it").click()
+    page.wait_for_url(f"{hub.url}/hub/home", timeout=SLOW)
+    wait_for(lambda: hub.broker.lease(lease.id).state is LeaseState.ENDED, "the end", timeout=60)
+
+
+def test_jupyterlab_without_a_hub(tmp_path: Path, browser: Browser) -> None:
+    """The same extensions in a plain JupyterLab add nothing, and complain about nothing."""
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={port}"),
+        *("--allow-root", "--ServerApp.token=plain", f"--ServerApp.root_dir={tmp_path}"),
+    ]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("JUPYTER")}
+    environment = {**kept, **ENVIRONMENT, "HOME": str(tmp_path), "PATH": f"{BIN}:{kept['PATH']}"}
+    with open(tmp_path / "lab.log", "wb") as log:
+        lab = subprocess.Popen(die_with_us(command), env=environment, stdout=log, stderr=log)
+    try:
+        base = f"http://127.0.0.1:{port}"
+        wait_for(lambda: _answers(base), "JupyterLab", timeout=60)
+        page = browser.new_context(viewport=WIDE).new_page()
+        errors = errors_of(page)
+        page.goto(f"{base}/lab?token=plain")
+        expect(page.locator(".jp-Launcher")).to_be_visible(timeout=SLOW)
+        loaded = page.evaluate("Object.keys(window._JUPYTERLAB ?? {})")
+        assert "gpuspawner" in loaded
+        expect(page.locator(".gpuspawner-item")).to_have_count(0)
+        assert errors == [], errors
+        asked = requests.get(f"{base}/gpuspawner/session?token=plain", timeout=30)
+        assert asked.status_code == 404
+    finally:
+        lab.terminate()
+        lab.wait(timeout=60)
+
+
+# Steps of the above.
+
+
+def open_lab(page: Page, hub: PayingHub) -> None:
+    sign_in(page, hub, "ada", "")
+    page.goto(f"{hub.url}/user/ada/lab?reset")
+    expect(page.locator(".jp-Launcher")).to_be_visible(timeout=SLOW)
+
+
+def keep(page: Page, name: str) -> None:
+    """Pictures as on a desk and as on a phone."""
+    for size, suffix in ((WIDE, "wide"), (PHONE, "phone")):
+        page.set_viewport_size(size)
+        page.wait_for_timeout(500)
+        screenshot(page, f"lab-item-{name}-{suffix}")
+    page.set_viewport_size(WIDE)
+
+
+def errors_of(page: Page) -> list[str]:
+    """What the page complains about on its console that has to do with us, as it comes."""
+    found: list[str] = []
+
+    def look(kind: str, text: str, where: str) -> None:
+        if kind in ("error", "warning") and "gpuspawner" in text + where:
+            found.append(f"{kind}: {text} ({where})")
+
+    page.on("console", lambda it: look(it.type, it.text, str(it.location.get("url"))))
+    page.on("pageerror", lambda it: found.append(str(it)))
+    return found
+
+
+def rest(hub: PayingHub, lease: Lease) -> None:
+    """As if it had been judged: its GPUs rest, and it stops in nine minutes."""
+    now = utcnow()
+    state = IdleState(credit=0, warned_at=now, stops_at=now + timedelta(minutes=9))
+    with hub.broker.store.write() as connection:
+        # What began before is judged: the script's work of the next minutes is not.
+        idle.put(connection, lease.id, Watched(state, now + timedelta(hours=1)))
+
+
+def begun() -> IdleState:
+    """Nobody has to be warned."""
+    return IdleState(credit=3600)
+
+
+def idle_state(hub: PayingHub, lease: Lease) -> IdleState:
+    _, watched = hub.broker.idle_state(lease.server)
+    assert watched is not None
+    return watched.state
+
+
+def worked(hub: PayingHub, lease: Lease) -> None:
+    """As if it had begun half an hour ago, and somebody else before it had worked too."""
+    began = utcnow() - timedelta(minutes=30)
+    with hub.broker.store.write() as connection:
+        leases.update(connection, lease.id, granted_at=began, started_at=began)
+    counts = {"samples": 60, "known": 60, "busy": 60, "measured": 60, "memory_max": 8 * GB}
+    minute = began.replace(second=0, microsecond=0)
+    hub.broker.remember_use(
+        [
+            DeviceUse(
+                uuid=lease.uuids[0],
+                since=minute + timedelta(minutes=number),
+                seconds=60,
+                use_sum=60 * (40 + number),
+                **counts,
+            )
+            for number in range(-20, 29)
+        ]
+    )
+
+
+def _answers(base: str) -> bool:
+    try:
+        return requests.get(f"{base}/api", timeout=5).ok
+    except requests.RequestException:
+        return False
