@@ -232,7 +232,6 @@ def _environment(c: Config) -> dict[str, str]:
     settings = {section: _plain_section(c, section) for section in SECTIONS}
     if catalog := _catalog_to_pull(c):
         settings["Accounting"].setdefault("catalog", catalog)
-        settings["Accounting"].setdefault(name, value)
     database = settings["Broker"].pop("database_url", None) or default_url()
     # The secrets of channels too, where their URLs name variables and not files.
     named = set(re.findall(r"\{env:([^{}\s]+)\}", json.dumps(settings["Notifier"])))

@@ -34,6 +34,7 @@ from .notify import Notifier
 from .refilling import Refilling
 from .sessions import Sessions
 from .tick import Tick
+from .use import SamplesUse
 
 NOTICES_EVERY = 2.0
 """Seconds between two looks for notices to send."""

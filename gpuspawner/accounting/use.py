@@ -102,7 +102,7 @@ class SamplesUse(SingletonConfigurable):
                 await self._owners(tick, sampling, sampler)
                 await self._write(tick, sampling, tidy=number % TIDY_EVERY == 0)
                 if number % JUDGE_EVERY == 0:
-                    await self._judge(tick, idle, "Idle GPUs")
+                    await self._judge(tick, idle)
                 await asyncio.sleep(WRITE_EVERY)
         finally:
             await asyncio.to_thread(sampling.stop)

@@ -96,7 +96,6 @@ def paths() -> dict[str, dict[str, Operation]]:
     return {
         "/api/me": {"get": operation("me", "My balance, servers and newest lines.", "Me")},
         "/api/devices": {"get": operation("devices", "Every device with its state.", "Devices")},
-        },
         "/api/leases": {
             "get": operation(
                 "leases",
@@ -113,12 +112,11 @@ def paths() -> dict[str, dict[str, Operation]]:
         "/api/leases/{lease}/snooze": {
             "post": operation("snooze", "Put off a stop for GPUs that rest.", "Lease", LEASE)
         },
-        "/api/leases/{lease}/receipt": {
-            "get": operation(
         "/api/leases/{lease}/now": {
             "get": operation("now", "What a server's GPUs do, and what comes.", "Now", LEASE)
         },
-        },
+        "/api/leases/{lease}/receipt": {
+            "get": operation(
                 "receipt", "What a session cost, item by item.", "Receipt", LEASE, AFTER, LIMIT
             )
         },
@@ -279,11 +277,11 @@ def document(prefix: str, channels: Collection[str] = ()) -> dict[str, Any]:
         **SCHEMAS,
         **openapi_admin.SCHEMAS,
         **openapi_folders.SCHEMAS,
+        **openapi_now.SCHEMAS,
         "Choices": choices(channels),
     }
     return {
         "openapi": "3.1.0",
-        **openapi_now.SCHEMAS,
         "info": {
             "title": "gpuspawner",
             "version": __version__,
