@@ -112,14 +112,23 @@ class Signs:
         return frozenset(self._lasted)
 
     def take(self) -> tuple[Symptom, ...]:
-        """What happened since this was asked last, and what goes on."""
-        happened, self._happened = self._happened, []
+        """What :meth:`look` says, once."""
+        found = self.look()
+        self.judged()
+        return found
+
+    def judged(self) -> None:
+        """What has happened is known now."""
+        self._happened.clear()
+
+    def look(self) -> tuple[Symptom, ...]:
+        """What happened since :meth:`judged`, and what goes on."""
         lasting = (
             Symptom(cause, self._said[cause], self._since[cause], lasting=True)
             for cause, lasted in self._lasted.items()
             if lasted >= (SILENT if cause == "lost" else STEADY)
         )
-        return (*happened, *lasting)
+        return (*self._happened, *lasting)
 
     def _add(self, it: Sample) -> None:
         step = timedelta(0)

@@ -11,6 +11,7 @@ import docker
 import docker.errors
 import pytest
 
+from gpuspawner.engines.device_probe import Untried, probe_in_container
 from gpuspawner.engines.preflight import Status, check_image, prove_injection
 from gpuspawner.engines.probe import LABEL_CHECK, LEFTOVER_AFTER, remove_leftovers
 from tests.support.engine import DEVICES, PrivateEngine
@@ -55,6 +56,19 @@ def test_more_than_the_asked_device_is_red(clean_engine: PrivateEngine, images: 
     finding = prove_injection(clean_engine.client, images.INSTANT, "device_requests", DEVICES[0])
     assert finding.status is Status.FAIL
     assert "2 device nodes (/dev/nvidia0 /dev/nvidia1) where one is right" in finding.text
+
+
+def test_a_probe_tries_one_device_in_a_container(clean_engine: PrivateEngine, images: Any) -> None:
+    client, several = clean_engine.client, ["gpuspawner/nowhere:1", images.INSTANT]
+    found = probe_in_container(client, several, "device_requests", DEVICES[1])
+    assert found.failure == ""
+    assert f"exactly {DEVICES[1]}" in found.text
+    assert "its memory was not tried" in found.text  # nobody's container has CUDA here
+    found = probe_in_container(client, several, "device_requests", "GPU-gone")
+    assert "GPU-gone: unknown device" in found.failure
+    with pytest.raises(Untried, match="none of the images"):
+        probe_in_container(client, several[:1], "auto", DEVICES[1])
+    assert left(clean_engine) == []
 
 
 LEAK = r"""

@@ -1,21 +1,35 @@
 """Sick devices, from what is found to drain, warning, refund, probe and return. Real: both
-databases, and processes that are killed or race."""
+databases, several services at once, samples of simulated devices, pynvml."""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpuspawner.accounting.health import HealthDuty, ProbesDevices
+from gpuspawner.accounting.hub import Hub
+from gpuspawner.accounting.sampling import Sampling
+from gpuspawner.accounting.tick import Tick
 from gpuspawner.broker import Broker
 from gpuspawner.broker.health import Found
+from gpuspawner.devices.base import Sampled
 from gpuspawner.errors import ConfigError, NoDeviceFree
 from gpuspawner.model import Lease, NoticeKind
-from gpuspawner.telemetry.symptoms import Symptom
+from gpuspawner.telemetry import Sample
+from gpuspawner.telemetry.symptoms import Signs, Symptom
 from tests.support.brokers import Clock, acquire, credits_of, open_broker, problems, running, states
+from tests.support.nvml import nvml_library as nvml
+from tests.support.nvml.machine import Machine
+from tests.support.nvml.nvml_library import gpus
 
 RATE = {"gpu_rates": {"*": 60}, "opening_grant": 1000, "device_source": "simulated:2xT4"}
 """A credit a minute."""
@@ -189,39 +203,31 @@ def test_mistakes_are_said_at_the_start(database_url: str) -> None:
         open_broker(database_url, when_sick={"hot": "fry"})
 
 
-def _settle(url: str, gate: Any, said: Any) -> None:
-    """In a process of its own: judge the same find, and settle, together with the others."""
-    broker = open_broker(url, Clock(), **RATE)
-    gate.wait(60)
-    try:
-        find(broker, uuids(broker)[0], "xid link")
-        broker.settle_sick()
-        said.put("")
-    except Exception as error:
-        said.put(repr(error))
-    finally:
-        broker.store.close()
-
-
 def test_several_services_tell_and_give_back_once(broker: Broker, database_url: str) -> None:
     """As when one is started while the one before still ends."""
     now = clock(broker)()
     clock(broker).now = now - timedelta(minutes=20)
-    first, second = running(broker, "ada"), running(broker, "bob")
+    lease = running(broker, "ada")
     clock(broker).now = now
-    for lease in (first, second):
-        find(broker, lease.uuids[0], "ecc", ago=300)
+    others = [open_broker(database_url, Clock(now), **RATE) for _ in range(4)]
+    gate = threading.Barrier(len(others))
+
+    def work(other: Broker) -> str:
+        gate.wait(60)
+        return find(other, lease.uuids[0], "ecc", ago=300)
+
+    def end(other: Broker) -> int:
+        gate.wait(60)
+        return other.settle_sick()
+
+    with ThreadPoolExecutor(len(others)) as pool:
+        assert sorted(pool.map(work, others)) == ["", "", "", "sick"]
         broker.release(lease.id, ended_at=now, reason="stopped")
-    spawn = multiprocessing.get_context("spawn")
-    gate, said = spawn.Barrier(3), spawn.Queue()
-    workers = [spawn.Process(target=_settle, args=(database_url, gate, said)) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    assert [said.get(timeout=90) for _ in workers] == [""] * 3
-    for worker in workers:
-        worker.join(timeout=30)
-    assert [credits_of(broker, user) for user in ("ada", "bob")] == [985, 985]
-    assert [len(told(broker, user)) for user in ("ada", "bob")] == [1, 1]
+        assert sum(pool.map(end, others)) >= 1
+    for other in others:
+        other.store.close()
+    assert (credits_of(broker, "ada"), len(told(broker, "ada"))) == (985, 1)
+    assert [what for _, what, _ in trail(broker)] == ["drain", "refund"]
 
 
 class Killed(BaseException):
@@ -244,3 +250,88 @@ def test_who_is_killed_has_done_all_or_nothing(
     assert (broker.health(), broker.closures(), told(broker, "ada")) == ({}, {}, [])
     assert find(broker, lease.uuids[0], "ecc") == "sick"
     assert len(told(broker, "ada")) == 1
+
+
+# The service: real samples of simulated devices, whose faults are scripted.
+
+
+async def test_the_service_finds_drains_probes_and_returns(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.json"
+    monkeypatch.setenv("GPUSPAWNER_SIMULATION", str(script))
+    broker = open_broker(database_url, sick_quiet_minutes=0.005, **RATE)
+    source = broker.watch.source
+    assert isinstance(source, Sampled)
+    sampler = source.sampler()
+    sampling = Sampling(sampler, broker.clock, 0.05, logging.getLogger("test"))
+    tick = Tick(broker, Hub("http://127.0.0.1:1", "none"), {}, logging.getLogger("test"))
+    service = ProbesDevices()
+    duty = service.health_duty(tick, sampling, sampler)
+    lease = running(broker, "ada")
+    sampling.start()
+    try:
+        script.write_text('{"0": {"xids": [31]}}')  # a member's program made a mistake
+        await until(duty, lambda: 31 in seen_xids(sampling))
+        assert states(broker) == ["leased", "free"]
+        script.write_text('{"0": {"xids": [79], "probe": "It computes wrongly."}}')
+        await until(duty, lambda: states(broker) == ["draining", "free"])
+        assert "Xid 79: it lost power, NVLink or the bus" in told(broker, "ada")[0]
+        broker.release(lease.id, reason="stopped")
+        await until(duty, lambda: "failed: It computes wrongly" in [x[2] for x in trail(broker)])
+        assert states(broker) == ["drained", "free"]
+        script.write_text("{}")
+        await until(duty, lambda: states(broker) == ["free", "free"])
+    finally:
+        await duty.close()
+        sampling.stop()
+        broker.store.close()
+
+
+async def until(duty: HealthDuty, condition: Callable[[], bool]) -> None:
+    """Rounds until it is so."""
+    for _ in range(600):
+        await duty.round()
+        if condition():
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError("It never came.")
+
+
+def seen_xids(sampling: Sampling) -> set[int]:
+    return {xid for some in sampling.recent().values() for each in some for xid in each.xids}
+
+
+def test_a_lost_gpu_that_comes_back_under_another_index_is_the_same(
+    broker: Broker, tmp_path: Path
+) -> None:
+    """Through pynvml, whose library is a stand-in: what falls off the bus is sick, and nonsense of
+    one reading is nothing."""
+    machine = Machine(nvml.build_nvml_library(tmp_path), tmp_path / "fleet")
+    signs: dict[str, Signs] = {}
+
+    def look(seconds: int) -> dict[str, str]:
+        for _ in range(seconds):
+            for sample in machine.sample():
+                fields = {"uuid", "index", "celsius", "ecc_errors", "error"}
+                values = {name: value for name, value in sample.items() if name in fields}
+                values["xids"] = tuple(sample["xids"])
+                its = signs.setdefault(sample["uuid"], Signs())
+                its.add([Sample(at=machine.now, **values)])
+        found = {uuid: Found(its.take(), its.going_on) for uuid, its in signs.items()}
+        return {change.uuid: change.event for change in broker.judge_health(found)}
+
+    first, second = gpus(2)
+    try:
+        machine.has(first, second)
+        assert look(3) == {}
+        machine.has(replace(first, use=(4_000_000, 0)), second)  # nonsense
+        assert look(5) == {}
+        machine.has(first, replace(second, fails={"nvmlDeviceGetMemoryInfo": nvml.GPU_IS_LOST}))
+        assert look(40) == {second.uuid: "sick"}
+        machine.has(second, first)  # it is back, and first now
+        assert look(5) == {}
+        clock(broker).forward(minutes=10)
+        assert look(3) == {second.uuid: "probe"}
+    finally:
+        machine.end()

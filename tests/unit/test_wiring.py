@@ -244,6 +244,27 @@ def test_the_service_hears_whose_images_it_pulls_ahead(
     assert told(c)["Accounting"].get("catalog") == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"DockerSpawner": {"image": "lab:1"}, "GPUDockerSpawner": {"gpu_injection": "cdi"}},
+            ("lab:1", "cdi"),
+        ),
+        ({"Accounting": {"probe_image": "x"}, "DockerSpawner": {"image": "lab:1"}}, ("x", None)),
+        ({"JupyterHub": {"spawner_class": "gpu-local"}}, (None, "process")),
+        ({}, (None, None)),
+    ],
+)
+def test_the_service_hears_how_servers_get_gpus(
+    settings: dict[str, Any], expected: tuple[str | None, str | None]
+) -> None:
+    c = Config(settings)
+    add_services(c)
+    found = told(c)["Accounting"]
+    assert (found.get("probe_image"), found.get("probe_injection")) == expected
+
+
 def test_settings_of_every_plain_kind_reach_the_service() -> None:
     c = Config()
     c.Broker.gpu_rates.update({"A100": 4})

@@ -17,6 +17,8 @@ from typing import Any
 
 SOURCE = Path(__file__).with_name("nvml_standin.c")
 LIBRARY = "libnvidia-ml.so.1"
+CUDA_SOURCE = Path(__file__).with_name("cuda_standin.c")
+CUDA_LIBRARY = "libcuda.so.1"
 
 GIB = 2**30
 NOT_SUPPORTED = 3
@@ -113,10 +115,19 @@ def build_nvml_library(directory: Path) -> Path:
 
     Needs a C compiler: ``$CC``, ``cc``, ``gcc``, ``clang``, or the package ``ziglang``.
     """
+    return _build(directory, LIBRARY, SOURCE)
+
+
+def build_cuda_library(directory: Path) -> Path:
+    """Compile the stand-in for CUDA's own library; what it does, its source says."""
+    return _build(directory, CUDA_LIBRARY, CUDA_SOURCE)
+
+
+def _build(directory: Path, name: str, source: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    library = directory / LIBRARY
-    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-pthread", f"-Wl,-soname,{LIBRARY}"]
-    command = [*_compiler(), *flags, "-o", str(library), str(SOURCE)]
+    library = directory / name
+    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-pthread", f"-Wl,-soname,{name}"]
+    command = [*_compiler(), *flags, "-o", str(library), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")

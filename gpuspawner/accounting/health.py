@@ -1,0 +1,184 @@
+"""The service's part in sick GPUs: what was sampled is judged, and sick ones are probed.
+
+Verdicts, drains, warnings and refunds are the broker's, and in the store; here is nothing that a
+restart would lose but what the driver said in the last seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import docker
+from docker.errors import DockerException
+from docker.utils import kwargs_from_env
+from traitlets import Enum, Unicode
+from traitlets.config import SingletonConfigurable
+
+from ..broker.health import Found
+from ..catalog.watched import WatchedCatalog
+from ..devices.base import Sampler
+from ..devices.simulated_samples import SimulatedSampler
+from ..engines.device_probe import Probed, Untried, probe_by_process, probe_in_container
+from ..engines.injection import MODES
+from ..errors import GPUSpawnerError, Unavailable
+from ..telemetry import Sample
+from ..telemetry.symptoms import Signs
+from .sampling import Sampling
+from .tick import Tick
+
+ENGINE_SECONDS = 60.0
+"""Seconds that the engine may take to answer one question."""
+
+Probe = Callable[[str], Probed]
+"""Tries the device with this UUID. Blocks. Raises Untried."""
+
+
+class ProbesDevices(SingletonConfigurable):
+    """A service that tries devices."""
+
+    probe_image = Unicode(
+        "",
+        config=True,
+        help="""
+        The image in which a sick GPU is tried; one with Python, so that its memory is too. Where
+        it is not on the engine, or none is named, the first of the catalog that is.
+        ``add_services`` takes it from the spawner's own ``image``.
+
+        Example::
+
+            c.Accounting.probe_image = "quay.io/jupyter/base-notebook"
+        """,
+    )
+
+    probe_injection = Enum(
+        ("auto", "process", *MODES),
+        "auto",
+        config=True,
+        help="""
+        How the container gets the GPU, as ``c.GPUDockerSpawner.gpu_injection``, from which
+        ``add_services`` takes it; ``process``: it is tried by a process of this host.
+
+        Example::
+
+            c.Accounting.probe_injection = "cdi"
+        """,
+    )
+
+    def health_duty(self, tick: Tick, sampling: Sampling, sampler: Sampler) -> HealthDuty:
+        """What judges the samples of this host."""
+
+        def probe(uuid: str) -> Probed:
+            if isinstance(sampler, SimulatedSampler):
+                if failure := sampler.fails_probe(uuid):
+                    return Probed(failure.rstrip("."))
+                if self.probe_injection in ("auto", "process", "none"):
+                    return Probed(text="a simulated device")
+            if self.probe_injection in ("process", "none"):
+                return probe_by_process(uuid)
+            return self._in_container(tick, uuid)
+
+        return HealthDuty(tick, sampling, probe)
+
+    def _in_container(self, tick: Tick, uuid: str) -> Probed:
+        try:
+            images = [self.probe_image, *self._images(tick)]
+            arguments = {"version": "auto", "timeout": ENGINE_SECONDS, **kwargs_from_env()}
+            client = docker.APIClient(**arguments)
+        except (GPUSpawnerError, DockerException, OSError) as error:
+            raise Untried(str(error)) from error
+        try:
+            return probe_in_container(client, images, self.probe_injection, uuid)
+        finally:
+            client.close()
+
+    def _images(self, tick: Tick) -> Sequence[str]:
+        path = getattr(self, "catalog", "")  # whose images are pulled ahead, if any are
+        if not path:
+            return ()
+        known = WatchedCatalog(path, tick.log).current()
+        return [image for each in known.environments for image in each.images]
+
+
+class HealthDuty:
+    """Rounds of this duty, one after the other; probes run beside them."""
+
+    def __init__(self, tick: Tick, sampling: Sampling, probe: Probe) -> None:
+        self.tick = tick
+        self.broker = tick.broker
+        self.sampling = sampling
+        self._probe = probe
+        self._signs: dict[str, Signs] = {}
+        self._last: dict[str, Sample] = {}
+        self._probing: dict[str, asyncio.Task[None]] = {}
+
+    async def round(self) -> None:
+        """Judge what is new, and give back what leases that have ended cost on sick devices.
+
+        Raises StoreUnavailable; what happened meanwhile is judged in the next round.
+        """
+        signs = self._new()
+        found = {uuid: Found(its.look(), its.going_on) for uuid, its in signs.items()}
+        if found:
+            for change in await self.broker.run(self.broker.judge_health, found):
+                if change.event == "sick":
+                    what = "Device %s is sick: %s. Nobody new gets it; told: %s"
+                    told = ", ".join(str(lease.server) for lease in change.told) or "nobody has it"
+                    self.tick.log.warning(what, change.uuid, change.reason, told)
+                elif change.event == "probe":
+                    self._begin_probe(change.uuid)
+            for its in signs.values():
+                its.judged()
+        await self.broker.run(self.broker.settle_sick)
+        self.tick.well("Sick GPUs")
+
+    async def close(self) -> None:
+        """Wait for no probe any more: the next service makes another one."""
+        probing = list(self._probing.values())
+        for task in probing:
+            task.cancel()
+        await asyncio.gather(*probing, return_exceptions=True)
+
+    def _new(self) -> dict[str, Signs]:
+        """The devices with new samples, and all that was found of them."""
+        found = {}
+        for uuid, samples in self.sampling.recent().items():
+            fresh = _after(samples, self._last.get(uuid))
+            if fresh:
+                self._last[uuid] = fresh[-1]
+                found[uuid] = self._signs.setdefault(uuid, Signs())
+                found[uuid].add(fresh)
+        return found
+
+    def _begin_probe(self, uuid: str) -> None:
+        if uuid not in self._probing:
+            task = asyncio.ensure_future(self._try(uuid))
+            self._probing[uuid] = task
+            task.add_done_callback(lambda _: self._probing.pop(uuid, None))
+
+    async def _try(self, uuid: str) -> None:
+        part = f"Probe of {uuid}"
+        try:
+            found = await asyncio.to_thread(self._probe, uuid)
+            done = await self.broker.run(self.broker.probed, uuid, found.failure)
+        except Untried as reason:
+            said = f"it stays out and is tried again, for it could not be tried: {reason}"
+            self.tick.trouble(part, Unavailable(said))
+        except GPUSpawnerError as error:
+            self.tick.trouble(part, error)
+        except Exception as error:
+            self.tick.trouble(part, error, trace=True)
+        else:
+            self.tick.well(part)
+            if done and found.failure:
+                self.tick.log.warning("Device %s failed its probe: %s", uuid, found.failure)
+            elif done:
+                self.tick.log.warning("Device %s is given out again: %s", uuid, found.text)
+
+
+def _after(samples: Sequence[Sample], last: Sample | None) -> Sequence[Sample]:
+    """Those that were taken after the last one that was seen, also when the clock was set."""
+    for number in range(len(samples) - 1, -1, -1):
+        if samples[number] is last:
+            return samples[number + 1 :]
+    return samples

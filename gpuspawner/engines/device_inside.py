@@ -1,0 +1,113 @@
+"""What a probe does beside a device: runs by itself in a container or as a process, with nothing of
+ours installed. ``python3 -c SOURCE UUID``, with Python 3.8 or later.
+
+It opens the device with CUDA's own library, fills most of its free memory and reads it back.
+Prints one line: ``ok TEXT``, ``failed TEXT``, or ``untried TEXT`` where there is no CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from typing import Any
+
+PIECE = 256 * 2**20
+"""Bytes that are allocated at once."""
+PART = 0.9
+"""Of the memory that is free."""
+SECONDS = 15.0
+"""After so long what was tried is enough."""
+
+
+class Failed(Exception):
+    """The device failed. The text says at what."""
+
+
+def main(uuid: str) -> str:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "untried there is no CUDA library here"
+    try:
+        return f"ok {probe(cuda, uuid)}"
+    except Failed as failure:
+        return f"failed {failure}"
+
+
+def probe(cuda: Any, uuid: str) -> str:
+    """Raises Failed."""
+    ask(cuda, "start CUDA", "cuInit", 0)
+    count, device = ctypes.c_int(), ctypes.c_int()
+    ask(cuda, "count devices", "cuDeviceGetCount", ctypes.byref(count))
+    if count.value != 1:
+        raise Failed(f"{count.value} devices are there where one is right")
+    ask(cuda, "find the device", "cuDeviceGet", ctypes.byref(device), 0)
+    must_be(cuda, device, uuid)
+    context = ctypes.c_void_p()
+    ask(cuda, "open the device", "cuCtxCreate_v2", ctypes.byref(context), 0, device)
+    try:
+        done = try_memory(cuda)
+        ask(cuda, "finish", "cuCtxSynchronize")
+    finally:
+        cuda.cuCtxDestroy_v2(context)
+    return f"{done / 2**30:.1f} GiB filled and read back"
+
+
+def must_be(cuda: Any, device: Any, uuid: str) -> None:
+    """An instance has the name of its GPU for CUDA: only whole GPUs are compared."""
+    if not uuid.startswith("GPU-"):
+        return
+    found = (ctypes.c_ubyte * 16)()
+    ask(cuda, "name the device", "cuDeviceGetUuid", ctypes.byref(found), device)
+    if bytes(found).hex() != uuid[4:].replace("-", "").lower():
+        raise Failed(f"the device there is another one ({bytes(found).hex()})")
+
+
+def try_memory(cuda: Any) -> int:
+    """Fill and read back; how many bytes."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    ask(cuda, "tell its memory", "cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    size = min(PIECE, int(free.value * PART)) // 4 * 4
+    pieces: list[Any] = []
+    end = time.monotonic() + SECONDS / 2
+    while size and (len(pieces) + 1) * size <= free.value * PART and time.monotonic() < end:
+        piece = ctypes.c_uint64()
+        ask(cuda, "allocate memory", "cuMemAlloc_v2", ctypes.byref(piece), ctypes.c_size_t(size))
+        value = ctypes.c_uint(pattern(len(pieces)))
+        ask(cuda, "write memory", "cuMemsetD32_v2", piece, value, ctypes.c_size_t(size // 4))
+        pieces.append(piece)
+    if not pieces:
+        raise Failed("no memory is free")
+    return sum(size for _ in read_back(cuda, pieces, size))
+
+
+def read_back(cuda: Any, pieces: Any, size: int) -> Any:
+    buffer, end = ctypes.create_string_buffer(size), time.monotonic() + SECONDS / 2
+    for number, piece in enumerate(pieces):
+        ask(cuda, "read memory", "cuMemcpyDtoH_v2", buffer, piece, ctypes.c_size_t(size))
+        word = pattern(number).to_bytes(4, sys.byteorder)
+        if buffer.raw != word * (size // 4):
+            raise Failed(
+                f"memory changed by itself, {number * size / 2**30:.1f} GiB from its start"
+            )
+        yield piece
+        if time.monotonic() > end:
+            return
+
+
+def pattern(number: int) -> int:
+    """Ones and zeros in turn, and another word in each piece."""
+    return 0xA5A50000 ^ (number * 0x10001 & 0xFFFFFFFF)
+
+
+def ask(cuda: Any, what: str, function: str, *arguments: Any) -> None:
+    code = getattr(cuda, function)(*arguments)
+    if code:
+        name = ctypes.c_char_p()
+        cuda.cuGetErrorName(code, ctypes.byref(name))
+        raise Failed(f"it could not {what} ({(name.value or b'').decode() or code})")
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1] if len(sys.argv) > 1 else ""))

@@ -1,0 +1,45 @@
+"""The probe of one device. Real: the program in a process of its own, through the dynamic linker.
+Only CUDA's library is a stand-in, compiled here; ``tests/engines`` has containers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.engines import device_probe
+from gpuspawner.engines.device_probe import Probed, probe_by_process
+from tests.support.nvml.nvml_library import build_cuda_library
+
+UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+DIGITS = UUID[4:].replace("-", "")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_cuda_library(tmp_path_factory.mktemp("cuda")).parent
+
+
+@pytest.mark.parametrize(
+    ("does", "uuid", "found"),
+    [
+        ("", UUID, Probed(text="0.1 GiB filled and read back")),
+        ("", "MIG-1", Probed(text="0.1 GiB filled and read back")),
+        ("", UUID.replace("f", "e"), Probed(f"the device there is another one ({DIGITS})")),
+        ("bad", UUID, Probed("memory changed by itself, 0.0 GiB from its start")),
+        ("lost", UUID, Probed("it could not open the device (CUDA_ERROR_LAUNCH_FAILED)")),
+        ("two", UUID, Probed("2 devices are there where one is right")),
+        ("dies", UUID, Probed("a program on it broke: it said nothing")),
+    ],
+)
+def test_what_a_probe_finds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, does: str, uuid: str, found: Probed
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
+    monkeypatch.setenv("GPUSPAWNER_STANDIN_CUDA", f"{DIGITS} {does}")
+    assert probe_by_process(uuid) == found
+
+
+def test_a_program_that_hangs_on_it_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_probe, "PATIENCE", 0.01)
+    assert probe_by_process(UUID).failure == "a program on it did not end within 0 s"
