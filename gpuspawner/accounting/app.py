@@ -336,8 +336,8 @@ class Accounting(SamplesUse, PullsAhead, Application):
             session_warn_minutes=self.session_warn_minutes,
             channels=notifier.known,
             poke=notifier.poke,
-            hub=tick.hub,
             recent=self.recent_samples,
+            hub=tick.hub,
         )
         server = HTTPServer(app, ssl_options=self._ssl(ssl.Purpose.CLIENT_AUTH))
         while True:

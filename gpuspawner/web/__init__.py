@@ -26,8 +26,8 @@ from . import (
     corrections,
     folders,
     idle,
-    metrics,
     lease_now,
+    metrics,
     notices,
     openapi,
     pages,
@@ -58,9 +58,9 @@ def make_app(
     session_warn_minutes: Sequence[float] = (),
     channels: Mapping[str, Channel] | None = None,
     poke: Callable[[], None] = lambda: None,
+    recent: Callable[[], Mapping[str, Sequence[Sample]]] = dict,
     hub: HubCalls | None = None,
 ) -> web.Application:
-    recent: Callable[[], Mapping[str, Sequence[Sample]]] = dict,
     """The service's web application, below the prefix that the Hub gave it.
 
     ``channels`` are the ways in which members can be told; ``poke`` says that there is a
@@ -75,10 +75,10 @@ def make_app(
         session_warn_minutes=tuple(session_warn_minutes),
         channels=channels or {},
         poke=poke,
+        recent=recent,
         hub=hub,
     )
     handlers: list[tuple[Any, ...]] = [
-        recent=recent,
         (prefix + path, handler, {"context": context})
         for path, handler in (
             *pages.HANDLERS,
@@ -88,11 +88,11 @@ def make_app(
             *api_queue.HANDLERS,
             *sessions.HANDLERS,
             *idle.HANDLERS,
+            *lease_now.HANDLERS,
             *account.HANDLERS,
             *metrics.HANDLERS,
             *accounts.HANDLERS,
             *corrections.HANDLERS,
-            *lease_now.HANDLERS,
             *bulk.HANDLERS,
             *rates.HANDLERS,
             *refills.HANDLERS,

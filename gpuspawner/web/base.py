@@ -83,14 +83,14 @@ class Handler(HubOAuthenticated, web.RequestHandler):
     for_services = False
     """Whether a service of the Hub may ask too, with a scope of ours."""
 
-    def initialize(self, context: Context) -> None:
-        self.context = context
     for_servers = False
     """Whether a server may ask too, by its own token: about itself, see :meth:`concerns`."""
 
     narrowed = False
     """Whether who asks may do no more than a server may."""
 
+    def initialize(self, context: Context) -> None:
+        self.context = context
         self.broker = context.broker
         self.hub_auth = context.hub_auth
 
@@ -119,18 +119,16 @@ class Handler(HubOAuthenticated, web.RequestHandler):
             self.for_services and any(reach(model["scopes"], scope) for scope in CUSTOM_SCOPES)
         ):
             raise web.HTTPError(403)
-        try:
-            allowed: dict[str, Any] | None = super().check_hub_user(model)
         if self.for_servers and self._only_for_servers(model):
             self.narrowed = True
             return model
+        try:
+            allowed: dict[str, Any] | None = super().check_hub_user(model)
         except UserNotAllowed:
             self.refused = True
             raise
         return allowed
 
-    @property
-    def user(self) -> str:
     def _only_for_servers(self, model: dict[str, Any]) -> bool:
         """Whether this token opens nothing of ours but what is about a server."""
         may_enter = self.hub_auth.check_scopes(self.hub_scopes or set(), model)
@@ -144,6 +142,8 @@ class Handler(HubOAuthenticated, web.RequestHandler):
         needed = f"{SESSION}!server={server.user}/{server.name}"
         return bool(check_scopes(needed, set(self.current_user["scopes"])))
 
+    @property
+    def user(self) -> str:
         """The member who asks."""
         return str(self.current_user["name"])
 
