@@ -232,6 +232,8 @@ def _environment(c: Config) -> dict[str, str]:
     settings = {section: _plain_section(c, section) for section in SECTIONS}
     if catalog := _catalog_to_pull(c):
         settings["Accounting"].setdefault("catalog", catalog)
+    for name, value in _probe_settings(c).items():
+        settings["Accounting"].setdefault(name, value)
     database = settings["Broker"].pop("database_url", None) or default_url()
     # The secrets of channels too, where their URLs name variables and not files.
     named = set(re.findall(r"\{env:([^{}\s]+)\}", json.dumps(settings["Notifier"])))
@@ -260,6 +262,17 @@ def _catalog_to_pull(c: Config) -> str:
     if not isinstance(path, (str, os.PathLike)) or not path or local or not pulls:
         return ""
     return str(os.path.abspath(path))
+
+
+def _probe_settings(c: Config) -> dict[str, str]:
+    """How a sick GPU is tried: as the spawner gives GPUs to servers."""
+    if "local" in str(c.JupyterHub.get("spawner_class", "")).lower():
+        return {"probe_injection": "process"}
+    found: dict[str, Any] = {}
+    for section in ("DockerSpawner", "GPUDockerSpawner"):
+        found |= c.get(section, {})
+    settings = {"probe_image": found.get("image"), "probe_injection": found.get("gpu_injection")}
+    return {name: text for name, text in settings.items() if isinstance(text, str) and text}
 
 
 def _engine_url(c: Config) -> str:
