@@ -291,6 +291,13 @@ class UnknownRate(Refused):
     status_code = 404
 
 
+class TooManyViewers(Refused):
+    """Too many windows show the live page. Close some, or reload this page for newer figures."""
+
+    reason = "too_many_viewers"
+    status_code = 429
+
+
 class LedgerError(GPUSpawnerError):
     """The ledger refused an entry: {what}."""
 

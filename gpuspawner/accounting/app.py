@@ -337,6 +337,7 @@ class Accounting(SamplesUse, PullsAhead, Application):
             channels=notifier.known,
             poke=notifier.poke,
             recent=self.recent_samples,
+            members_see_names=self.members_see_names,
             hub=tick.hub,
         )
         server = HTTPServer(app, ssl_options=self._ssl(ssl.Purpose.CLIENT_AUTH))

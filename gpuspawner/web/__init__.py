@@ -23,6 +23,7 @@ from . import (
     api_queue,
     bulk,
     catalog_schema,
+    cluster_pages,
     corrections,
     folders,
     idle,
@@ -59,6 +60,7 @@ def make_app(
     channels: Mapping[str, Channel] | None = None,
     poke: Callable[[], None] = lambda: None,
     recent: Callable[[], Mapping[str, Sequence[Sample]]] = dict,
+    members_see_names: bool = False,
     hub: HubCalls | None = None,
 ) -> web.Application:
     """The service's web application, below the prefix that the Hub gave it.
@@ -76,6 +78,7 @@ def make_app(
         channels=channels or {},
         poke=poke,
         recent=recent,
+        members_see_names=members_see_names,
         hub=hub,
     )
     handlers: list[tuple[Any, ...]] = [
@@ -103,6 +106,7 @@ def make_app(
             *openapi.HANDLERS,
             *catalog_schema.HANDLERS,
             *usage.HANDLERS,
+            *cluster_pages.HANDLERS,
         )
     ]
     handlers.append((prefix + "static/(.*)", web.StaticFileHandler, {"path": str(STATIC)}))

@@ -60,6 +60,8 @@ class Context:
     """There is a notice to send now."""
     recent: Callable[[], Mapping[str, Sequence[Sample]]] = dict
     """The newest samples of each device by its UUID, the oldest first."""
+    members_see_names: bool = False
+    """Whether members are told on the page of the cluster who has a GPU."""
     hub: HubCalls | None = None
     """None where nobody answers for the Hub: then nothing that needs it can be done."""
 

@@ -96,6 +96,9 @@ def paths() -> dict[str, dict[str, Operation]]:
     return {
         "/api/me": {"get": operation("me", "My balance, servers and newest lines.", "Me")},
         "/api/devices": {"get": operation("devices", "Every device with its state.", "Devices")},
+        "/api/cluster": {
+            "get": operation("cluster", "Every device, and what it does just now.", "Cluster")
+        },
         "/api/leases": {
             "get": operation(
                 "leases",

@@ -184,7 +184,9 @@ class AttackHub(GPUHub):
                 for method in handler.SUPPORTED_METHODS:
                     mine = getattr(handler, method.lower())
                     if mine is not web.RequestHandler._unimplemented_method:
-                        yield Door(method, path.removeprefix("/services/gpu/"), handler)
+                        path = path.removeprefix("/services/gpu/")
+                        path += "?pictures=1" if path == "cluster/live" else ""  # else it goes on
+                        yield Door(method, path, handler)
 
     def kept(self) -> Mapping[str, list[str]]:
         """Every row that no refused attempt may touch."""

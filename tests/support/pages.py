@@ -35,8 +35,9 @@ def ask(hub: PayingHub, user: str, url: str) -> requests.Response:
 
 
 @contextmanager
-def served(hub: PayingHub, broker: Broker, *, api_url: str = "") -> Iterator[str]:
-    """Serve the pages from this process; the Hub still says who asks."""
+def served(hub: PayingHub, broker: Broker, *, api_url: str = "", **settings: Any) -> Iterator[str]:
+    """Serve the pages from this process, with these settings of theirs; the Hub still says who
+    asks."""
     auth = HubOAuth(
         api_url=api_url or f"{hub.url}/hub/api",
         api_token=hub.token,
@@ -49,7 +50,7 @@ def served(hub: PayingHub, broker: Broker, *, api_url: str = "") -> Iterator[str
     listening, port = bind_unused_port()
 
     async def listen() -> HTTPServer:
-        server = HTTPServer(web.make_app(broker, hub_auth=auth, warn_minutes=[30]))
+        server = HTTPServer(web.make_app(broker, hub_auth=auth, warn_minutes=[30], **settings))
         server.add_socket(listening)
         return server
 

@@ -1,0 +1,309 @@
+"""The live page of the cluster. Real here: JupyterHub, proxy, accounting service, its samples,
+local servers, Chromium; the GPUs are simulated, and fail as a script says."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import requests
+from playwright.sync_api import Browser
+
+from gpuspawner.broker import Broker
+from gpuspawner.errors import StoreUnavailable
+from gpuspawner.web import live
+from tests.support import axe
+from tests.support.browser import screenshot
+from tests.support.hub import ADMIN
+from tests.support.pages import ask, served, sign_in, words
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import wait_for
+
+WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+
+CONFIG = """
+c.Broker.gpu_rates = {"*": 1}
+c.Broker.grace_seconds = 3600
+c.Broker.opening_grant = 1000
+c.JupyterHub.services.append({"name": "bot", "api_token": "token-of-bot"})
+c.JupyterHub.load_roles.append(
+    {"name": "bot", "services": ["bot"], "scopes": ["access:services!service=gpu"]}
+)
+"""
+
+
+class Scene:
+    """A hub, and the script that its GPUs follow."""
+
+    def __init__(self, hub: PayingHub, script: Path) -> None:
+        self.hub = hub
+        self._script = script
+
+    def play(self, **devices: dict[str, Any]) -> None:
+        """What the GPUs show from now on, by index: ``_0={"use": 73}``."""
+        text = json.dumps({name.removeprefix("_"): shows for name, shows in devices.items()})
+        new = self._script.with_suffix(".new")
+        new.write_text(text)
+        os.replace(new, self._script)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """Ada has the first A100, Bob the second; the T4 is free."""
+    folder = tmp_path_factory.mktemp("cluster")
+    script = folder / "script.json"
+    script.write_text("{}")
+    environment = {"GPUSPAWNER_SIMULATION": str(script)}
+    with PayingHub(folder / "hub", CONFIG, environment=environment) as hub:
+        hub.start_server("ada", "training", gpus=1, gpu_model="A100")
+        hub.start_server("bob", "secret-plan", gpus=1, gpu_model="A100")
+        yield Scene(hub, script)
+
+
+def events(answer: requests.Response) -> Iterator[tuple[str, Any]]:
+    """What a stream tells, one event after the other."""
+    name = ""
+    for line in answer.iter_lines(chunk_size=None, decode_unicode=True):
+        field, _, value = line.partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)
+
+
+def watch(hub: PayingHub, user: str, url: str = "", pictures: int = 1) -> requests.Response:
+    """A stream as a script with this member's token gets it."""
+    url = url or f"{hub.url}/services/gpu/cluster/live"
+    headers = {"Authorization": f"token {hub.user_token(user)}"}
+    return requests.get(f"{url}?pictures={pictures}", headers=headers, timeout=60, stream=True)
+
+
+# Who is told what.
+
+
+def test_a_member_sees_all_gpus_and_no_other_members_name(scene: Scene) -> None:
+    hub = scene.hub
+    page = hub.page("ada", "cluster")
+    with watch(hub, "ada", pictures=2) as stream:
+        assert stream.headers["Content-Type"].startswith("text/event-stream")
+        assert stream.headers["Cache-Control"] == "no-store"
+        told = list(events(stream))
+    for text in (page.text, json.dumps(told), hub.json("ada", "cluster").text):
+        assert "secret-plan" not in text
+        assert "bob" not in text
+        assert hub.broker.leases_of("member:bob")[0].id not in text
+    assert "1 of 3 free, nobody waits in line" in words(page)
+    assert "yours: training" in words(page)
+    assert words(page).count("in use") == 1
+    assert dict(told)["picture"]["summary"] == "1 of 3 free, nobody waits in line"
+    first = hub.broker.leases_of("member:ada")[0].uuids[0]
+    assert dict(told)["mine"] == {first: "yours: training"}
+    devices = hub.json("ada", "cluster").json()["devices"]
+    assert [(some["user"], some["server"]) for some in devices] == [
+        ("ada", "training"),
+        (None, None),
+        (None, None),
+    ]
+    assert [bool(some["since"]) for some in devices] == [True, True, False]
+
+
+def test_an_admin_sees_who_has_what_and_a_site_may_tell_all(scene: Scene) -> None:
+    hub = scene.hub
+    assert "bob/secret-plan" in words(hub.page(ADMIN, "cluster"))
+    with watch(hub, ADMIN) as stream:
+        tiles = dict(events(stream))["picture"]["tiles"]
+    assert [told["who"] for told in tiles.values()] == ["ada/training", "bob/secret-plan", ""]
+    with served(hub, hub.broker, members_see_names=True) as url:
+        page = words(ask(hub, "ada", url + "cluster"))
+        assert "bob" in page
+        assert "secret-plan" not in page
+        users = [some["user"] for some in ask(hub, "ada", url + "api/cluster").json()["devices"]]
+        assert users == ["ada", "bob", None]
+
+
+def test_strangers_and_services_see_nothing(scene: Scene) -> None:
+    hub = scene.hub
+    for path in ("cluster/live", "api/cluster"):
+        for token, status in (("", 401), ("made-up", 403), ("token-of-bot", 403)):
+            headers = {"Authorization": f"token {token}"} if token else {}
+            url = f"{hub.url}/services/gpu/{path}"
+            answer = requests.get(url, headers=headers, timeout=30, allow_redirects=False)
+            assert answer.status_code == status
+            assert "A100" not in answer.text
+    page = requests.get(f"{hub.url}/services/gpu/cluster", timeout=30)
+    assert "/hub/login" in page.url
+    wrong = hub.page("ada", "cluster/live?pictures=x")
+    assert wrong.status_code == 400
+    assert "'pictures'" in wrong.json()["message"]
+
+
+# As it goes on.
+
+
+def test_the_page_goes_on_by_itself(scene: Scene, browser: Browser) -> None:
+    hub = scene.hub
+    troubles: list[str] = []
+    for size in (WIDE, PHONE):
+        page = browser.new_page(viewport=size)
+        page.on("console", lambda message: troubles.append(message.text))
+        sign_in(page, hub, "ada", "cluster")
+        scene.play(_0={"use": 73, "used_bytes": 13 * 2**29, "celsius": 61}, _1={"use": 4})
+        page.wait_for_selector(".tile.own:has-text('73 %')")
+        scene.play(
+            _0={"use": 100, "used_bytes": 79 * 2**30, "celsius": 91, "throttle": 0x40},
+            _1={"error": "It fell off the bus.", "xids": [79]},
+        )
+        page.wait_for_selector(".tile.own:has-text('100 %')")
+        page.wait_for_selector(".tile:has-text('does not answer')")
+        own = page.inner_text(".tile.own")
+        assert "79.0 of 80 GB" in own
+        assert "91 °C" in own
+        assert "too warm" in own
+        assert "yours: training" in own
+        assert "fell off" not in page.content()
+        assert page.inner_text("#live") == "Live."
+        assert page.get_attribute(".tile.own [data-width=level]", "width") == "100"
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        assert axe.troubles(page) == []
+        screenshot(page, f"cluster-{size['width']}")
+        page.close()
+    page = browser.new_page(viewport=WIDE, color_scheme="dark")
+    page.on("console", lambda message: troubles.append(message.text))
+    sign_in(page, hub, ADMIN, "cluster")
+    page.wait_for_selector(".tile:has-text('It fell off the bus; Xid 79')")
+    assert axe.troubles(page) == []
+    screenshot(page, "cluster-admin-dark")
+    scene.play()
+    hub.start_server("cleo", gpus=1, gpu_model="T4")
+    page.wait_for_selector(".tile:has-text('cleo')")
+    hub.stop_server("cleo")
+    page.wait_for_selector("#summary:has-text('1 of 3 free')")
+    assert page.locator(".tile:has-text('cleo')").count() == 0
+    assert troubles == []
+
+
+def test_without_a_script_it_is_a_page(scene: Scene, browser: Browser) -> None:
+    context = browser.new_context(java_script_enabled=False, viewport=PHONE)
+    page = context.new_page()
+    sign_in(page, scene.hub, "ada", "cluster")
+    assert page.locator(".tile").count() == 3
+    assert "yours: training" in page.inner_text(".tile.own")
+    page.click("#reload")
+    assert page.locator(".tile").count() == 3
+    context.close()
+
+
+# What goes wrong.
+
+
+@contextmanager
+def some_broker(folder: Path, devices: int) -> Iterator[Broker]:
+    """A broker of a test's own, with very many GPUs."""
+    source = f"simulated:{devices}xA100-80GB"
+    broker = Broker(database_url=f"sqlite:///{folder}/x.sqlite", device_source=source)
+    broker.open_account("ada")
+    yield broker
+    broker.store.close()
+
+
+def test_who_never_reads_is_let_go_and_holds_up_nobody(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = scene.hub
+    for name, seconds in (("EVERY", 0.05), ("TAKES_IN", 5.0), ("LASTS", 3600.0)):
+        monkeypatch.setattr(live, name, seconds)
+    changing, left = iter(range(10**9)), []
+    monkeypatch.setattr("gpuspawner.web.cluster.summary", lambda picture: f"{next(changing)} free")
+    leave = live.Live.leave
+
+    def leave_and_tell(self: live.Live, viewer: live.Viewer) -> None:
+        leave(self, viewer)
+        left.append(viewer.user)
+
+    monkeypatch.setattr(live.Live, "leave", leave_and_tell)
+    with (
+        some_broker(tmp_path, 1000) as broker,
+        served(hub, broker) as url,
+        closing(socket.socket()) as silent,
+    ):
+        at = urlsplit(url)
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect((at.hostname, at.port))
+        silent.sendall(
+            f"GET {at.path}cluster/live HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: token {hub.user_token('ada')}\r\n\r\n".encode()
+        )
+        with watch(hub, "bob", url + "cluster/live", pictures=1000) as stream:
+            told = events(stream)
+            while not left:  # who reads goes on all the while
+                assert next(name for name, _ in told if name == "picture")
+            assert left == ["ada"]
+        silent.settimeout(60)
+        while silent.recv(2**20):
+            pass  # what had been sent before; then the connection ends
+
+
+def test_a_member_has_so_many_streams_and_no_more(scene: Scene, tmp_path: Path) -> None:
+    hub = scene.hub
+    with some_broker(tmp_path, 2) as broker, served(hub, broker) as url:
+        streams = [watch(hub, "ada", url + "cluster/live", 1000) for _ in range(live.MOST_OF_ONE)]
+        one_more = watch(hub, "ada", url + "cluster/live")
+        assert one_more.status_code == 429
+        assert one_more.json()["message"].startswith("Too many windows show the live page.")
+        with watch(hub, "bob", url + "cluster/live") as stream:
+            assert "picture" in dict(events(stream))
+        streams.pop().close()
+
+        def again() -> bool:
+            with watch(hub, "ada", url + "cluster/live") as stream:
+                return stream.ok
+
+        wait_for(again, "room for another stream")
+        for stream in streams:
+            stream.close()
+
+
+def test_a_stream_ends_so_that_it_is_asked_again_who_watches(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "LASTS", 0.5)
+    with some_broker(tmp_path, 2) as broker, served(scene.hub, broker) as url:
+        began = time.monotonic()
+        with watch(scene.hub, "ada", url + "cluster/live", 1000) as stream:
+            assert "picture" in dict(events(stream))
+        assert time.monotonic() - began >= 0.5
+
+
+def test_a_store_that_is_away_is_said_and_comes_back(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = scene.hub
+    monkeypatch.setattr(live, "EVERY", 0.1)
+    with (
+        some_broker(tmp_path, 2) as broker,
+        served(hub, broker) as url,
+        watch(hub, "ada", url + "cluster/live", 1000) as stream,
+    ):
+        told = events(stream)
+        assert next(told) == ("trouble", "")
+        for error, sentence in (
+            (StoreUnavailable(), "The database does not answer."),
+            (ZeroDivisionError("a secret of the code"), "Something went wrong."),
+        ):
+
+            def fail(error: Exception = error) -> Any:
+                raise error
+
+            with monkeypatch.context() as away:
+                away.setattr(broker, "open_leases", fail)
+                said = next(text for name, text in told if name == "trouble" and text)
+                assert said.startswith(sentence)
+            assert next(text for name, text in told if name == "trouble") == ""
