@@ -113,9 +113,7 @@ def test_ended_by_hand(hub: GPUHub, engine: PrivateEngine, member: str, how: str
     lease, container = started(hub, member)
     time.sleep(0.5)
     ENDS[how](engine, container)
-    began = time.monotonic()
-    wait_for(lambda: hub.server(member) is None, "the hub to show it stopped", timeout=10)
-    assert time.monotonic() - began < POLL + 4, "within a poll and what it takes"
+    wait_for(lambda: hub.server(member) is None, "the hub to show it stopped", timeout=POLL + 4)
     ended = assert_settled(hub, lease, died_at(engine, container, lease.granted_at))
     if how == "killed":
         assert "exit code 137" in ended.end_reason

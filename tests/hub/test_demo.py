@@ -25,7 +25,7 @@ from gpuspawner.model import MICRO, Lease, LeaseState, format_credits
 from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.nvml import nvml_library
-from tests.support.processes import LIVE, REPO, alive, free_port, wait_for
+from tests.support.processes import LIVE, PATIENCE, REPO, alive, free_port, wait_for
 from tests.support.visitor import Visitor, text_of
 
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
@@ -169,6 +169,7 @@ def use_a_gpu(demo: DemoProcess) -> dict[str, Any]:
     assert "4 of 4 GPUs free" in form
     assert f"Your balance: {format_credits(demo.balance())} credits" in form
 
+    asked = time.monotonic()
     member.spawn({"environment": "notebook", "gpus": "1", "gpu_model": "T4"})
     ready = time.monotonic()
     seen: dict[str, Any] = json.loads(member.run(LOOK))
@@ -176,13 +177,14 @@ def use_a_gpu(demo: DemoProcess) -> dict[str, Any]:
     other = Visitor(demo.url, "member2", demo.password())
     assert "3 of 4 GPUs free" in text_of(other.get("/hub/spawn"))
     time.sleep(1)
+    stopping = time.monotonic()
     member.stop()
-    seen["seconds"] = time.monotonic() - ready
+    seen["at least"], seen["at most"] = stopping - ready, time.monotonic() - asked
     return seen
 
 
-def check_price(demo: DemoProcess, before: int, seconds: float) -> None:
-    """The balance is down by rate x time, to the second, and by nothing else."""
+def check_price(demo: DemoProcess, before: int, seen: Mapping[str, Any]) -> None:
+    """The balance is down by rate x time, and by nothing else."""
     lease = demo.leases()[0]
     assert lease.state is LeaseState.ENDED and lease.started_at and lease.ended_at
     rate = RateCard.from_config({"T4": "0.5"}).lease_rate(["T4"])
@@ -190,7 +192,7 @@ def check_price(demo: DemoProcess, before: int, seconds: float) -> None:
     charged = before - demo.balance()
     assert lease.rate == rate
     assert charged == lease.charged == int(rate * lasted.total_seconds()) // 3600
-    assert abs(lasted.total_seconds() - seconds) < 2
+    assert seen["at least"] < lasted.total_seconds() < seen["at most"]
 
 
 def check_environment(demo: DemoProcess, seen: Mapping[str, Any]) -> None:
@@ -218,7 +220,7 @@ def check_nothing_runs(demo: DemoProcess, processes: list[psutil.Process]) -> No
 def test_without_docker(local: DemoProcess) -> None:
     seconds = local.start()
     said = local.said()
-    assert seconds < 60
+    assert seconds < 60 * PATIENCE
     assert "GPUs: simulating 4 (2 x A100-80GB, 2 x T4)" in said
     assert "No Docker Engine answers here." in said and "as local processes" in said
     for secret in ("password", "admin-password"):
@@ -228,7 +230,7 @@ def test_without_docker(local: DemoProcess) -> None:
 
     seen = use_a_gpu(local)
     check_environment(local, seen)
-    check_price(local, OPENING_GRANT, seen["seconds"])
+    check_price(local, OPENING_GRANT, seen)
     assert seen["cwd"] == str(local.folder / "workspaces" / "member1" / "work")
     assert "datasets" in seen["home"]
     sample = local.folder / "workspaces" / "member1" / "datasets" / "sample" / "iris.csv"
@@ -253,7 +255,7 @@ def test_without_docker(local: DemoProcess) -> None:
     assert local.password() == password and f"Found {local.folder}" in local.said()
     assert local.balance() == left
     seen = use_a_gpu(local)
-    check_price(local, left, seen["seconds"])
+    check_price(local, left, seen)
     notes = local.folder / "workspaces" / "member1" / "work" / "notes.txt"
     assert notes.read_text() == "one more run\n" * 2
     processes = local.below()
@@ -267,7 +269,7 @@ def test_with_docker(docker: DemoProcess, clean_engine: PrivateEngine) -> None:
 
     seen = use_a_gpu(docker)
     check_environment(docker, seen)
-    check_price(docker, OPENING_GRANT, seen["seconds"])
+    check_price(docker, OPENING_GRANT, seen)
     assert seen["cwd"] == "/home/jovyan/work"
 
     member = Visitor(docker.url, "member1", docker.password())
