@@ -6,13 +6,13 @@ import asyncio
 import itertools
 
 from traitlets import Bool, Float
-from traitlets.config import SingletonConfigurable
 
 from ..devices.base import Sampled, Sampler
 from ..devices.simulated_samples import SimulatedSampler
 from ..engines.owners import Owners
 from ..errors import GPUSpawnerError, Unavailable
 from ..telemetry import Sample
+from .health import HealthDuty, ProbesDevices
 from .idle import IdleDuty
 from .sampling import Sampling, days
 from .tick import Tick
@@ -25,7 +25,7 @@ JUDGE_EVERY = 12
 """After so many of them it judges which GPUs rest."""
 
 
-class SamplesUse(SingletonConfigurable):
+class SamplesUse(ProbesDevices):
     """A service that samples the devices of its host."""
 
     sample_seconds = Float(
@@ -106,16 +106,18 @@ class SamplesUse(SingletonConfigurable):
         sampler = source.sampler(self.processes_seconds)
         sampling = Sampling(sampler, broker.clock, self.sample_seconds, tick.log)
         self.samples = sampling
-        idle = IdleDuty(tick)
+        idle, health = IdleDuty(tick), self.health_duty(tick, sampling, sampler)
         sampling.start()
         try:
             for number in itertools.count():
                 await self._owners(tick, sampling, sampler)
                 await self._write(tick, sampling, tidy=number % TIDY_EVERY == 0)
+                await self._judge(tick, health, "Sick GPUs")
                 if number % JUDGE_EVERY == 0:
-                    await self._judge(tick, idle)
+                    await self._judge(tick, idle, "Idle GPUs")
                 await asyncio.sleep(WRITE_EVERY)
         finally:
+            await health.close()
             await asyncio.to_thread(sampling.stop)
             await self._write(tick, sampling)
 
@@ -135,13 +137,13 @@ class SamplesUse(SingletonConfigurable):
                 uuid: pids.get(lease.id, ()) for lease in leases for uuid in lease.uuids
             }
 
-    async def _judge(self, tick: Tick, idle: IdleDuty) -> None:
+    async def _judge(self, tick: Tick, duty: IdleDuty | HealthDuty, part: str) -> None:
         try:
-            await idle.round()
+            await duty.round()
         except GPUSpawnerError as error:
-            tick.trouble("Idle GPUs", error)
-        except Exception as error:  # the next minute is judged all the same
-            tick.trouble("Idle GPUs", error, trace=True)
+            tick.trouble(part, error)
+        except Exception as error:  # what comes next is judged all the same
+            tick.trouble(part, error, trace=True)
 
     async def _write(self, tick: Tick, sampling: Sampling, *, tidy: bool = False) -> None:
         broker = tick.broker
