@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the parts that tests run for real, and only those that are missing: a Docker Engine,
-# PostgreSQL, OpenLDAP, Chromium, nginx, a C compiler, debootstrap, a Linux kernel as a process with XFS.
+# PostgreSQL, OpenLDAP, Chromium, nginx, Prometheus, a C compiler, debootstrap, a Linux kernel as a process with XFS.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/lib.sh
@@ -20,6 +20,7 @@ has mkfs.xfs || need xfsprogs
 has zstd || need zstd
 has slapd || need slapd
 has nginx || need nginx-light
+has promtool || need prometheus
 [ -e /usr/share/keyrings/debian-archive-keyring.gpg ] || need debian-archive-keyring
 { has cc && [ -e "$(cc -print-file-name=libc.a)" ]; } || need gcc libc6-dev
 { compgen -G '/usr/lib/postgresql/*/bin/postgres' > /dev/null || has postgres; } || need postgresql
