@@ -126,6 +126,13 @@ class CannotSnooze(Refused):
     status_code = 409
 
 
+class CannotRestart(Refused):
+    """The server cannot be restarted with its GPUs: {why}."""
+
+    reason = "cannot_restart"
+    status_code = 409
+
+
 class CannotStop(Refused):
     """The server cannot be stopped: {why}."""
 

@@ -192,7 +192,8 @@ class Lease:
     ``session_end``, ``admin``. One that is open still is stopped by the accounting service.
     ``lost``: it went down with its hub before its member came, whose ticket waits again.
     ``failed``: its start failed, and it cost nothing. ``credits``: its account ran dry.
-    ``member_gone``: its member is none any more."""
+    ``member_gone``: its member is none any more. ``idle``: its GPUs rested. ``restart``: it
+    starts again with the same devices."""
     when_dry: str = "stop"
     """What becomes of it when its account runs dry, fixed at the grant: ``stop`` after a grace,
     let its ``session`` end, or go on into an ``overdraft``."""

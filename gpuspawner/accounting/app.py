@@ -29,12 +29,12 @@ from .ahead import PullsAhead
 from .credits import Credits
 from .hub import Hub
 from .leaving import Leaving
+from .lost import WatchesContainers
 from .members import MEMBERS_EVERY, Members
 from .notify import Notifier
 from .refilling import Refilling
 from .sessions import Sessions
 from .tick import Tick
-from .use import SamplesUse
 
 NOTICES_EVERY = 2.0
 """Seconds between two looks for notices to send."""
@@ -57,7 +57,7 @@ LEAVING_EVERY = 600.0
 ENGINES: dict[str, Callable[[], Engine]] = {"docker": DockerEngine, "local": LocalEngine}
 
 
-class Accounting(SamplesUse, PullsAhead, Application):
+class Accounting(WatchesContainers, PullsAhead, Application):
     """Charges, warns, stops what nobody pays for, reconciles, tells members, serves the pages.
 
     The Hub runs it as a service; ``gpuspawner.add_services(c)`` says so in its configuration.
@@ -229,7 +229,7 @@ class Accounting(SamplesUse, PullsAhead, Application):
                 self._notices(tick, notifier),
                 self._pages(tick, notifier),
                 self._totals(tick),
-                self.remember_use(tick),
+                self.watch_devices(tick, notifier.poke),
                 self._hub_gone(stop),
             )
         ]

@@ -125,8 +125,8 @@ class Hub:
         response = await self._ask("DELETE", path, missing_is_answer=True)
         return response.code != 404
 
-    async def start_server(self, server: ServerRef, options: Mapping[str, Any]) -> Started:
-        """Ask for a server's start, as its member did."""
+    async def start_server(self, server: ServerRef, options: Mapping[str, Any] | None) -> Started:
+        """Ask for a server's start, as its member did; None: with the options of its last one."""
         path = f"/users/{_quote(server.user)}/server"
         if server.name:
             path += f"s/{_quote(server.name)}"
@@ -134,7 +134,7 @@ class Hub:
             self.api_url + path,
             method="POST",
             headers={**self._headers, "Content-Type": "application/json"},
-            body=json.dumps(dict(options)),
+            body="" if options is None else json.dumps(dict(options)),
             request_timeout=TAKEN_UP,
             connect_timeout=TAKEN_UP,
             ssl_options=self._ssl,

@@ -45,6 +45,7 @@ from .line import Line
 from .notices import Notices
 from .outlook import Outlooks
 from .reports import Reports
+from .restarting import Restarts
 from .roster import Rosters
 from .watch import Look, Watch
 
@@ -61,6 +62,7 @@ class Broker(
     Admin,
     Notices,
     Rosters,
+    Restarts,
     Reports,
     Dry,
     BulkGrants,

@@ -32,8 +32,8 @@ from ..model import (
     model_matches,
     parse_credits,
 )
-from ..pool import must_run
-from ..store import book, closures, granting, leases, notices, tickets
+from ..pool import must_run, suitable, texts
+from ..store import book, closures, granting, leases, notices, restarts, tickets
 from ..store.closures import GRANTING
 from . import view
 from .payers import Paying
@@ -160,8 +160,13 @@ class Grants(Paying, Queue, Reads):
         if known.lease_id:
             raise ServerHasLease()
         places: tuple[Place, ...] = ()
+        taken = known.taken
+        if known.kept:
+            taken, terms["seconds"] = self._of_kept(
+                connection, server, request, look, known.kept, terms.get("seconds")
+            )
+            kept = frozenset()
         if request.devices:
-            taken = known.taken
             if PAUSED in taken:
                 raise GrantingPaused(
                     why=closures.load(connection)[GRANTING].reason or "maintenance"
@@ -195,6 +200,36 @@ class Grants(Paying, Queue, Reads):
         return lease
 
     # Steps of the above.
+
+    def _of_kept(
+        self,
+        connection: sa.Connection,
+        server: ServerRef,
+        request: Request,
+        look: Look,
+        kept: frozenset[str],
+        seconds: int | None,
+    ) -> tuple[frozenset[str], int | None]:
+        """What is taken for a server that starts again: all but the devices that are kept for it,
+        which are closed to others no more; and how long its session is: what was left of it.
+
+        Who asks for other devices than these has none kept.
+        """
+        for uuid in kept:
+            closures.reopen(connection, uuid)
+        taken = leases.places_taken(connection)
+        fitting = {device.uuid for device in suitable(request, look.fleet.devices)}
+        if request.devices != len(kept) or not kept <= fitting:
+            return taken, seconds
+        left = restarts.left_of(connection, server, self.clock())
+        others = (
+            Place(device.uuid, slot)
+            for device in look.fleet.devices
+            for slot in range(device.slots)
+            if device.uuid not in kept
+        )
+        lengths = [length for length in (seconds, left) if length is not None]
+        return taken | texts(others), min(lengths, default=None)
 
     def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:
         """The account, opened with the opening grant if it is a member's and not there yet."""

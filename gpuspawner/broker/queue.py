@@ -30,7 +30,7 @@ from ..ledger.pricing import RateCard
 from ..model import Account, Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket
 from ..pool import must_run, texts
 from ..scheduler import Limits
-from ..store import closures, history, leases, memberships, notices, tickets
+from ..store import closures, history, leases, memberships, notices, restarts, tickets
 from .line import kind_of, model_of
 from .places import Places
 from .queue_settings import QueueSettings
@@ -84,7 +84,7 @@ class Queue(Places, QueueSettings):
         if not request.devices:
             return acquire()
         with self.line.lock:
-            if self._nobody_is_before(server, terms):
+            if self._nobody_is_before(server, terms) or self._has_kept(server):
                 try:
                     return acquire()
                 except (NoDeviceFree, GrantingPaused):
@@ -178,6 +178,10 @@ class Queue(Places, QueueSettings):
         limits = self.limits_of(self.standing_of(terms.groups)[0])
         limited = any(limit.devices is not None or limit.gpu_hours is not None for limit in limits)
         return not limited
+
+    def _has_kept(self, server: ServerRef) -> bool:
+        """Whether devices are kept for a server that starts again: it has been in line before."""
+        return bool(self.store.run(lambda connection: restarts.kept(connection, server)))
 
     def _now_or_never(self, probe: Ticket, acquire: Callable[[], Lease]) -> Lease:
         """A lease if the scheduler lets this request go before those who wait."""

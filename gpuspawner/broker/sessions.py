@@ -85,7 +85,7 @@ class Sessions(Queue):
         now = self.clock()
         with self.store.write() as connection:
             lease = leases.get(connection, lease_id, lock=True)
-            if lease.claim_by is None or now < lease.claim_by or not _goes_on(lease):
+            if lease.claim_by is None or now < lease.claim_by or not goes_on(lease):
                 return lease
             twice = history.no_shows_in_a_row(connection, lease.server.user) >= 1
             reason = f"nobody connected within {_minutes(lease.claim_seconds or 0)} of its start"
@@ -101,7 +101,7 @@ class Sessions(Queue):
         now = self.clock()
         with self.store.write() as connection:
             lease = leases.get(connection, lease_id, lock=True)
-            if not _goes_on(lease):
+            if not goes_on(lease):
                 raise CannotStop(why=_why_not(lease))
             return self._order_for_admin(connection, lease, "admin", actor, reason, now)
 
@@ -113,7 +113,7 @@ class Sessions(Queue):
         now = self.clock()
         with self.store.write() as connection:
             lease = leases.get(connection, lease_id, lock=True)
-            if not _goes_on(lease):
+            if not goes_on(lease):
                 return lease
             return self._order_for_admin(connection, lease, outcome, actor, reason, now)
 
@@ -252,7 +252,7 @@ def warning_due(lease: Lease, now: datetime, warn_minutes: Sequence[float]) -> f
     return min(due) if due and min(due) < told else None
 
 
-def _goes_on(lease: Lease) -> bool:
+def goes_on(lease: Lease) -> bool:
     """Whether a lease is open and nobody ordered its stop."""
     return lease.state is not LeaseState.ENDED and not lease.outcome
 

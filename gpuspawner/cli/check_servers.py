@@ -12,8 +12,9 @@ from requests import RequestException
 
 from ..catalog import Catalog, Mount
 from ..engines.injection import candidates
+from ..engines.lost import check_cgroups
 from ..engines.preflight import check_engine, check_image, prove_injection
-from ..engines.probe import Finding, Status
+from ..engines.probe import Finding, Status, no_answer
 from ..engines.surroundings import check_directory, check_volume
 from ..model import Device, Inventory
 from ..pool import leasable
@@ -40,7 +41,10 @@ def check_docker(
     image = _first_present(client, images) if containers else ""
     why = "There is no image to try with." if containers else NO_CONTAINERS
     if image:
-        yield _check_injection(client, image, hub, inventory)
+        finding, mode = _check_injection(client, image, hub, inventory)
+        yield finding
+        if mode:
+            yield _check_cgroups(client, mode)
         yield check_reachable(client, image, hub)
     else:
         yield Finding("GPU injection", Status.UNCHECKED, why)
@@ -94,29 +98,38 @@ def _first_present(client: docker.APIClient, images: Sequence[str]) -> str:
 
 def _check_injection(
     client: docker.APIClient, image: str, hub: Hub, inventory: Inventory
-) -> Finding:
+) -> tuple[Finding, str]:
+    """The finding, and the mode that works; nothing when none was proved to."""
     name = "GPU injection"
     wanted = str(getattr(hub.spawner, "gpu_injection", "auto"))
     device = _device_to_try(inventory)
     if device is None:
-        return Finding(name, Status.UNCHECKED, "There is no device to try with.")
+        return Finding(name, Status.UNCHECKED, "There is no device to try with."), ""
     if wanted != "auto":
-        return prove_injection(client, image, wanted, device.uuid)
+        finding = prove_injection(client, image, wanted, device.uuid)
+        return finding, wanted if finding.status is Status.OK else ""
     if inventory.source == "simulated":
         text = "The devices are simulated: none is injected unless gpu_injection says how."
-        return Finding(name, Status.UNCHECKED, text)
+        return Finding(name, Status.UNCHECKED, text), ""
     try:
         modes = candidates(client.info())
     except (DockerException, RequestException):
-        return Finding(name, Status.UNCHECKED, "The engine does not say what it offers.")
+        return Finding(name, Status.UNCHECKED, "The engine does not say what it offers."), ""
     failed: list[Finding] = []
     for mode in modes:
         finding = prove_injection(client, image, mode, device.uuid)
         if finding.status is Status.OK:
-            return finding
+            return finding, mode
         failed.append(finding)
     text = " ".join(dict.fromkeys(finding.text for finding in failed))
-    return Finding(name, failed[0].status, text, failed[0].remedy)
+    return Finding(name, failed[0].status, text, failed[0].remedy), ""
+
+
+def _check_cgroups(client: docker.APIClient, mode: str) -> Finding:
+    try:
+        return check_cgroups(client.info(), mode)
+    except (DockerException, RequestException) as error:
+        return no_answer("GPUs stay", error)
 
 
 def _device_to_try(inventory: Inventory) -> Device | None:

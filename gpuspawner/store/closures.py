@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from urllib.parse import quote, unquote
 
 import sqlalchemy as sa
 
+from ..model import ServerRef
 from .prepared import Prepared
 from .schema import audit, closures
 
@@ -17,7 +19,7 @@ HEALTH = "health"
 """The actor of what is closed because a device is sick, and of its return."""
 
 KEEPER = "restart:"
-"""How the actor begins that keeps devices for a server which starts again."""
+"""How the actor begins that keeps devices for a server which starts again; see :func:`keeper`."""
 
 _ALL = Prepared(sa.select(closures).order_by(closures.c.at, closures.c.subject))
 
@@ -63,6 +65,19 @@ def reopen(connection: sa.Connection, subject: str) -> bool:
     """Open something again. False when it was not closed."""
     done = connection.execute(sa.delete(closures).where(closures.c.subject == subject))
     return done.rowcount > 0
+
+
+def keeper(server: ServerRef) -> str:
+    """Who keeps devices for this server while it starts again, as an actor of closures."""
+    return f"{KEEPER}{quote(server.user, safe='')}/{quote(server.name, safe='')}"
+
+
+def kept_for(closure: Closure) -> ServerRef | None:
+    """For which server a device is kept; None when it is closed for another reason."""
+    if not closure.actor.startswith(KEEPER):
+        return None
+    user, _, name = closure.actor.removeprefix(KEEPER).partition("/")
+    return ServerRef(unquote(user), unquote(name))
 
 
 def note(

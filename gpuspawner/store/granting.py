@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import sqlalchemy as sa
 
 from ..ledger.dry import OVERDRAFT
 from ..model import Account, ServerRef
+from .closures import keeper
 from .leases import CLOSED, HELD, PAYS, PLACES
 from .prepared import Prepared
 from .rates import HOLDS
-from .schema import OPEN_LEASE, OPEN_LOT, accounts, leases, lots, rates
+from .schema import OPEN_LEASE, OPEN_LOT, accounts, closures, leases, lots, rates
 from .schema_members import ENDED, memberships
 
 _of_account = sa.bindparam("account", type_=sa.Text)
@@ -41,6 +43,10 @@ _shared = (
 )
 _former = sa.select(memberships.c.user).where(memberships.c.user == sa.bindparam("member"), ENDED)
 _held = HELD.where(leases.c.account == _of_account)
+_space: Any = sa.literal_column("' '")
+_kept = sa.select(sa.func.aggregate_strings(closures.c.subject, _space)).where(
+    closures.c.actor == sa.bindparam("keeper", type_=sa.Text)
+)
 _ALL = Prepared(
     sa.select(
         sa.select(leases.c.id).where(*_server, OPEN_LEASE).scalar_subquery(),
@@ -53,6 +59,7 @@ _ALL = Prepared(
         _held.scalar_subquery(),
         sa.exists(_former),
         _shared.scalar_subquery(),
+        _kept.scalar_subquery(),
     )
 )
 
@@ -78,12 +85,15 @@ class Known:
     overdraft: int | None
     """The overdraft of the account that servers which go on share, in microcredits; None where
     none of them has one."""
+    kept: frozenset[str]
+    """The UUIDs of the devices that are kept for the server, which starts again with them."""
 
 
 def read(connection: sa.Connection, server: ServerRef, account: str) -> Known:
     """What a grant to this server, paid by this account, must know."""
-    (found,) = _ALL.rows(connection, member=server.user, server=server.name, account=account)
-    lease_id, places, closed, has_rates, due, is_paying, balance, held, former, shared = found
+    asked = {"member": server.user, "server": server.name, "keeper": keeper(server)}
+    (found,) = _ALL.rows(connection, account=account, **asked)
+    lease_id, places, closed, has_rates, due, is_paying, balance, held, former, shared, kept = found
     return Known(
         lease_id=lease_id,
         taken=frozenset(f"{places or ''} {closed or ''}".split()),
@@ -93,4 +103,5 @@ def read(connection: sa.Connection, server: ServerRef, account: str) -> Known:
         account=None if balance is None else Account(name=account, balance=balance, held=int(held)),
         is_former=former,
         overdraft=shared,
+        kept=frozenset((kept or "").split()),
     )

@@ -66,6 +66,12 @@ def add(connection: sa.Connection, notice: Notice) -> bool:
     return True
 
 
+def told(connection: sa.Connection, keys: Collection[str]) -> set[str]:
+    """Those of these keys that are known."""
+    query = sa.select(notices.c.key).where(notices.c.key.in_(keys))
+    return set(connection.execute(query).scalars())
+
+
 def of_user(connection: sa.Connection, user: str, limit: int = 20) -> list[Notice]:
     """A member's newest notices, newest first."""
     rows = connection.execute(_OF_USER, {"member": user, "most": limit}).mappings()

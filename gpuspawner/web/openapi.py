@@ -118,6 +118,9 @@ def paths() -> dict[str, dict[str, Operation]]:
         "/api/leases/{lease}/now": {
             "get": operation("now", "What a server's GPUs do, and what comes.", "Now", LEASE)
         },
+        "/api/leases/{lease}/restart": {
+            "post": operation("restart", "Restart a server that lost its GPUs.", "Lease", LEASE)
+        },
         "/api/leases/{lease}/receipt": {
             "get": operation(
                 "receipt", "What a session cost, item by item.", "Receipt", LEASE, AFTER, LIMIT

@@ -128,6 +128,8 @@ class MemberPage(Page):
             given_up=self.get_query_argument("given_up", ""),
             extended=self.get_query_argument("extended", ""),
             resting=await self.read(self.broker.resting, self.user),
+            lost=await self.read(self.broker.lost_of, self.user),
+            restarted=self.get_query_argument("restarted", ""),
             snoozed=self.get_query_argument("snoozed", ""),
             ending=figures.ending(mine, self.context.session_warn_minutes),
             refusal=refusal.message if refusal else "",

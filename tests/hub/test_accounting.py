@@ -1,4 +1,5 @@
-"""Real here: JupyterHub, proxy, accounting service, culler; servers are processes or containers."""
+"""Real here: JupyterHub, proxy, accounting service, culler, Chromium; servers are processes or
+containers."""
 
 from __future__ import annotations
 
@@ -12,11 +13,15 @@ from typing import Any
 
 import pytest
 import requests
+from playwright.sync_api import Browser, expect
 
 from gpuspawner.ledger.rules import owed
 from gpuspawner.model import MICRO, Lease, LeaseState
+from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
+from tests.support.losing import take_devices
+from tests.support.pages import sign_in
 from tests.support.paying_hub import PayingHub, service_lines
 from tests.support.processes import free_port, wait_for
 
@@ -238,34 +243,102 @@ def test_the_database_goes_and_comes_back(paying_hub: Factory, postgres: Any) ->
     ended(hub, lease)
 
 
-def test_a_container_removed_behind_the_hubs_back(
-    clean_engine: PrivateEngine, images: Any, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def docker_hub(
+    engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GPUHub]:
+    """A hub whose servers are containers, with its accounting service."""
     config = f"""
 c.Accounting.reconcile_seconds = 3
+c.Accounting.look_inside_seconds = 1
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
 import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:{free_port()}")
 """
-    with GPUHub(tmp_path / "hub", clean_engine, config) as hub:
-        assert hub.spawn("ada", {"gpus": 1}).ok
-        hub.wait_server("ada")
-        (container,) = hub.containers()
-        (lease,) = hub.open_leases("ada")
-        # The next look is some seconds away: its time cannot be taken for the end's.
-        wait_for(lambda: _seen(hub.open_leases("ada")), "the first look", timeout=15)
+    with GPUHub(tmp_path_factory.mktemp("docker") / "hub", engine, config) as hub:
+        yield hub
+    engine.clean()
 
-        before = datetime.now(timezone.utc)
-        clean_engine.client.remove_container(container["Id"], force=True)
-        after = datetime.now(timezone.utc)
-        wait_for(lambda: not hub.open_leases("ada"), "the settlement", timeout=10)
-        (settled,) = hub.leases("ada")
-        assert settled.ended_at is not None
-        # Nobody has the container any more, and its end is known all the same.
-        assert before <= settled.ended_at <= after
-        assert settled.charged == owed(settled.rate, settled.started_at, settled.ended_at)
-        assert hub.taken() == {}
-        said = f"Lease {lease.id} of ada settled: the server was gone"
-        wait_for(lambda: said in service_lines(hub), "a line of it", timeout=5)
+
+def test_a_container_removed_behind_the_hubs_back(docker_hub: GPUHub) -> None:
+    hub = docker_hub
+    assert hub.spawn("ada", {"gpus": 1}).ok
+    hub.wait_server("ada")
+    (container,) = hub.containers()
+    (lease,) = hub.open_leases("ada")
+    # The next look is some seconds away: its time cannot be taken for the end's.
+    wait_for(lambda: _seen(hub.open_leases("ada")), "the first look", timeout=15)
+
+    before = datetime.now(timezone.utc)
+    hub.engine.client.remove_container(container["Id"], force=True)
+    after = datetime.now(timezone.utc)
+    wait_for(lambda: not hub.open_leases("ada"), "the settlement", timeout=10)
+    (settled,) = hub.leases("ada")
+    assert settled.ended_at is not None
+    # Nobody has the container any more, and its end is known all the same.
+    assert before <= settled.ended_at <= after
+    assert settled.charged == owed(settled.rate, settled.started_at, settled.ended_at)
+    assert hub.taken() == {}
+    said = f"Lease {lease.id} of ada settled: the server was gone"
+    wait_for(lambda: said in service_lines(hub), "a line of it", timeout=5)
+
+
+def test_a_container_that_loses_its_gpus(docker_hub: GPUHub, browser: Browser) -> None:
+    """Its member is told, and it starts again with them, though somebody waits for any."""
+    hub = docker_hub
+    hub.api("POST", "users/bea")
+    for user in ("bea", "carl"):
+        assert hub.spawn(user, {"gpus": 1}).ok
+        hub.wait_server(user)
+    (lease,), (kept,) = hub.open_leases("bea"), hub.open_leases("carl")
+    assert hub.spawn("dora", {"gpus": 1}).ok  # she waits in line
+    take_devices(hub.engine, lease.engine_ref)
+
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    sign_in(page, hub, "bea", "")
+    warning = page.locator(".notice.bad:has(form)")
+
+    def warned() -> bool:
+        page.reload()
+        return warning.is_visible()
+
+    wait_for(warned, "the warning", timeout=60)
+    expect(warning).to_contain_text("Your server cannot reach its GPU any more")
+    for width in (390, 1280):
+        page.set_viewport_size({"width": width, "height": 800})
+        screenshot(page, f"lost-{width}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    (said,) = [line for line in service_lines(hub) if "does not reach its GPUs" in line]
+    assert f"(lease {lease.id}). They came by NVIDIA's hook; the engine's cgroup driver" in said
+    assert kept.id not in "".join(service_lines(hub)), "a server that lost nothing"
+
+    def ask(user: str, of: Lease) -> requests.Response:
+        headers = {"Authorization": f"token {hub.user_token(user)}"}
+        url = f"{hub.url}/services/gpu/api/leases/{of.id}/restart"
+        return requests.post(url, headers=headers, timeout=30)
+
+    assert ask("carl", lease).status_code == 404
+    refused = ask("carl", kept)
+    assert refused.status_code == 409
+    assert "it reaches them, as far as is known" in refused.json()["message"]
+
+    page.get_by_role("button", name="Restart with the same GPU").click()
+    screenshot(page, "lost-asked")
+    page.get_by_role("button", name="Restart it").click()
+    expect(page.get_by_text("The server is being restarted")).to_be_visible()
+
+    def back() -> Lease | None:
+        found = [each for each in hub.open_leases("bea") if each.id != lease.id]
+        return found[0] if found and found[0].started_at else None
+
+    again = wait_for(back, "the server to be back", timeout=60)
+    assert again.uuids == lease.uuids
+    assert hub.device_nodes("bea") == [f"/dev/nvidia{again.devices[0].index}"]
+    assert hub.open_leases("dora") == [], "who waits, waits on"
+    (ended,) = [each for each in hub.leases("bea") if each.id == lease.id]
+    assert (ended.outcome, ended.end_reason) == ("restart", "it starts again with the same GPUs")
+    hub.stop_server("bea")
+    wait_for(lambda: hub.open_leases("dora"), "the turn of who waits", timeout=60)
 
 
 def _seen(leases: list[Lease]) -> bool:

@@ -18,7 +18,7 @@ from tornado.testing import bind_unused_port
 from gpuspawner import web
 from gpuspawner.broker import Broker
 from tests.support.browser import screenshot
-from tests.support.hub import ADMIN, ADMIN_PASSWORD, USER_PASSWORD
+from tests.support.hub import ADMIN, ADMIN_PASSWORD, USER_PASSWORD, HubProcess
 from tests.support.paying_hub import PayingHub
 
 
@@ -75,7 +75,7 @@ def picture(browser: Browser, hub: PayingHub, url: str, name: str, size: Any) ->
     context.close()
 
 
-def sign_in(page: Page, hub: PayingHub, user: str, path: str) -> None:
+def sign_in(page: Page, hub: HubProcess, user: str, path: str) -> None:
     page.goto(f"{hub.url}/services/gpu/{path}")
     page.fill("input[name=username]", user)
     page.fill("input[name=password]", ADMIN_PASSWORD if user == ADMIN else USER_PASSWORD)

@@ -1,0 +1,149 @@
+"""Containers that lose their devices. Real: Docker Engine, containers, cgroups. Stand-in: NVIDIA's
+hook."""
+
+from __future__ import annotations
+
+import io
+import signal
+import tarfile
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+import docker
+import psutil
+import pytest
+from docker.types import DeviceRequest
+
+from gpuspawner.engines import DockerEngine
+from gpuspawner.engines.lost import LostDevices, cause_and_remedy, check_cgroups
+from gpuspawner.engines.probe import Status
+from gpuspawner.errors import EngineUnavailable
+from gpuspawner.model import Lease, ServerRef
+from tests.support.engine import DEVICES, PrivateEngine
+from tests.support.losing import take_devices
+from tests.support.processes import signal_pid, wait_for
+
+
+def lease_of(engine: PrivateEngine, image: str, device: int | None) -> Lease:
+    """A lease whose container runs; None: without a device."""
+    client = engine.client
+    asked = [] if device is None else [DEVICES[device]]
+    requests = [DeviceRequest(device_ids=asked, capabilities=[["gpu"]])] if asked else []
+    host = client.create_host_config(device_requests=requests)
+    made = client.create_container(image, ["sleep", "1000"], host_config=host, user="1000")
+    client.start(made["Id"])
+    return Lease(
+        id=f"lease-{device}",
+        server=ServerRef("ada"),
+        account="member:ada",
+        environment="",
+        devices=(),
+        rate=0,
+        hold=0,
+        engine="docker",
+        engine_ref=made["Id"],
+        granted_at=datetime.now(timezone.utc),
+    )
+
+
+@pytest.fixture
+def docker_engine(clean_engine: PrivateEngine) -> Iterator[DockerEngine]:
+    def connect() -> docker.APIClient:
+        return docker.APIClient(base_url=clean_engine.url, version="auto", timeout=20)
+
+    yield DockerEngine(connect)
+
+
+def test_who_lost_theirs_and_who_did_not(
+    clean_engine: PrivateEngine, docker_engine: DockerEngine, images: Any
+) -> None:
+    loses, keeps, without = (lease_of(clean_engine, images.INSTANT, n) for n in (0, 1, None))
+    looks = LostDevices(docker_engine)
+    some = [loses, keeps, without]
+    assert looks.surely(some) == {loses.id: False, keeps.id: False, without.id: False}
+    take_devices(clean_engine, loses.engine_ref)
+    assert looks.surely(some) == {loses.id: True, keeps.id: False, without.id: False}
+    said = cause_and_remedy(docker_engine, loses.engine_ref)
+    assert said.startswith("They came by NVIDIA's hook; the engine's cgroup driver is cgroupfs")
+    assert 'c.GPUDockerSpawner.gpu_injection = "cdi"' in said
+    # Nothing is left of a look inside.
+    top = clean_engine.client.top(keeps.engine_ref)
+    assert [row[-1] for row in top["Processes"]] == ["sleep 1000"]
+
+    # Who cannot be looked into has lost nothing: that is not known.
+    clean_engine.client.pause(keeps.engine_ref)
+    clean_engine.client.remove_container(without.engine_ref, force=True)
+    assert looks.look(some) == {loses.id: True}
+
+
+HANGS, ANSWERS = b"#!/usr/bin/perl\nsleep 1000;\n", b"#!/usr/bin/perl\nexit 0;\n"
+
+
+def test_one_that_hangs_holds_up_nobody_and_is_not_asked_twice(
+    clean_engine: PrivateEngine, docker_engine: DockerEngine, images: Any
+) -> None:
+    hangs, answers = (lease_of(clean_engine, images.INSTANT, n) for n in (0, 1))
+    _put(clean_engine, hangs.engine_ref, "bin/sh", HANGS)
+    looks = LostDevices(docker_engine, patience=2)
+    for _ in range(3):
+        before = time.monotonic()
+        assert looks.look([hangs, answers]) == {answers.id: False}
+        assert time.monotonic() - before < 60
+    top = clean_engine.client.top(hangs.engine_ref)["Processes"]
+    (look,) = [psutil.Process(int(row[1])) for row in top if "perl" in row[-1]]
+    assert look.uids().real == 1000, "it runs as the container's own user"
+    # Once it is gone, there is a new one.
+    _put(clean_engine, hangs.engine_ref, "bin/sh", ANSWERS)
+    signal_pid(look.pid, signal.SIGKILL)
+    wait_for(lambda: hangs.id in looks.look([hangs]), "the next look")
+
+
+def _put(engine: PrivateEngine, container: str, path: str, content: bytes) -> None:
+    """Write a program into a container, as its member might who is root there."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        info = tarfile.TarInfo(path)
+        info.size, info.mode = len(content), 0o755
+        tar.addfile(info, io.BytesIO(content))
+    assert engine.client.put_archive(container, "/", packed.getvalue())
+
+
+def test_an_engine_that_is_away_tells_nothing(images: Any) -> None:
+    nowhere = DockerEngine(lambda: docker.APIClient(base_url="unix:///nowhere.sock"))
+    lease = Lease(
+        id="lease",
+        server=ServerRef("ada"),
+        account="member:ada",
+        environment="",
+        devices=(),
+        rate=0,
+        hold=0,
+        engine_ref="container",
+        granted_at=datetime.now(timezone.utc),
+    )
+    with pytest.raises(EngineUnavailable):
+        LostDevices(nowhere).surely([lease])
+
+
+SYSTEMD = {"CgroupDriver": "systemd", "CgroupVersion": "2"}
+CGROUPFS = {"CgroupDriver": "cgroupfs", "CgroupVersion": "1"}
+
+
+@pytest.mark.parametrize(
+    ("info", "mode", "status"),
+    [
+        (SYSTEMD, "device_requests", Status.FAIL),
+        (SYSTEMD, "runtime", Status.UNCHECKED),
+        (SYSTEMD, "cdi", Status.OK),
+        (CGROUPFS, "device_requests", Status.OK),
+        ({}, "device_requests", Status.OK),
+        (SYSTEMD, "none", Status.UNCHECKED),
+    ],
+)
+def test_whether_it_can_happen_here(info: dict[str, str], mode: str, status: Status) -> None:
+    finding = check_cgroups(info, mode)
+    assert finding.status is status
+    assert ("daemon-reload" in finding.text) == (info is SYSTEMD and mode not in ("cdi", "none"))
+    assert bool(finding.remedy) == ("daemon-reload" in finding.text)
