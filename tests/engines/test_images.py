@@ -52,7 +52,7 @@ def index() -> Iterator[str]:
         return
     handler = functools.partial(QuietHandler, directory=str(WHEEL.parent))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
         yield f"--find-links http://127.0.0.1:{server.server_port}/"
         server.shutdown()
 

@@ -103,7 +103,7 @@ def platform() -> Iterator[Platform]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Keys)
     made.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[0.02])
     thread.start()
     yield made
     server.shutdown()

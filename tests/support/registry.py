@@ -52,7 +52,7 @@ class SlowRegistry:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
 
     def __enter__(self) -> SlowRegistry:
-        Thread(target=self._server.serve_forever, daemon=True).start()
+        Thread(target=self._server.serve_forever, args=[0.02], daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -65,7 +65,7 @@ def vendor() -> Iterator[Vendor]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     standing_in = Vendor(f"http://127.0.0.1:{server.server_port}")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
     try:
         yield standing_in
     finally:
