@@ -53,11 +53,19 @@ class Device:
     reason: str = ""
     """Why the status is not ``ok``, in words."""
     processes: tuple[DeviceProcess, ...] = ()
+    held_bytes: int = 0
+    """Memory that is held though no process is listed that could hold it, roughly; what a driver
+    takes for itself is 0."""
 
     @property
     def compute_processes(self) -> tuple[DeviceProcess, ...]:
         """The processes that count as use of the device."""
         return tuple(p for p in self.processes if p.kind == "compute")
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing of anybody's is on it."""
+        return not self.held_bytes and not self.compute_processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

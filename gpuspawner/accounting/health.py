@@ -30,6 +30,9 @@ from .tick import Tick
 ENGINE_SECONDS = 60.0
 """Seconds that the engine may take to answer one question."""
 
+LEAKS_EVERY = 6
+"""After so many rounds it looks for devices that are not empty: that lists processes."""
+
 Probe = Callable[[str], Probed]
 """Tries the device with this UUID. Blocks. Raises Untried."""
 
@@ -110,6 +113,7 @@ class HealthDuty:
         self._probe = probe
         self._signs: dict[str, Signs] = {}
         self._last: dict[str, Sample] = {}
+        self._rounds = 0
         self._probing: dict[str, asyncio.Task[None]] = {}
 
     async def round(self) -> None:
@@ -130,6 +134,9 @@ class HealthDuty:
             for its in signs.values():
                 its.judged()
         await self.broker.run(self.broker.settle_sick)
+        if self._rounds % LEAKS_EVERY == 0:
+            await self.broker.run(self.broker.judge_leaks)
+        self._rounds += 1
         self.tick.well("Sick GPUs")
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import InvalidRequest, TicketEnded
 from ..model import Device, Ticket
 from ..store import closures, devices, health, tickets
-from ..store.closures import GRANTING, HEALTH, Closure
+from ..store.closures import GRANTING, HEALTH, LEAK, Closure
 from .core import Core
 
 MOST_POINTS = 1_000_000
@@ -117,8 +117,8 @@ class Admin(Core):
         now, reason = self.clock(), checked_reason(reason)
         with self.store.write() as connection:
             before = closures.load(connection).get(subject)
-            if before is not None and before.actor == HEALTH:
-                closures.reopen(connection, subject)  # what an admin drains, no probe gives back
+            if before is not None and before.actor in (HEALTH, LEAK):
+                closures.reopen(connection, subject)  # what an admin drains, nobody else gives back
             done = closures.close(connection, Closure(subject, now, actor, reason))
             if done:
                 closures.note(

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..ledger import rules
 from ..model import Device, Lease, Notice, NoticeKind
 from ..store import book, closures, devices, health, leases, notices
-from ..store.closures import HEALTH, KEEPER, Closure
+from ..store.closures import HEALTH, KEEPER, LEAK, Closure
 from ..store.health import Known, SickLease
 from ..telemetry.health import (
     SICK,
@@ -32,6 +32,7 @@ from ..telemetry.health import (
 )
 from ..telemetry.symptoms import Symptom, checked_actions
 from .giving import Giving, refundable
+from .leaks import Leaks
 from .sessions import end_clock
 
 REFUND_KEY = "sick"
@@ -59,7 +60,7 @@ class HealthChange:
     """The leases whose members were told."""
 
 
-class Health(Giving):
+class Health(Leaks, Giving):
     """The part of the broker that knows which devices are sick."""
 
     when_sick = Dict(
@@ -219,8 +220,8 @@ class Health(Giving):
         if needs_admin(policy, state):
             reason += f"; it fell sick {state.falls} times within a day"
         before = closures.load(connection).get(uuid)
-        if before is not None and before.actor.startswith(KEEPER):
-            closures.reopen(connection, uuid)  # not kept for anybody: nobody gets it
+        if before is not None and (before.actor == LEAK or before.actor.startswith(KEEPER)):
+            closures.reopen(connection, uuid)  # it was kept for somebody, or to be empty: no more
         if closures.close(connection, Closure(uuid, now, HEALTH, reason)):
             self._note(connection, HEALTH, "drain", uuid, reason, now)
         fault_at = state.fault_at or now

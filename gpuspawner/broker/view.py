@@ -11,7 +11,7 @@ from ..ledger.dry import SESSION
 from ..ledger.pricing import RateCard, Rates
 from ..model import Account, Device, DeviceStatus, Lease, LeaseState, Place
 from ..pool import leasable
-from ..store.closures import Closure
+from ..store.closures import LEAK, Closure
 
 COUNTED = ("free", "leased", "occupied", "draining", "drained")
 """The states of devices that can be leased by somebody, sooner or later."""
@@ -99,6 +99,9 @@ def _view(device: Device, lease_id: str | None) -> DeviceView:
         if busy := device.compute_processes:
             named = ", ".join(f"{p.name or 'process'} (pid {p.pid})" for p in busy[:3])
             return DeviceView(device, "occupied", f"used without a lease by {named}")
+        if device.held_bytes:
+            held = f"{device.held_bytes / 2**30:.1f} GB of its memory"
+            return DeviceView(device, "occupied", f"{held} are held, and by no process in sight")
         return DeviceView(device, "free", "")
     state = device.status.value if device.status is not DeviceStatus.OK else "prohibited"
     return DeviceView(device, state, why_not or device.reason)
@@ -108,6 +111,10 @@ def _closed(view: DeviceView, closure: Closure) -> DeviceView:
     """A drained device: a device that nobody could have anyway keeps its state."""
     state = {"free": "drained", "leased": "draining"}.get(view.state, view.state)
     drained = f"drained by {closure.actor}" + (f": {closure.reason}" if closure.reason else "")
+    if closure.actor == LEAK:
+        drained = (
+            "in quarantine" if view.state == "occupied" else f"in quarantine: {closure.reason}"
+        )
     detail = f"{view.detail.rstrip('.')}; {drained}" if view.detail else drained
     return replace(view, state=state, detail=detail)
 

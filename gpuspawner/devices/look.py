@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..model import Device, DeviceStatus
+from ..model import Device, DeviceProcess, DeviceStatus
 
 GONE_REASON = "NVML does not list it any more."
+
+A_DRIVER_S_OWN = 2 * 2**30
+"""Bytes that a driver, or a screen, may take where nobody computes."""
+STEP = 256 * 2**20
+"""What is held is told in steps of this, so that it does not change with every look."""
 
 
 @dataclass
@@ -52,4 +57,13 @@ class Look:
 
 def unknown(device: Device, reason: str) -> Device:
     """The device as one that does not answer. What ran on it is not known either."""
-    return replace(device, status=DeviceStatus.UNKNOWN, reason=reason, processes=())
+    return replace(device, status=DeviceStatus.UNKNOWN, reason=reason, processes=(), held_bytes=0)
+
+
+def held_bytes(used: int, processes: tuple[DeviceProcess, ...]) -> int:
+    """Bytes in use though no process computes, beside what those that draw have; roughly. Where it
+    is not known how much these have, nothing counts as held."""
+    if any(p.kind == "compute" or p.used_memory_bytes is None for p in processes):
+        return 0
+    left = used - sum(p.used_memory_bytes or 0 for p in processes)
+    return left // STEP * STEP if left > A_DRIVER_S_OWN else 0

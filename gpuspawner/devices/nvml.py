@@ -17,7 +17,7 @@ import pynvml
 from ..model import Device, DeviceProcess, DeviceStatus, Inventory
 from . import topology
 from .base import Sampler, pair
-from .look import Look, unknown
+from .look import Look, held_bytes, unknown
 from .nvml_asking import DriverLost, TooOld, Unanswered, Unsupported, ask, ask_driver, ask_or
 
 log = logging.getLogger(__name__)
@@ -171,7 +171,9 @@ class NVMLDevices:
         known = self._known.get(uuid)
         if known is None:
             return Device(uuid=uuid, index=index, model="unknown model", memory_bytes=0)
-        return replace(known, index=index, status=DeviceStatus.OK, reason="", processes=())
+        return replace(
+            known, index=index, status=DeviceStatus.OK, reason="", processes=(), held_bytes=0
+        )
 
     def _log_silent(self, silent: dict[int, str]) -> None:
         for index, reason in silent.items():
@@ -195,13 +197,15 @@ def _read_gpu(base: Device, handle: Any) -> Device:
     try:
         found["model"] = ask_or(base.model, "name", pynvml.nvmlDeviceGetName, handle)
         found["pci_bus_id"] = ask_or("", "PCI bus id", _bus_id, handle)
-        found["memory_bytes"] = ask_or(0, "memory", _memory_bytes, handle)
+        memory = ask_or(None, "memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
+        found["memory_bytes"] = int(memory.total) if memory else 0
         mode = ask_or(0, "compute mode", pynvml.nvmlDeviceGetComputeMode, handle)
         found["compute_mode"] = _COMPUTE_MODES.get(mode, "default")
         mig_mode, _ = ask_or((0, 0), "MIG mode", pynvml.nvmlDeviceGetMigMode, handle)
         if mig_mode == pynvml.NVML_DEVICE_MIG_ENABLE:
             return replace(base, **found, status=DeviceStatus.PARENT, reason=PARENT_REASON)
         found["processes"] = running_processes(handle, ("graphics", "compute"))
+        found["held_bytes"] = held_bytes(memory.used if memory else 0, found["processes"])
     except Unanswered as failure:
         return unknown(replace(base, **found), str(failure))
     return replace(base, **found)
@@ -216,15 +220,13 @@ def _read_instance(base: Device, handle: Any, gpu: Device) -> Device:
     try:
         model = f"{gpu.model} MIG"
         found["model"] = ask_or(model, "name", pynvml.nvmlDeviceGetName, handle)
-        found["memory_bytes"] = ask_or(0, "memory", _memory_bytes, handle)
+        memory = ask_or(None, "memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
+        found["memory_bytes"] = int(memory.total) if memory else 0
         found["processes"] = running_processes(handle, ("compute",))
+        found["held_bytes"] = held_bytes(memory.used if memory else 0, found["processes"])
     except Unanswered as failure:
         return unknown(replace(base, **found), str(failure))
     return replace(base, **found)
-
-
-def _memory_bytes(handle: Any) -> int:
-    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
 
 
 def _bus_id(handle: Any) -> str:

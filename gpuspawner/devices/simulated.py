@@ -14,6 +14,8 @@ from datetime import datetime
 from ..errors import ConfigError
 from ..model import Device, DeviceProcess, DeviceStatus, Inventory
 from .base import NODE, PIX, Sampler, nvlinks, pair
+from .look import unknown
+from .script import Script, Shows, processes_of
 
 GIB = 2**30
 MOST_DEVICES = 10_000
@@ -77,6 +79,7 @@ class SimulatedDevices:
         self._devices = tuple(self._now_seen.values())
         self._lost = ""
         self._lock = threading.Lock()
+        self.script = Script()
 
     def observe(self, now: datetime) -> Inventory:
         """The fleet as it stands; see :class:`gpuspawner.devices.base.DeviceSource`."""
@@ -84,7 +87,7 @@ class SimulatedDevices:
             if self._lost:
                 return Inventory(devices=(), observed_at=now, source=self.name, error=self._lost)
             return Inventory(
-                devices=self._devices,
+                devices=self._as_scripted(),
                 observed_at=now,
                 source=self.name,
                 driver_version="simulated",
@@ -124,9 +127,22 @@ class SimulatedDevices:
                 self._now_seen[device.uuid] = device
             self._devices = tuple(self._now_seen.values())
 
+    def _as_scripted(self) -> tuple[Device, ...]:
+        if not self.script.told():
+            return self._devices
+        of = self.script.of
+        return tuple(_as_it_shows(each, of(each.uuid, each.index)) for each in self._devices)
+
     def _put(self, device: Device) -> None:
         self._now_seen[device.uuid] = device
         self._devices = tuple(self._now_seen.values())
+
+
+def _as_it_shows(device: Device, shows: Shows) -> Device:
+    if error := shows.get("error"):
+        return unknown(device, error)
+    held, processes = shows.get("held_bytes", 0), processes_of(shows)
+    return replace(device, held_bytes=held, processes=(*device.processes, *processes))
 
 
 def parse_fleet(spec: str) -> list[tuple[int, str, int]]:

@@ -1,19 +1,12 @@
 """What simulated devices do: they work as hard as the processes of the lease that they are given
-to, and fail as a script says.
-
-The script is a JSON file, named by the environment variable ``GPUSPAWNER_SIMULATION`` and read
-anew when it changes. It says by UUID or index what a device shows instead, until it is gone from
-the script: ``{"0": {"use": 97, "celsius": 91}, "1": {"error": "It fell off the bus.", "xids":
-[79]}}``. Every name is one of :class:`gpuspawner.telemetry.Sample`.
+to, and fail as a script says; see :mod:`.script`.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,27 +17,8 @@ from ..telemetry.values import Condition
 from .base import LooksLost
 from .simulated import SimulatedDevices
 
-log = logging.getLogger(__name__)
-
-SCRIPT = "GPUSPAWNER_SIMULATION"
 IDLE_SHARE = 0.05
 """A process that takes less of a processor does not compute: servers and kernels that wait do."""
-SCRIPTED = {
-    "use": int,
-    "memory_activity": int,
-    "used_bytes": int,
-    "milliwatts": int,
-    "celsius": int,
-    "sm_mhz": int,
-    "throttle": int,
-    "ecc_errors": int,
-    "xids": list,
-    "error": str,
-    "condition": dict,
-    "probe": str,
-}
-"""What a script may say, and of which type. ``probe``: why the device fails a probe."""
-CONDITIONS = tuple(each.name for each in fields(Condition))
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -66,7 +40,6 @@ class SimulatedSampler:
         self._devices = devices
         self._proc = proc
         self._seen: dict[int, _Seen] = {}
-        self._script: tuple[Any, Mapping[str, Mapping[str, Any]]] = (None, {})
         self._reported: dict[str, tuple[int, ...]] = {}
         self.pids: Mapping[str, Sequence[int]] = {}
         """Which processes each device is leased to, by its UUID. Set by who knows the leases."""
@@ -76,13 +49,12 @@ class SimulatedSampler:
         inventory = self._devices.observe(now)
         if inventory.error:
             raise LooksLost(inventory.error)
-        pids, script = self.pids, self._read_script()
+        pids, script = self.pids, self._devices.script
         alive: dict[int, _Seen] = {}
         samples = []
         for device in inventory.devices:
             sample = self._of(device, pids.get(device.uuid, ()), now, monotonic, alive)
-            changed = script.get(device.uuid) or script.get(str(device.index)) or {}
-            samples.append(self._as_scripted(sample, changed))
+            samples.append(self._as_scripted(sample, script.of(device.uuid, device.index)))
         self._seen = alive
         return tuple(samples)
 
@@ -143,7 +115,8 @@ class SimulatedSampler:
 
     def _as_scripted(self, sample: Sample, changed: Mapping[str, Any]) -> Sample:
         shows = dict(changed)
-        shows.pop("probe", None)
+        for name in ("probe", "processes", "held_bytes"):  # it is the device that shows these
+            shows.pop(name, None)
         if "condition" in shows:
             shows["condition"] = Condition(**shows["condition"])
         xids = tuple(shows.pop("xids", ()))
@@ -162,42 +135,8 @@ class SimulatedSampler:
 
     def fails_probe(self, uuid: str) -> str:
         """Why a device of this fleet fails a probe; empty when it passes. For any thread."""
-        now = datetime.now(timezone.utc)
-        for device in self._devices.observe(now).devices:
+        for device in self._devices.observe(datetime.now(timezone.utc)).devices:
             if device.uuid == uuid:
-                script = self._read_script()
-                changed = script.get(uuid) or script.get(str(device.index)) or {}
-                return str(changed.get("probe") or changed.get("error") or "")
+                shows = self._devices.script.of(uuid, device.index)
+                return str(shows.get("probe") or shows.get("error") or "")
         return "there is no such device"
-
-    def _read_script(self) -> Mapping[str, Mapping[str, Any]]:
-        path = os.environ.get(SCRIPT)
-        if not path:
-            return {}
-        try:
-            stat = os.stat(path)
-            version = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-            if self._script[0] != version:
-                self._script = (version, _checked(json.loads(Path(path).read_text())))
-        except FileNotFoundError:
-            self._script = (None, {})
-        except (OSError, ValueError) as error:
-            log.warning("The script of simulated devices %s cannot be used: %s", path, error)
-        return self._script[1]
-
-
-def _checked(script: Any) -> dict[str, dict[str, Any]]:
-    """Raises ValueError with a sentence for what is no script."""
-    if not isinstance(script, dict) or not all(isinstance(v, dict) for v in script.values()):
-        raise ValueError("write an object of objects, by UUID or index")
-    for device, shows in script.items():
-        for name, value in shows.items():
-            if name not in SCRIPTED:
-                raise ValueError(f"device {device} has {name!r}; there are {', '.join(SCRIPTED)}")
-            if not isinstance(value, SCRIPTED[name]) or isinstance(value, bool):
-                raise ValueError(f"{name} of device {device} is {value!r}")
-        for name in shows.get("condition", {}):
-            if name not in CONDITIONS:
-                there = ", ".join(CONDITIONS)
-                raise ValueError(f"condition of device {device} has {name!r}; there are {there}")
-    return script

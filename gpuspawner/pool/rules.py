@@ -4,7 +4,7 @@ places or a refusal come out.
 The rules, in order:
 
 1. A device that does not answer, is in MIG mode, is set to ``prohibited``, is fully taken or is
-   occupied by a process that no lease explains is never given.
+   occupied by a process that no lease explains, or whose memory is held, is never given.
 2. Devices of one lease are distinct and of one model, so that a job runs evenly on all of them.
 3. The tightest fit wins: the least memory that suffices, so that large devices stay free.
 4. Of several that fit equally: N devices are the best connected ones; a single device is the one
@@ -39,8 +39,8 @@ def leasable(device: Device) -> str | None:
 
 
 def occupied(device: Device, taken: Collection[Place]) -> bool:
-    """Whether a compute process is on the device though no slot of it is taken."""
-    return bool(device.compute_processes) and all(p.uuid != device.uuid for p in taken)
+    """Whether something is on the device, or holds its memory, though no slot of it is taken."""
+    return not device.empty and all(p.uuid != device.uuid for p in taken)
 
 
 def free_places(devices: Iterable[Device], taken: Collection[Place]) -> list[Place]:
@@ -86,9 +86,9 @@ class Fleet:
         self._existing = sorted(filter(_could_ever_be_leased, devices), key=_by_index)
         self._near = neighbours(links)
         leasable_ones = [device for device in devices if leasable(device) is None]
-        # Nobody has a place on them and no process is there: free unless a lease is added. A
+        # Nobody has a place on them and nothing is there: free unless a lease is added. A
         # device is found by its first place, and one that is shared by any.
-        self._idle = {Place(d.uuid).text: d.uuid for d in leasable_ones if not d.compute_processes}
+        self._idle = {Place(d.uuid).text: d.uuid for d in leasable_ones if d.empty}
         self._shared = {
             Place(d.uuid, slot).text: d
             for d in leasable_ones

@@ -18,6 +18,9 @@ GRANTING = "granting"
 HEALTH = "health"
 """The actor of what is closed because a device is sick, and of its return."""
 
+LEAK = "leak"
+"""The actor of what is closed because something of nobody's is on a device, until it is gone."""
+
 KEEPER = "restart:"
 """How the actor begins that keeps devices for a server which starts again; see :func:`keeper`."""
 

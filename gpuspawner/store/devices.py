@@ -35,7 +35,7 @@ def as_seen(known: tuple[Device, ...], inventory: Inventory) -> tuple[Device, ..
     seen = {device.uuid: device for device in inventory.devices}
     reason = inventory.error or GONE
     missing = (
-        replace(device, status=DeviceStatus.UNKNOWN, reason=reason, processes=())
+        replace(device, status=DeviceStatus.UNKNOWN, reason=reason, processes=(), held_bytes=0)
         for device in known
         if device.uuid not in seen and (inventory.error or device.parent_uuid is None)
     )

@@ -51,6 +51,7 @@ devices = Table(
     Column("status", Text, nullable=False),
     Column("reason", Text, nullable=False, default=""),
     Column("processes", Text, nullable=False, default="[]"),
+    Column("held_bytes", BigInteger, nullable=False, default=0, server_default=text("0")),
     Column("source", Text, nullable=False, default=""),
     Column("observed_at", UTCDateTime, nullable=False),
     CheckConstraint("slots >= 1", name="devices_have_slots"),

@@ -252,6 +252,61 @@ def test_who_is_killed_has_done_all_or_nothing(
     assert len(told(broker, "ada")) == 1
 
 
+# Something of nobody's.
+
+
+def test_what_holds_a_free_gpu_keeps_it_out_until_it_is_gone(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.json"
+    monkeypatch.setenv("GPUSPAWNER_SIMULATION", str(script))
+    lease = running(broker, "ada")
+    script.write_text('{"0": {"processes": [[4711, "python3"]]}, "1": {"held_bytes": 6442450944}}')
+    clock(broker).forward(minutes=1)
+    assert states(broker) == ["leased", "occupied"]
+    broker.release(lease.id, ended_at=clock(broker)(), reason="stopped")
+    with pytest.raises(NoDeviceFree, match="2 are used by programs outside the hub"):
+        acquire(broker, "bob")  # at once: the very look that grants sees it
+    assert broker.judge_leaks() == []  # what ran may take a moment to end
+    clock(broker).forward(seconds=30)
+    first, _ = broker.judge_leaks()
+    assert first.reason == "python3 (pid 4711) of no server of this hub"
+    details = [view.detail for view in broker.overview().devices]
+    assert details == [
+        "used without a lease by python3 (pid 4711); in quarantine",
+        "6.0 GB of its memory are held, and by no process in sight; in quarantine",
+    ]
+    script.write_text('{"1": {"held_bytes": 6442450944}}')
+    clock(broker).forward(seconds=30)
+    assert states(broker)[0] == "drained"  # until it is lifted, whoever looks
+    assert broker.judge_leaks() == []
+    assert states(broker) == ["free", "occupied"]
+    assert [(who, what) for who, what, _ in trail(broker)] == [
+        ("leak", "quarantine"),
+        ("leak", "quarantine"),
+        ("leak", "undrain"),
+    ]
+
+
+def test_a_quarantine_is_no_drain_of_an_admin_s(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.json"
+    monkeypatch.setenv("GPUSPAWNER_SIMULATION", str(script))
+    script.write_text('{"0": {"held_bytes": 6442450944}}')
+    broker.judge_leaks()
+    clock(broker).forward(seconds=30)
+    assert len(broker.judge_leaks()) == 1
+    assert broker.drain("0", actor="root", reason="I look at it")
+    script.write_text('{"0": {"error": "It fell off the bus."}}')
+    clock(broker).forward(seconds=30)
+    assert (broker.judge_leaks(), states(broker)) == ([], ["unknown", "free"])
+    script.unlink()
+    clock(broker).forward(seconds=30)
+    assert (broker.judge_leaks(), states(broker)) == ([], ["drained", "free"])
+    assert broker.closures()[uuids(broker)[0]].actor == "root"
+
+
 # The service: real samples of simulated devices, whose faults are scripted.
 
 

@@ -71,6 +71,7 @@ def test_every_field_of_a_healthy_gpu(machine: Machine) -> None:
                     "name": "",
                 },
             ],
+            "held_bytes": 0,
         },
         {
             "uuid": second.uuid,
@@ -84,8 +85,19 @@ def test_every_field_of_a_healthy_gpu(machine: Machine) -> None:
             "status": "ok",
             "reason": "",
             "processes": [],
+            "held_bytes": 0,
         },
     ]
+
+
+def test_memory_that_no_process_holds_occupies_too(machine: Machine) -> None:
+    first, second = gpus(2)
+    first.used_bytes, second.used_bytes = 5 * GIB + 17, GIB
+    machine.has(first, second)
+    devices = as_devices(machine.look())
+    assert [d.held_bytes for d in devices] == [5 * GIB, 0]
+    assert [pool.occupied(d, ()) for d in devices] == [True, False]
+    assert [p.uuid for p in pool.free_places(devices, ())] == [second.uuid]
 
 
 def test_a_compute_process_occupies_and_one_that_only_draws_does_not(machine: Machine) -> None:

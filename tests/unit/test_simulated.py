@@ -11,9 +11,10 @@ from datetime import datetime, timezone
 import pytest
 
 from gpuspawner.devices import base, open_source
-from gpuspawner.devices.simulated import SimulatedDevices
+from gpuspawner.devices.look import held_bytes
+from gpuspawner.devices.simulated import GIB, SimulatedDevices
 from gpuspawner.errors import ConfigError
-from gpuspawner.model import DeviceStatus
+from gpuspawner.model import DeviceProcess, DeviceStatus
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
 
@@ -188,3 +189,13 @@ def test_a_simulated_source_is_opened_by_its_spec() -> None:
 def test_an_unknown_source_is_refused_with_an_example(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"4xA100-80GB,2xT4"):
         open_source(spec)
+
+
+def test_held_memory_is_what_no_process_explains() -> None:
+    drawing = DeviceProcess(7, 3 * GIB, "graphics", "Xorg")
+    assert held_bytes(2 * GIB, ()) == 0  # a driver's own
+    assert held_bytes(5 * GIB + 1, ()) == 5 * GIB
+    assert held_bytes(5 * GIB, (drawing,)) == 0
+    assert held_bytes(9 * GIB, (drawing,)) == 6 * GIB
+    assert held_bytes(9 * GIB, (DeviceProcess(8, GIB, "compute"),)) == 0
+    assert held_bytes(9 * GIB, (DeviceProcess(7, None, "graphics"),)) == 0

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from gpuspawner.devices.base import LooksLost
+from gpuspawner.devices.script import SCRIPT
 from gpuspawner.devices.simulated import SimulatedDevices
-from gpuspawner.devices.simulated_samples import SCRIPT, SimulatedSampler
+from gpuspawner.devices.simulated_samples import SimulatedSampler
 from gpuspawner.telemetry import Sample
 from gpuspawner.telemetry.values import Condition
 

@@ -14,6 +14,8 @@ down_revision = "0012"
 
 
 def upgrade() -> None:
+    held = sa.Column("held_bytes", sa.BigInteger(), nullable=False, server_default=sa.text("0"))
+    op.add_column("devices", held)
     op.create_table(
         "device_health",
         sa.Column("uuid", sa.Text(), nullable=False),
