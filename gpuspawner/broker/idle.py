@@ -15,7 +15,16 @@ from ..errors import CannotSnooze, ConfigError
 from ..model import Lease, LeaseState, Notice, NoticeKind, ServerRef
 from ..store import Store, idle, leases, notices, tickets, use
 from ..store.idle import Watched
-from ..telemetry.idle import IdlePolicies, IdlePolicy, IdleState, activity_of, begin, judge, snooze
+from ..telemetry.idle import (
+    IdlePolicies,
+    IdlePolicy,
+    IdleState,
+    activity_of,
+    after_gap,
+    begin,
+    judge,
+    snooze,
+)
 from ..telemetry.values import MINUTE
 from .sessions import end_clock
 
@@ -150,10 +159,9 @@ class Idle(LoggingConfigurable):
         found = []
         for lease in held:
             state, policy = known[lease.id].state, self.idle_policy(lease)
-            if lease.server.user == user and state.stops_at is not None:
-                enforced = policy.mode_now(waiting) == "enforce"
-                more = enforced and state.snoozes < policy.most_snoozes
-                stops_at = state.stops_at if enforced else None
+            if lease.server.user == user and state.warned_at is not None:
+                stops_at = state.stops_at if policy.mode_now(waiting) == "enforce" else None
+                more = stops_at is not None and state.snoozes < policy.most_snoozes
                 found.append(Resting(lease, stops_at, policy.snooze_minutes if more else 0.0))
         return found
 
@@ -173,6 +181,7 @@ class Idle(LoggingConfigurable):
         rows = use.between(connection, since, now, uuids=lease.uuids)
         state, until, stops = before.state, before.judged_until, False
         for began, minutes in groupby(rows, key=lambda minute: minute.since):
+            state = after_gap(state, began - until)
             until = began + timedelta(minutes=1)
             output = last_output is not None and last_output + OUTPUT_COUNTS >= began
             done = activity_of(minutes, float(MINUTE), output=output)
@@ -200,7 +209,9 @@ def _changed(before: IdleState, after: IdleState) -> str:
     """What is to be told; of several countdowns in what is judged at once, the last."""
     if after.stops_at is not None:
         return "warn" if after.stops_at != before.stops_at else ""
-    return "back" if before.stops_at is not None else ""
+    if after.warned_at is not None:
+        return "warn" if before.warned_at is None else ""
+    return "back" if before.warned_at is not None else ""
 
 
 def _first_minute(lease: Lease) -> datetime:

@@ -23,6 +23,9 @@ from .values import DeviceUse
 
 MODES = ("off", "advise", "enforce")
 
+LONGEST_GAP = timedelta(minutes=2)
+"""A countdown stands still in a longer time of which nothing is known."""
+
 BACK_SECONDS = 300.0
 """So much credit must be earned during a countdown to end it."""
 
@@ -75,7 +78,7 @@ class IdleState:
     """Seconds."""
     warned_at: datetime | None = None
     stops_at: datetime | None = None
-    """The end of the countdown; None when there is none."""
+    """The end of the countdown; None when there is none, as where members are only advised."""
     snoozes: int = 0
 
 
@@ -102,16 +105,19 @@ def judge(
     if mode == "off":
         return Verdict(replace(state, warned_at=None, stops_at=None))
     floor = 60 * policy.sooner_minutes if waiting else 0.0
+    if state.warned_at is not None and state.credit >= floor + BACK_SECONDS:
+        return Verdict(replace(state, warned_at=None, stops_at=None), "back")
+    if mode == "advise":  # there is no countdown: it begins when others come to wait
+        state = replace(state, stops_at=None)
+    if it.busy is None or state.credit > floor and state.stops_at is None:
+        return Verdict(state)
+    if mode == "advise":
+        told = "" if state.warned_at else "warn"
+        return Verdict(replace(state, warned_at=state.warned_at or now), told)
     if state.stops_at is None:
-        if state.credit > floor or it.busy is None:
-            return Verdict(state)
         stops_at = now + timedelta(minutes=policy.countdown_minutes)
         return Verdict(replace(state, warned_at=now, stops_at=stops_at), "warn")
-    if state.credit >= floor + BACK_SECONDS:
-        return Verdict(replace(state, warned_at=None, stops_at=None), "back")
-    if now >= state.stops_at and mode == "enforce" and it.busy is not None:
-        return Verdict(state, "stop")
-    return Verdict(state)
+    return Verdict(state, "stop" if now >= state.stops_at else "")
 
 
 def credit_after(policy: IdlePolicy, credit: float, it: Activity) -> float:
@@ -127,6 +133,14 @@ def credit_after(policy: IdlePolicy, credit: float, it: Activity) -> float:
         worked = it.seconds * it.use / 100
     rested = max(0.0, it.seconds - it.busy) * (policy.output if it.output else 1.0)
     return min(max(most, credit), max(0.0, credit + policy.gain * worked - rested))
+
+
+def after_gap(state: IdleState, gap: timedelta) -> IdleState:
+    """The state after a time in which nobody sampled, as the service was away, or which only the
+    clock says has passed. Nobody could snooze then: the countdown is longer by it."""
+    if state.stops_at is None or gap <= LONGEST_GAP:
+        return state
+    return replace(state, stops_at=state.stops_at + gap)
 
 
 def snooze(policy: IdlePolicy, state: IdleState, now: datetime) -> IdleState | None:

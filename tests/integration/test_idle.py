@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from gpuspawner.accounting import arbiter
-from gpuspawner.broker import Broker
+from gpuspawner.broker import Broker, Terms
 from gpuspawner.broker.broker import utcnow
 from gpuspawner.errors import CannotSnooze, ConfigError
-from gpuspawner.model import Lease, NoticeKind, ServerRef
+from gpuspawner.model import Lease, NoticeKind, Request, ServerRef, Ticket
 from gpuspawner.telemetry import DeviceUse
 from tests.support.brokers import Clock, acquire, open_broker, running
 
@@ -130,6 +130,64 @@ def test_a_service_that_was_away_warns_before_it_stops(broker: Broker) -> None:
     minutes(broker, lease, 300)
     assert judged(broker) == ["warn"]
     assert broker.lease(lease.id).outcome == ""
+
+
+def test_a_countdown_stands_still_while_nobody_samples(broker: Broker) -> None:
+    """The service was away, or the clock was set forward: nobody could snooze meanwhile."""
+    lease = running(broker, "ada")
+    minutes(broker, lease, 35)
+    assert judged(broker) == ["warn"]
+    clock(broker).forward(hours=1)
+    minutes(broker, lease, 1)
+    assert judged(broker) == ["warn"]  # when it stops now
+    (resting,) = broker.resting("ada")
+    assert resting.stops_at == clock(broker)() + timedelta(minutes=9)
+    minutes(broker, lease, 9)
+    assert judged(broker) == ["stop"]
+
+
+def test_a_clock_that_is_set_back_stops_nobody_sooner(broker: Broker) -> None:
+    lease = running(broker, "ada")
+    minutes(broker, lease, 35)
+    assert judged(broker) == ["warn"]
+    clock(broker).forward(hours=-1)
+    minutes(broker, lease, 30)
+    assert judged(broker) == []  # these are known already
+    assert broker.lease(lease.id).outcome == ""
+
+
+def test_who_was_advised_has_a_countdown_when_others_come_to_wait(broker: Broker) -> None:
+    broker.when_idle = {"*": {"mode": "advise", "mode_waiting": "enforce"}}
+    lease = running(broker, "ada")
+    minutes(broker, lease, 60)
+    assert judged(broker) == ["warn"]
+    assert told(broker, NoticeKind.SESSION_ENDS) == ["Your server does not use its GPU"]
+    (resting,) = broker.resting("ada")
+    assert (resting.stops_at, resting.snooze_minutes) == (None, 0)
+    minutes(broker, lease, 60)
+    assert judged(broker) == []  # once
+    running(broker, "bob", devices=3)
+    asked = Request(devices=1, environment="pytorch")
+    waits = broker.ask(ServerRef("eve"), asked, engine="docker", terms=Terms(wait=True))
+    assert isinstance(waits, Ticket)
+    minutes(broker, lease, 1)
+    assert judged(broker) == ["warn"]
+    assert "stops at" in told(broker, NoticeKind.SESSION_ENDS)[0]
+    (resting,) = broker.resting("ada")
+    assert resting.stops_at == clock(broker)() + timedelta(minutes=10)
+    assert resting.snooze_minutes == 30
+    # Nobody waits any more, and then somebody does: it begins anew.
+    minutes(broker, lease, 5)
+    broker.end_ticket(waits.id, "cancelled", "a test")
+    assert judged(broker) == []
+    assert broker.resting("ada")[0].stops_at is None
+    assert isinstance(
+        broker.ask(ServerRef("eve"), asked, engine="docker", terms=Terms(wait=True)), Ticket
+    )
+    minutes(broker, lease, 10)
+    assert judged(broker) == ["warn"]
+    minutes(broker, lease, 10)
+    assert judged(broker) == ["stop"]
 
 
 def test_snoozing(broker: Broker) -> None:
