@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 
 from ..model import Lease
-from ..store import use
+from ..store import use, worked
 from ..telemetry import DeviceUse, combine
+from ..store.worked import Worked
 from ..telemetry.values import HOUR, MINUTE
 from .core import Core
 
@@ -47,6 +48,13 @@ class DevicesUse(Core):
         return self.store.run(
             lambda connection: use.between(connection, since, until, seconds=seconds, uuids=uuids)
         )
+
+    def worked_between(self, since: datetime, until: datetime) -> list[Worked]:
+        """Every lease with GPUs in this time, with how much of it they worked; by its start."""
+        until = min(until, self.clock())
+        if until <= since:
+            return []
+        return self.store.run(lambda connection: worked.between(connection, since, until))
 
     def session_use(self, lease: Lease) -> dict[str, DeviceUse]:
         """What each device of a session did in it, by UUID; nothing for one that was not sampled.

@@ -39,6 +39,7 @@ from . import (
     sessions,
     trail,
     usage,
+    worked,
 )
 from .base import Context, HubCalls
 from .usage import remember
@@ -108,6 +109,7 @@ def make_app(
             *openapi.HANDLERS,
             *catalog_schema.HANDLERS,
             *usage.HANDLERS,
+            *worked.HANDLERS,
             *cluster_pages.HANDLERS,
         )
     ]

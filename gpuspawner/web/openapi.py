@@ -193,6 +193,16 @@ def _of_accounts() -> dict[str, dict[str, Operation]]:
                 query("to", DAY, "The last day, which is counted."),
             )
         },
+        "/api/used": {
+            "get": operation(
+                "used",
+                "How much of what was held was used, and the sessions that rested most.",
+                "Used",
+                query("by", {"enum": ["member", "group", "model"]}, "What it is added up by."),
+                query("from", DAY, "The first day, of the hub's own zone."),
+                query("to", DAY, "The last day, at most three months after it."),
+            )
+        },
         "/api/trail": {
             "get": operation(
                 "trail", "Who changed what, newest first.", "Trail", SEARCH, BEFORE, LIMIT

@@ -57,6 +57,9 @@ ALL_FIELDS = {
 }
 """Right for as many forms as can be."""
 
+REPORTS = {name for which in ("usage", "used") for name in (which, f"{which}.csv", f"api/{which}")}
+"""What who holds the scope for reports may read."""
+
 OWN = {
     *("POST notices", "POST notices/test", "PUT api/notices/choices", "POST api/notices/test"),
     *("POST payer", "POST folders", "POST api/folders"),
@@ -227,7 +230,7 @@ def test_a_stolen_server_token_does_little(hub: AttackHub, attempt: Attempts) ->
 def test_a_service_does_no_more_than_its_scopes(hub: AttackHub, attempt: Attempts) -> None:
     before = hub.kept()
     grant = {"amount": "5", "reason": "x"}
-    may = {"bot": {"api/accounts"}, "reporter": {"api/usage", "usage", "usage.csv"}}
+    may = {"bot": {"api/accounts"}, "reporter": REPORTS}
     for name in ("bot", "reporter"):
         token = f"token-of-{name}-{hub.secret}"
         for door in hub.doors():

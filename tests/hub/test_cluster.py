@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,11 +20,13 @@ from playwright.sync_api import Browser
 
 from gpuspawner.broker import Broker
 from gpuspawner.errors import StoreUnavailable
+from gpuspawner.telemetry import DeviceUse
 from gpuspawner.web import live
 from tests.support import axe
+from tests.support.brokers import T0, Clock, open_broker, running
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN
-from tests.support.pages import ask, served, sign_in, words
+from tests.support.pages import ask, picture, served, sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
@@ -132,7 +135,7 @@ def test_an_admin_sees_who_has_what_and_a_site_may_tell_all(scene: Scene) -> Non
 def test_strangers_and_services_see_nothing(scene: Scene) -> None:
     hub = scene.hub
     for path in ("cluster/live", "api/cluster"):
-        for token, status in (("", 401), ("made-up", 403), ("token-of-bot", 403)):
+        for token, status in (("", 401), ("made-up", 401), ("token-of-bot", 403)):
             headers = {"Authorization": f"token {token}"} if token else {}
             url = f"{hub.url}/services/gpu/{path}"
             answer = requests.get(url, headers=headers, timeout=30, allow_redirects=False)
@@ -140,7 +143,7 @@ def test_strangers_and_services_see_nothing(scene: Scene) -> None:
             assert "A100" not in answer.text
     page = requests.get(f"{hub.url}/services/gpu/cluster", timeout=30)
     assert "/hub/login" in page.url
-    wrong = hub.page("ada", "cluster/live?pictures=x")
+    wrong = ask(hub, "ada", f"{hub.url}/services/gpu/cluster/live?pictures=x")
     assert wrong.status_code == 400
     assert "'pictures'" in wrong.json()["message"]
 
@@ -307,3 +310,59 @@ def test_a_store_that_is_away_is_said_and_comes_back(
                 said = next(text for name, text in told if name == "trouble" and text)
                 assert said.startswith(sentence)
             assert next(text for name, text in told if name == "trouble") == ""
+
+
+# What was held, and what was used of it.
+
+
+@pytest.fixture
+def past(scene: Scene, tmp_path: Path) -> Iterator[str]:
+    """Pages of a site where Ada's GPU worked for three hours, and Bob's two rested."""
+    broker = open_broker(f"sqlite:///{tmp_path}/past.sqlite", Clock(), opening_grant=1000)
+    clock = broker.clock
+    assert isinstance(clock, Clock)
+    ada, bob = running(broker, "ada", 1), running(broker, "bob", 2, "=secret-plan")
+    minutes = [
+        DeviceUse(uuid=uuid, since=T0 + timedelta(minutes=n), seconds=60, **counts)
+        for n in range(180)
+        for lease, counts in (
+            (ada, {"samples": 60, "known": 60, "busy": 57}),
+            (bob, {"samples": 60, "known": 60, "busy": 3}),
+        )
+        for uuid in lease.uuids
+    ]
+    broker.remember_use(minutes)
+    clock.forward(hours=4)
+    broker.release(bob.id, ended_at=clock.now, reason="stopped")
+    with served(scene.hub, broker) as url:
+        yield url
+    broker.store.close()
+
+
+def test_admins_see_who_held_and_did_not_use(scene: Scene, past: str, browser: Browser) -> None:
+    page = words(ask(scene.hub, ADMIN, past + "used"))
+    assert "bob 1 8.00 0.30 5.70 5 %" in page
+    assert "ada 1 4.00 2.85 0.15 95 %" in page
+    assert "All together 2 12.00 3.15 5.85 35 %" in page
+    for size in (WIDE, PHONE):
+        picture(browser, scene.hub, past + "used", f"used-{size['width']}", size)
+    by_model = ask(scene.hub, ADMIN, past + "api/used?by=model").json()
+    assert [row["name"] for row in by_model["rows"]] == ["A100-80GB"]
+    told = ask(scene.hub, ADMIN, past + "api/used").json()
+    assert [(some["user"], some["rested_gpu_seconds"]) for some in told["most_rested"]] == [
+        ("bob", 20520),
+        ("ada", 540),
+    ]
+    assert told["total"]["held_gpu_seconds"] == 12 * 3600
+    text = ask(scene.hub, ADMIN, past + "used.csv?by=group").text.splitlines()
+    assert text[0].startswith("group,sessions,held_gpu_hours,measured_gpu_hours")
+    assert text[1] == ",2,12.000,9.000,3.150,5.850"
+    for query in ("by=account", "from=x", "from=2025-01-01&to=2025-06-01", "from=2025-03-02"):
+        refused = ask(scene.hub, ADMIN, past + f"api/used?{query}")
+        assert refused.status_code == 400, query
+        assert refused.json()["error"] == "invalid_request"
+    for path in ("used", "used.csv", "api/used"):
+        answer = ask(scene.hub, "ada", past + path)
+        assert answer.status_code == 403
+        assert "Reports of use are for admins" in answer.text
+        assert "bob" not in answer.text
