@@ -59,7 +59,10 @@ def _rest(lease: Lease, watched: Watched | None) -> bool:
         return True  # its stop was ordered
     if watched is None:
         return False
-    return watched.state.credit <= 0 and watched.judged_until >= utcnow() - STALE
+    now = utcnow()
+    if watched.state.stops_at is not None and now < watched.state.stops_at:
+        return False  # its member was told when, or put it off
+    return watched.state.credit <= 0 and watched.judged_until >= now - STALE
 
 
 def server_of(server: Mapping[str, Any]) -> ServerRef | None:

@@ -109,7 +109,7 @@ def judge(
         return Verdict(replace(state, warned_at=None, stops_at=None), "back")
     if mode == "advise":  # there is no countdown: it begins when others come to wait
         state = replace(state, stops_at=None)
-    if it.busy is None or state.credit > floor and state.stops_at is None:
+    if it.busy is None or (state.credit > floor and state.stops_at is None):
         return Verdict(state)
     if mode == "advise":
         told = "" if state.warned_at else "warn"

@@ -282,6 +282,16 @@ def test_the_culler_stops_whose_gpus_rest_too(asked: Broker) -> None:
     assert not culls("ada", name="night", inactive=timedelta(minutes=5))
 
 
+def test_the_culler_keeps_to_what_the_member_was_told(asked: Broker) -> None:
+    lease = running(asked, "ada")
+    clock(asked).now = utcnow() - timedelta(minutes=32)
+    minutes(asked, lease, 32)
+    assert judged(asked) == ["warn"]
+    assert not culls("ada")
+    asked.snooze(lease.id)
+    assert not culls("ada")
+
+
 def test_what_was_judged_long_ago_tells_nothing_of_now(asked: Broker) -> None:
     lease = running(asked, "ada")
     minutes(asked, lease, 40)

@@ -1,0 +1,158 @@
+"""Long runs and idle servers in one hub, in a time that goes thirty times as fast. Real: hub,
+proxy, accounting service, processes that compute and some that rest.
+Simulated: the GPUs, whose use follows these processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import requests
+
+from gpuspawner.accounting import arbiter
+from gpuspawner.engines.local import LEASE_VARIABLE
+from gpuspawner.model import Lease, LeaseState, NoticeKind, ServerRef
+from tests.support.gpu_hub import locked
+from tests.support.lapse import Lapse
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import wait_for
+
+CATALOG = """
+environments:
+  - {slug: strict, display_name: Strict, image: none, devices: {default: 1, max: 4}, default: true}
+  - {slug: lenient, display_name: Lenient, image: none, devices: {default: 1, max: 4}}
+  - {slug: free, display_name: Free, image: none, devices: {default: 1, max: 4}}
+"""
+
+FLEET = "simulated:4xA100-80GB"
+
+POLICY = {
+    "*": {
+        "mode": "enforce",
+        "first_minutes": 2,
+        "countdown_minutes": 2,
+        "snooze_minutes": 2,
+        "most_snoozes": 1,
+    },
+    "environment:lenient": {"mode": "advise", "mode_waiting": "enforce"},
+    "environment:free": {"mode": "off"},
+}
+
+CONFIG = """
+c.Broker.opening_grant = 100_000
+c.Broker.device_source = {fleet!r}
+c.Broker.when_idle = {policy!r}
+c.Accounting.sample_seconds = 0
+c.GPUSpawnerMixin.catalog = {catalog!r}
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
+"""
+
+TRAINS = """
+import time
+while True:
+    until = time.perf_counter() + 0.02
+    while time.perf_counter() < until:
+        pass
+    time.sleep(0.04)
+"""
+"""A third of a processor, and so of a GPU."""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    folder: Path = tmp_path_factory.mktemp("idle") / "hub"
+    folder.mkdir()
+    catalog = folder / "catalog.yaml"
+    catalog.write_text(CATALOG, encoding="utf-8")
+    config = CONFIG.format(fleet=FLEET, policy=POLICY, catalog=str(catalog))
+    with PayingHub(folder, config) as hub:
+        yield hub
+
+
+@contextmanager
+def training(lease: Lease) -> Iterator[None]:
+    """A process of this lease computes, as a kernel whose member closed the tab."""
+    environment = os.environ | {LEASE_VARIABLE: lease.id}
+    process = subprocess.Popen([sys.executable, "-c", TRAINS], env=environment)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def titles(hub: PayingHub, user: str, kind: NoticeKind) -> list[str]:
+    """What a member was told, newest first."""
+    return [notice.title for notice in hub.broker.notices_of(user) if notice.kind is kind]
+
+
+def told(hub: PayingHub, user: str, words: str) -> bool:
+    return any(words in title for title in titles(hub, user, NoticeKind.SESSION_ENDS))
+
+
+def culls(user: str) -> bool:
+    server = {"name": "", "url": f"/user/{user}/"}
+    hour = timedelta(hours=1)
+    return asyncio.run(arbiter.cull_arbiter(inactive=hour, inactive_limit=1800, server=server))
+
+
+def gone(hub: PayingHub, user: str) -> bool:
+    return hub.broker.lease_of(ServerRef(user)) is None
+
+
+def test_who_trains_goes_on_and_who_rests_is_stopped(
+    hub: PayingHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trains = hub.start_server("trains", environment="strict")
+    rests = hub.start_server("rests", environment="strict")
+    lenient = hub.start_server("lenient", environment="lenient")
+    hub.start_server("free", environment="free")
+    with (
+        training(trains),
+        Lapse(hub, monkeypatch, times=30, device_source=FLEET, when_idle=POLICY) as lapse,
+    ):
+        wait_for(lambda: told(hub, "rests", "stops at"), "the warning", timeout=60)
+        headers = {"Authorization": f"token {hub.user_token('rests')}"}
+        url = f"{hub.url}/services/gpu/api/leases/{rests.id}/snooze"
+        assert requests.post(url, headers=headers, timeout=30).ok
+        assert requests.post(url, headers=headers, timeout=30).status_code == 409  # once is allowed
+        wait_for(lambda: told(hub, "lenient", "does not use its GPU"), "the advice", timeout=60)
+
+        # The store is slow, and then the sampler is killed and comes back: it goes on.
+        with locked(hub.database_url):
+            time.sleep(2)
+        lapse.end()
+        lapse.begin()
+
+        wait_for(lambda: gone(hub, "rests"), "the end of who rests", timeout=90)
+        ended = hub.broker.lease(rests.id)
+        assert (ended.outcome, ended.end_reason) == ("idle", "its GPUs were not used")
+        assert titles(hub, "rests", NoticeKind.STOPPED)
+        assert hub.broker.member("rests").held == 0, "what was held and not used is theirs again"
+
+        # Nobody waits: who is lenient was advised, and no more. Now two want the one that is free.
+        assert not hub.broker.lease(lenient.id).outcome
+        assert not told(hub, "lenient", "stops at")
+        hub.start_server("first", environment="free")
+        assert hub.spawn("second", {"environment": "free"}).ok
+        wait_for(lambda: told(hub, "lenient", "stops at"), "the countdown", timeout=60)
+        wait_for(lambda: gone(hub, "lenient"), "the end of who rests meanwhile", timeout=90)
+        wait_for(lambda: not gone(hub, "second"), "the turn of who waited", timeout=60)
+
+        for user in ("trains", "free", "first"):
+            lease = hub.broker.lease_of(ServerRef(user))
+            assert lease and lease.state is LeaseState.RUNNING and not lease.outcome, user
+            assert hub.broker.notices_of(user) == []
+        # What the culler hears of servers without activity (that it asks is in test_metrics.py).
+        monkeypatch.setenv("GPUSPAWNER_DATABASE_URL", hub.database_url)
+        arbiter._broker.cache_clear()
+        assert [user for user in ("trains", "free") if culls(user)] == ["free"]
+        arbiter._broker.cache_clear()
