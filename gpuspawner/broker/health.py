@@ -7,7 +7,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -16,7 +16,7 @@ from traitlets import Dict, Enum, Float, Integer
 
 from ..errors import ConfigError
 from ..ledger import rules
-from ..model import Device, Lease, Notice, NoticeKind
+from ..model import Device, Lease, LeasedDevice, Notice, NoticeKind
 from ..store import book, closures, devices, health, leases, notices
 from ..store.closures import HEALTH, KEEPER, LEAK, Closure
 from ..store.health import Known, SickLease
@@ -58,6 +58,21 @@ class HealthChange:
     reason: str
     told: tuple[Lease, ...] = ()
     """The leases whose members were told."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnSick:
+    """A server on a sick device."""
+
+    lease: Lease
+    sick: SickLease
+    promise: str
+    """What comes back to its member, as a sentence; empty when nothing does."""
+
+    @property
+    def device(self) -> LeasedDevice:
+        """The one that is sick."""
+        return next(each for each in self.lease.devices if each.uuid == self.sick.uuid)
 
 
 class Health(Leaks, Giving):
@@ -175,9 +190,17 @@ class Health(Leaks, Giving):
                 self._note(connection, HEALTH, "undrain", uuid, "the probe passed", now)
         return True
 
-    def sick_leases(self) -> dict[str, SickLease]:
-        """Of the leases that go on, those that are on a device that fell sick; by their ids."""
-        return self.store.run(health.open_sick_leases)
+    def sick_of(self, user: str) -> list[OnSick]:
+        """A member's servers that are on a device which fell sick since they had it."""
+        now = self.clock()
+        with self.store.read() as connection:
+            known = health.open_sick_leases(connection)
+            mine = [x for x in leases.open_leases(connection) if x.id in known] if known else []
+        return [
+            OnSick(lease, known[lease.id], self.sick_promise(known[lease.id], now))
+            for lease in mine
+            if lease.server.user == user
+        ]
 
     def settle_sick(self) -> int:
         """Give back what ended leases cost on sick devices, each once; how many there were."""
@@ -241,7 +264,8 @@ class Health(Leaks, Giving):
         since = f"{end_clock(sick.fault_at, now)} ({sick.fault_at.astimezone():%Z})"
         body = (
             f"{which} is not well since {since}: {sick.reason}. What runs on it may fail or be "
-            "wrong. Save your work, stop the server and start it again: it gets another GPU."
+            "wrong. Save your work, stop the server and start it again: it gets another GPU as soon "
+            "as one is free."
         )
         if back := self.sick_promise(sick, now):
             body += f" {back}"
@@ -286,8 +310,3 @@ class Health(Leaks, Giving):
             return whole
         before = max(lease.started_at, min(sick.fault_at, until))
         return max(0, whole - rules.owed(lease.rate, lease.started_at, before))
-
-
-def sick_uuids(known: Mapping[str, Known]) -> Collection[str]:
-    """The devices that are sick."""
-    return [uuid for uuid, each in known.items() if each.state.verdict == SICK]

@@ -22,6 +22,8 @@ from ..engines.probe import Finding, Status
 from ..errors import ConfigError, GPUSpawnerError, TooMuchAsked
 from ..model import DeviceStatus, Inventory, Request
 from ..pool import must_run
+from ..store.health import Known
+from ..telemetry.health import SICK
 from .check_database import check_database
 from .config import DEFAULT_FILE, Settings
 from .devices import look
@@ -172,7 +174,8 @@ def _too_old(catalog: Catalog, inventory: Inventory) -> str:
 def _devices(settings: Settings, readable: bool) -> tuple[Finding, Inventory]:
     name = "devices"
     try:
-        seen = look(settings, settings.open_broker() if readable else None)
+        broker = settings.open_broker() if readable else None
+        seen, health = look(settings, broker), broker.health() if broker else {}
     except GPUSpawnerError as error:
         nothing = Inventory(devices=(), observed_at=utcnow())
         remedy = "Set c.Broker.device_source." if isinstance(error, ConfigError) else ""
@@ -187,11 +190,21 @@ def _devices(settings: Settings, readable: bool) -> tuple[Finding, Inventory]:
         why = ". ".join(f"{v.device.index} ({v.device.uuid}): {v.detail}" for v in unknown)
         remedy = f"Unknown devices are not leased. {why}. See nvidia-smi and journalctl -k."
         return Finding(name, Status.FAIL, text, remedy), inventory
+    sick = [view for view in views if _is_sick(health.get(view.device.uuid))]
+    if sick:
+        why = ". ".join(f"{v.device.index} ({v.device.uuid}): {v.detail}" for v in sick)
+        remedy = f"Sick devices come back after a probe, or by gpuspawner undrain. {why}."
+        text += f"; {count(len(sick), 'device')} sick"
+        return Finding(name, Status.FAIL, text, remedy), inventory
     if not any(view.state in COUNTED for view in views):
         return Finding(name, Status.FAIL, text, "There is no device to lease."), inventory
     occupied = [view for view in views if view.state == "occupied"]
     remedy = " ".join(f"Device {v.device.index} is {v.detail}: end that." for v in occupied)
     return Finding(name, Status.OK, text, remedy), inventory
+
+
+def _is_sick(known: Known | None) -> bool:
+    return known is not None and known.state.verdict == SICK
 
 
 def _source(inventory: Inventory) -> str:

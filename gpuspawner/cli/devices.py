@@ -18,9 +18,11 @@ from ..pool import format_memory
 from ..store import closures
 from ..store import devices as store_devices
 from ..store import leases as store_leases
+from ..store.health import Known
 from ..telemetry import DeviceUse
+from ..telemetry.health import SICK, WATCH
 from .config import Settings
-from .output import count, exact, note, show, table
+from .output import count, exact, note, show, table, utc
 
 
 def devices(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -28,14 +30,24 @@ def devices(arguments: argparse.Namespace, settings: Settings) -> int:
     if (missing := settings.missing_database()) is None:
         broker = settings.open_broker()
         rates, leases, use = broker.all_rates(), broker.open_leases(), broker.use_now()
-        overview = _overview(look(settings, broker), rates)
+        overview, health = _overview(look(settings, broker), rates), broker.health()
     else:
         note(f"There is no database at {missing} yet: what is leased is not known.")
         overview = _overview(look(settings, None), settings.broker.read_rates())
-        leases, use = [], {}
-    holders = {lease.id: lease for lease in leases}
-    show(arguments.json, _plain(overview, holders, use), _text(overview, holders, use))
+        leases, use, health = [], {}, {}
+    told = Told({lease.id: lease for lease in leases}, use, health)
+    show(arguments.json, _plain(overview, told), _text(overview, told))
     return 1 if overview.error else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the store tells of devices."""
+
+    leases: dict[str, Lease]
+    """Those that are open, by id."""
+    use: dict[str, DeviceUse]
+    health: dict[str, Known]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +89,7 @@ def _overview(seen: Look, rates: Rates) -> Overview:
     )
 
 
-def _text(overview: Overview, leases: dict[str, Lease], use: dict[str, DeviceUse]) -> str:
+def _text(overview: Overview, told: Told) -> str:
     lines = []
     if overview.devices:
         headers = ("INDEX", "MODEL", "MEMORY", "STATE", "USE", "UUID", "DETAIL")
@@ -87,9 +99,9 @@ def _text(overview: Overview, leases: dict[str, Lease], use: dict[str, DeviceUse
                 view.device.model,
                 format_memory(view.device.memory_bytes),
                 view.state,
-                use_text(use.get(view.device.uuid)),
+                use_text(told.use.get(view.device.uuid)),
                 view.device.uuid,
-                _detail(view, leases),
+                _detail(view, told),
             )
             for view in overview.devices
         ]
@@ -112,14 +124,17 @@ def use_text(minute: DeviceUse | None) -> str:
     return "processes" if minute.busy else "none"
 
 
-def _detail(view: DeviceView, leases: dict[str, Lease]) -> str:
-    lease = leases.get(view.lease_id or "")
-    return f"{lease.server}, {view.detail}" if lease else view.detail
+def _detail(view: DeviceView, told: Told) -> str:
+    lease = told.leases.get(view.lease_id or "")
+    known = told.health.get(view.device.uuid)
+    watched = ""
+    if known is not None and known.state.verdict == WATCH and known.state.reason:
+        watched = f"on watch: {known.state.reason}"
+    parts = (str(lease.server) if lease else "", view.detail, watched)
+    return ", ".join(filter(None, parts))
 
 
-def _plain(
-    overview: Overview, leases: dict[str, Lease], use: dict[str, DeviceUse]
-) -> dict[str, Any]:
+def _plain(overview: Overview, told: Told) -> dict[str, Any]:
     return {
         "source": overview.source,
         "error": overview.error,
@@ -127,23 +142,35 @@ def _plain(
         "cuda_version": overview.cuda_version,
         "total": overview.total,
         "free": overview.free,
-        "devices": [_plain_device(view, leases, use) for view in overview.devices],
+        "devices": [_plain_device(view, told) for view in overview.devices],
         "models": [asdict(model) | {"rate": exact(model.rate)} for model in overview.models],
     }
 
 
-def _plain_device(
-    view: DeviceView, leases: dict[str, Lease], use: dict[str, DeviceUse]
-) -> dict[str, Any]:
-    minute = use.get(view.device.uuid)
-    lease = leases.get(view.lease_id or "")
+def _plain_device(view: DeviceView, told: Told) -> dict[str, Any]:
+    minute = told.use.get(view.device.uuid)
+    lease = told.leases.get(view.lease_id or "")
+    known = told.health.get(view.device.uuid)
     device = asdict(view.device) | {"status": view.device.status.value}
     return device | {
         "state": view.state,
         "detail": view.detail,
         "lease": view.lease_id,
         "member": lease.server.user if lease else None,
+        "health": known and _plain_health(known),
         "last_minute": minute and _plain_use(minute),
+    }
+
+
+def _plain_health(known: Known) -> dict[str, Any]:
+    state = known.state
+    return {
+        "verdict": state.verdict,
+        "cause": state.cause,
+        "reason": state.reason,
+        "since": utc(state.since),
+        "falls": state.falls,
+        "failed_probe": known.probe if state.verdict == SICK else "",
     }
 
 

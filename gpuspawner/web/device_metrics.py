@@ -6,13 +6,18 @@ series and ours can be joined; ``group`` is that of the lease.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from ..model import Device, Lease
+from ..store.closures import GRANTING, HEALTH, LEAK, Closure, kept_for
+from ..store.health import Known
 from ..telemetry import DeviceUse
+from ..telemetry.health import FINE, SICK, WATCH
 
+VERDICTS = (FINE, WATCH, SICK)
 LABELS = ("gpu", "UUID", "modelName", "group")
 
 _GAUGES: tuple[tuple[str, str, Callable[[DeviceUse], float | None]], ...] = (
@@ -71,6 +76,47 @@ def of_devices(
         for xid in minute.xids:
             family.add_metric([*_labels(device, groups), str(xid)], 1)
     yield family
+
+
+def of_health(devices: Iterable[Device], known: Mapping[str, Known]) -> Iterator[Metric]:
+    """How each device is that was ever judged, and what sick ones are sick with."""
+    verdicts = GaugeMetricFamily(
+        "gpuspawner_device_health",
+        "0: fine, 1: on watch, 2: sick, and given to nobody new",
+        labels=LABELS[:3],
+    )
+    causes = GaugeMetricFamily(
+        "gpuspawner_device_sick", "1: sick, and for which cause", labels=(*LABELS[:3], "cause")
+    )
+    falls = GaugeMetricFamily(
+        "gpuspawner_device_falls",
+        "How often it fell sick, each time within a day of the one before",
+        labels=LABELS[:3],
+    )
+    for device in devices:
+        if device.uuid not in known:
+            continue
+        state, labels = known[device.uuid].state, _labels(device, {})[:3]
+        verdicts.add_metric(labels, VERDICTS.index(state.verdict))
+        falls.add_metric(labels, state.falls)
+        if state.verdict == SICK:
+            causes.add_metric([*labels, state.cause], 1)
+    yield from (verdicts, causes, falls)
+
+
+def of_drains(closed: Mapping[str, Closure]) -> Metric:
+    """How many devices are given to nobody new, by why."""
+    family = GaugeMetricFamily(
+        "gpuspawner_devices_drained", "GPUs that are given to nobody new, by why", labels=["reason"]
+    )
+    actors = Counter(
+        each.actor if each.actor in (HEALTH, LEAK) else "admin"
+        for uuid, each in closed.items()
+        if uuid != GRANTING and kept_for(each) is None
+    )
+    for reason in (HEALTH, LEAK, "admin"):
+        family.add_metric([reason], actors[reason])
+    return family
 
 
 def _labels(device: Device, groups: Mapping[str, str]) -> list[str]:

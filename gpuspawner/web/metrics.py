@@ -24,7 +24,7 @@ from ..model import MICRO, Lease, LeaseState
 from ..scopes import READ_METRICS
 from ..store.totals import Moved, Used
 from .base import Handler
-from .device_metrics import of_devices
+from .device_metrics import of_devices, of_drains, of_health
 
 NO_SCOPE = (
     f"The metrics are for admins and for whoever has the scope {READ_METRICS}: give a role with it "
@@ -118,6 +118,8 @@ class Site(Collector):
         yield _gauge("gpuspawner_devices_seen", "1 when the GPUs can be seen", not overview.error)
         devices = [view.device for view in overview.devices]
         yield from of_devices(devices, self.broker.use_now(), opened)
+        yield from of_health(devices, self.broker.health())
+        yield of_drains(self.broker.closures())
 
     def _line(self, used: Used, now: datetime) -> Iterator[Metric]:
         waiting = self.broker.waiting()

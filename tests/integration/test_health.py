@@ -79,7 +79,8 @@ def test_from_the_fault_to_the_return(broker: Broker) -> None:
     (body,) = told(broker, "ada")
     assert "GPU 0 (T4) is not well since 12:19" in body and "it is lost" in body
     assert "up to 13:19 (UTC), comes back when it has stopped" in body
-    assert broker.sick_leases()[lease.id].uuid == uuid
+    (mine,) = broker.sick_of("ada")
+    assert (mine.lease.id, mine.device.uuid, broker.sick_of("bob")) == (lease.id, uuid, [])
     assert states(broker) == ["draining", "free"]
 
     clock(broker).forward(minutes=10)  # they go on for a while, and then stop
