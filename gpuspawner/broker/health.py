@@ -264,8 +264,8 @@ class Health(Leaks, Giving):
         since = f"{end_clock(sick.fault_at, now)} ({sick.fault_at.astimezone():%Z})"
         body = (
             f"{which} is not well since {since}: {sick.reason}. What runs on it may fail or be "
-            "wrong. Save your work, stop the server and start it again: it gets another GPU as soon "
-            "as one is free."
+            "wrong. Save your work, stop the server and start it again: it gets another GPU as "
+            "soon as one is free."
         )
         if back := self.sick_promise(sick, now):
             body += f" {back}"
