@@ -23,9 +23,6 @@ from .week import WeekHours, open_zone
 ANY = "*"
 """The pattern of every model, or of every environment."""
 
-DEFAULT_PATTERN = ANY
-"""The key of the rate for every model that no other pattern names."""
-
 MAX_RATE = 1_000_000 * MICRO
 """Greatest rate in microcredits per GPU-hour; anything above is a slip of the pen."""
 

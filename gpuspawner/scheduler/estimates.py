@@ -21,11 +21,9 @@ from .curves import Curve, Look, Looks
 from .pace import Flow
 from .values import Estimate, Running, Waiting
 
-INSIDE = 0.8
-"""The part of the tickets that is to start within the interval shown to them."""
-
 _AIM = 0.81
-"""What is aimed for, so that errors of the calibration do not fall short of the promise."""
+"""The part of the tickets that is to start within the interval shown to them: a little more than
+the promised 0.8, so that errors of the calibration do not fall short of it."""
 
 _SPEAKS_FROM = 20
 """Looks of the like that must have been compared with a start before anything is said."""

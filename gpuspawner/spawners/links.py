@@ -24,9 +24,6 @@ from .data import with_data
 
 PREFIX = "opt-"
 
-NOT_OURS = ("next", "display_name", "redirects", "_xsrf")
-"""Parameters of an address that JupyterHub reads."""
-
 _LIMITS = ("gpu_limit", "default_hours", "most_hours", "workspace_quota")
 """Traits that decide what the form offers."""
 

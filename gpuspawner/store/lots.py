@@ -27,7 +27,6 @@ _FIELDS = (
 )
 _INSERT = Prepared(sa.insert(lots), ("transfer_id", "account", "amount", "starts_at", "ends_at"))
 _account = lots.c.account == sa.bindparam("account")
-_NEWEST_END = Prepared(sa.select(sa.func.max(lots.c.ends_at)).where(_account))
 _FIRST_DUE = Prepared(sa.select(sa.func.min(lots.c.ends_at)).where(_account, OPEN_LOT))
 _NEWEST_CLOSED = Prepared(
     sa.select(sa.func.max(lots.c.ends_at)).where(_account, lots.c.closed_at.isnot(None))
@@ -77,11 +76,6 @@ def closed_since(connection: sa.Connection, account: str, since: datetime) -> bo
     """Whether the account has a lot that ended after that and whose end is written down."""
     ((newest,),) = _NEWEST_CLOSED.rows(connection, account=account)
     return newest is not None and newest > since
-
-
-def newest_end(connection: sa.Connection, account: str) -> datetime | None:
-    """When the last lot of an account ends; None when it never had one."""
-    return _NEWEST_END.rows(connection, account=account)[0][0]
 
 
 def flow(connection: sa.Connection, account: str) -> Flow:
