@@ -21,7 +21,7 @@ from ..errors import GPUSpawnerError, InvalidRequest
 from ..model import LeasedDevice, format_credits, member_account
 from ..store.closures import GRANTING, Closure
 from ..workspaces.sizes import format_bytes
-from . import credits, figures, files
+from . import credits, curves, figures, files
 from .api import instant
 from .base import Handler
 from .chart import Chart, chart
@@ -133,6 +133,7 @@ class MemberPage(Page):
             restarted=self.get_query_argument("restarted", ""),
             snoozed=self.get_query_argument("snoozed", ""),
             ending=figures.ending(mine, self.context.session_warn_minutes),
+            curves=await self.read(curves.of_leases, self.broker, [x.lease for x in mine.running]),
             refusal=refusal.message if refusal else "",
             xsrf=self.xsrf,
             credits_help=self.broker.credits_help,

@@ -315,6 +315,17 @@ def test_a_store_that_is_away_is_said_and_comes_back(
 # What was held, and what was used of it.
 
 
+def used(percent: int) -> dict[str, int]:
+    """A minute at this use."""
+    bytes_used = percent * 2**29
+    return {
+        "measured": 60,
+        "use_sum": 60 * percent,
+        "use_max": percent,
+        "memory_max": bytes_used,
+    }
+
+
 @pytest.fixture
 def past(scene: Scene, tmp_path: Path) -> Iterator[str]:
     """Pages of a site where Ada's GPU worked for three hours, and Bob's two rested."""
@@ -326,7 +337,7 @@ def past(scene: Scene, tmp_path: Path) -> Iterator[str]:
         DeviceUse(uuid=uuid, since=T0 + timedelta(minutes=n), seconds=60, **counts)
         for n in range(180)
         for lease, counts in (
-            (ada, {"samples": 60, "known": 60, "busy": 57}),
+            (ada, {"samples": 60, "known": 60, "busy": 57, **used(n % 100)}),
             (bob, {"samples": 60, "known": 60, "busy": 3}),
         )
         for uuid in lease.uuids
@@ -366,3 +377,21 @@ def test_admins_see_who_held_and_did_not_use(scene: Scene, past: str, browser: B
         assert answer.status_code == 403
         assert "Reports of use are for admins" in answer.text
         assert "bob" not in answer.text
+
+
+def test_a_member_sees_what_their_gpu_did(scene: Scene, past: str, browser: Browser) -> None:
+    hub = scene.hub
+    told = words(ask(hub, "ada", past))
+    assert "Whole session: used 45 % on average, 99 % at most; memory 49.5 of 80 GB at" in told
+    assert "What GPU" not in words(ask(hub, "bob", past)), "nothing of his runs"
+    headers = {"Authorization": f"token {hub.user_token('ada')}"}
+    for size in (WIDE, PHONE):
+        context = browser.new_context(viewport=size, extra_http_headers=headers)
+        page = context.new_page()
+        page.goto(past)
+        shown = page.locator("figure path.use").first.bounding_box()
+        assert shown and shown["width"] > 50
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        assert axe.troubles(page) == []
+        screenshot(page, f"curves-{size['width']}")
+        context.close()

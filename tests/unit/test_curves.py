@@ -1,0 +1,76 @@
+"""Curves of what a device did. No parts."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from gpuspawner.telemetry import DeviceUse
+from gpuspawner.web.curves import HEIGHT, POINTS, WIDTH, Curve, curve
+
+T0 = datetime(2026, 3, 2, 12, 0, tzinfo=timezone.utc)
+GB = 2**30
+
+
+def part(number: int, use: int | None = 50, seconds: int = 60, **fields: Any) -> DeviceUse:
+    counts: dict[str, Any] = {"samples": seconds, "known": seconds, "busy": seconds // 2}
+    if use is not None:
+        counts |= {"measured": seconds, "use_sum": seconds * use, "use_max": use}
+    since = T0 + timedelta(seconds=number * seconds)
+    return DeviceUse(uuid="GPU-1", since=since, seconds=seconds, **(counts | fields))
+
+
+def drawn(parts: list[DeviceUse], minutes: int = 60) -> Curve:
+    return curve("Last hour", parts, T0, T0 + timedelta(minutes=minutes), 80 * GB)
+
+
+def places(path: str) -> list[tuple[float, float]]:
+    found = [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path)]
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in found)
+    return found
+
+
+def test_a_line_goes_up_with_the_use() -> None:
+    it = drawn([part(n, use) for n, use in enumerate((0, 50, 100))])
+    (_, low), (x1, low_again), (x2, middle), (x3, high) = places(it.use)
+    assert low == low_again == it.ground
+    assert middle == pytest.approx((it.ground + it.top) / 2)
+    assert high == it.top
+    assert x1 < x2 < x3 < WIDTH
+    assert it.summary == "used 50 % on average, 100 % at most; memory 0.0 of 80 GB at most"
+
+
+def test_there_is_no_line_where_nothing_is_known() -> None:
+    silent = part(2, None, known=0, busy=0, error="It is lost.")
+    it = drawn([part(0), part(1), silent, part(3), part(30)])
+    assert it.use.count("M") == 3
+    assert it.memory.count("M") == 3
+    assert places(it.use)[-1] == places(it.use)[-2], "a minute by itself is a dot"
+    assert drawn([silent]).summary == "It did not answer."
+    assert drawn([silent]).use == ""
+
+
+def test_a_mig_instance_is_judged_by_its_processes() -> None:
+    it = drawn([part(0, None, memory_max=8 * GB), part(1, None)])
+    assert it.use
+    assert it.summary == (
+        "had processes for 50 % of the time (its use cannot be measured); "
+        "memory 8.0 of 80 GB at most"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "seconds"), [(60, 60), (61, 60), (719, 60), (13, 3600), (24 * 90, 3600)]
+)
+def test_a_long_session_has_as_many_points_as_a_short_one(count: int, seconds: int) -> None:
+    it = drawn([part(n, n % 100, seconds) for n in range(count)], count * seconds // 60)
+    assert min(count, POINTS // 2) <= len(places(it.use)) - 1 <= POINTS + 1
+    assert it.use.count("M") == 1
+
+
+def test_the_clock_that_was_set_draws_nothing_outside() -> None:
+    assert len(places(drawn([part(0), part(500)], 1).use)) == 4
+    assert places(drawn([part(0, 100, memory_max=100 * GB)], 0).memory)
