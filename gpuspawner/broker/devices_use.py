@@ -7,8 +7,8 @@ from datetime import datetime, timedelta
 
 from ..model import Lease
 from ..store import use, worked
-from ..telemetry import DeviceUse, combine
 from ..store.worked import Worked
+from ..telemetry import DeviceUse, combine
 from ..telemetry.values import HOUR, MINUTE
 from .core import Core
 
