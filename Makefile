@@ -3,13 +3,14 @@
 # make check  style, types, layers, known weaknesses, secrets
 # make bench  every benchmark (TRACE=jobs.csv for those that replay one)
 # make soak   the long races and kill loops at full count
+# make labextension   builds images/common/lab anew from images/labextension (Node)
 # make env    the Python environment in .venv, for working on gpuspawner
 
 PY := .venv/bin/python
 # Most tests wait for real parts most of the time: some processes share the files among them.
 SHARED ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check bench soak env parts
+.PHONY: demo test check bench soak labextension env parts
 
 demo:
 	@scripts/bootstrap.sh demo
@@ -28,6 +29,9 @@ bench: parts
 
 soak: parts
 	GPUSPAWNER_SOAK=1 $(PY) -m pytest -m soak $(ARGS)
+
+labextension:
+	cd images/labextension && npm ci --ignore-scripts && npm run build
 
 env:
 	@scripts/bootstrap.sh all

@@ -76,6 +76,14 @@ else:
 
     c.GPULocalSpawner.pre_spawn_hook = link_datasets
 
+    # The item of JupyterLab that says what a GPU does; images have it in their own.
+    lab = HERE.parent / "images" / "common" / "lab"
+    c.GPULocalSpawner.environment = {
+        "JUPYTER_PATH": str(lab / "share" / "jupyter"),
+        "JUPYTER_CONFIG_PATH": str(lab / "etc" / "jupyter"),
+        "PYTHONPATH": str(lab),
+    }
+
 # The accounting service, and the idle culler after two hours.
 service = f"http://127.0.0.1:{setting('SERVICE_PORT', '10190')}"
 gpuspawner.add_services(c, url=service, cull_idle_after=2 * 3600)

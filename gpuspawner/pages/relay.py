@@ -21,7 +21,7 @@ PATHS = {
 }
 """What a server may ask, and order."""
 
-TIMEOUT = 20.0
+TIMEOUTS = {"GET": 8.0, "POST": 20.0}
 """Seconds. A stop answers after the Hub's ``slow_stop_timeout``, which is 10."""
 
 
@@ -47,7 +47,7 @@ class Relay(APIHandler):
             method=method,
             headers={"Authorization": f"token {self.get_auth_token()}"},
             body=b"{}" if method == "POST" else None,
-            request_timeout=TIMEOUT,
+            request_timeout=TIMEOUTS[method],
             connect_timeout=5.0,
             follow_redirects=False,
         )

@@ -6,6 +6,7 @@ base and pytorch are built by tests/engines/test_images.py. The others are too l
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import runpy
@@ -187,3 +188,34 @@ def test_a_bill_of_materials_says_what_is_inside(
     references = [part["bom-ref"] for part in bill["components"]]
     assert len(references) == len(set(references)) > 50
     assert any(r.startswith("pkg:pypi/jupyterhub@") for r in references)
+
+
+def test_the_item_in_jupyterlab_is_built_from_this_source() -> None:
+    """Else `make labextension` and commit what it writes."""
+    source = IMAGES / "labextension"
+    built = IMAGES / "common/lab/share/jupyter/labextensions/gpuspawner"
+    lines = (built / "source.sha256").read_text(encoding="utf-8").splitlines()
+    sealed = {name: found for found, _, name in (line.partition("  ") for line in lines)}
+    parts = [source / name for name in ("src", "style")]
+    there = [
+        *source.glob("*.json"),
+        *source.glob("*.mjs"),
+        *(f for p in parts for f in p.iterdir()),
+    ]
+    names = {str(path.relative_to(source)) for path in there}
+    assert names == set(sealed)
+    for name in names:
+        assert hashlib.sha256((source / name).read_bytes()).hexdigest() == sealed[name], name
+    lock = (source / "package-lock.json").read_text(encoding="utf-8")
+    assert '"resolved"' not in lock, "where packages come from, npm's own configuration says"
+    entry = json.loads((built / "package.json").read_text())["jupyterlab"]["_build"]["load"]
+    assert (built / entry).is_file()
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if '"jupyterlab' in (IMAGES / n / "Dockerfile").read_text()]
+)
+def test_images_have_the_item(name: str) -> None:
+    if said(name, "ARG")[0] != f"BASE_IMAGE={ON_BASE}":
+        assert "common/lab /opt/gpuspawner/lab" in said(name, "COPY")
+        assert any("python /opt/gpuspawner/lab/install.py" in run for run in said(name, "RUN"))

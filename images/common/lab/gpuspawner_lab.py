@@ -17,7 +17,7 @@ from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 from jupyter_server.utils import url_path_join
 from tornado import web
-from tornado.httpclient import AsyncHTTPClient, HTTPRequest
+from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
 
 FRESH = 5.0
 """Seconds that an answer is good for every tab."""
@@ -29,14 +29,18 @@ LAST_PAUSE = 600.0
 TIMEOUT = 30.0
 AWAY = "gpuspawner does not answer just now. Try again in a moment."
 
+SILENT = (HTTPClientError, OSError, ValueError)
+"""No answer, or one that makes no sense."""
+
 
 class Session:
     """What gpuspawner says of this server."""
 
-    def __init__(self, url, token, ssl_options=None):
+    def __init__(self, url, token, ssl_options=None, clock=time.monotonic):
         self._url = url
         self._token = token
         self._ssl = ssl_options
+        self._clock = clock
         self._last = {"available": False}
         self._failed = 0
         self._next = 0.0
@@ -45,20 +49,20 @@ class Session:
     async def now(self):
         """The service's answer and ``available``, or only that it is not: then also when to ask
         again (``retry_seconds``)."""
-        if self._asking is None and time.monotonic() >= self._next:
+        if self._asking is None and self._clock() >= self._next:
             self._asking = asyncio.ensure_future(self._ask_now())
             self._asking.add_done_callback(self._asked)
         if self._asking is not None:
             await asyncio.wait([self._asking])
         if self._last["available"]:
             return self._last
-        return {"available": False, "retry_seconds": max(1.0, self._next - time.monotonic())}
+        return {"available": False, "retry_seconds": max(1.0, self._next - self._clock())}
 
     async def act(self, what):
-        """``snooze``, ``extend`` or ``stop``: the status and the JSON of the answer."""
+        """``snooze``, ``extend`` or ``stop``; the answer's status and JSON."""
         try:
             status, told = await self._fetch("POST", what)
-        except (OSError, ValueError):
+        except SILENT:
             return 503, {"message": AWAY}
         self._next = 0.0
         return status, told
@@ -69,16 +73,16 @@ class Session:
     async def _ask_now(self):
         try:
             status, told = await self._fetch("GET", "now")
-        except (OSError, ValueError):
+        except SILENT:
             status, told = 503, {}
         if status == 200:
             self._failed = 0
             self._last = dict(told, available=True)
-            self._next = time.monotonic() + FRESH
+            self._next = self._clock() + FRESH
             return
         pause = min(LAST_PAUSE, FIRST_PAUSE * 2**self._failed)
         # Who is refused will be refused again: this server has no lease, or another hub.
-        self._next = time.monotonic() + (LAST_PAUSE if 400 <= status < 500 else pause)
+        self._next = self._clock() + (LAST_PAUSE if 400 <= status < 500 else pause)
         self._failed = min(self._failed + 1, 10)
         self._last = {"available": False}
 
@@ -116,7 +120,7 @@ class NowHandler(APIHandler):
 
 
 class ActHandler(APIHandler):
-    """The buttons."""
+    """The buttons: whether it was done, and else the sentence that says why not."""
 
     auth_resource = "gpuspawner"
 
@@ -127,8 +131,8 @@ class ActHandler(APIHandler):
     @authorized
     async def post(self, what):
         status, told = await self.session.act(what)
-        self.set_status(status if 200 <= status < 600 and status != 599 else 503)
-        self.finish(json.dumps({"message": str(told.get("message", ""))}))
+        message = "" if status == 200 else str(told.get("message") or AWAY)
+        self.finish(json.dumps({"done": status == 200, "message": message}))
 
 
 def session_of(environment):

@@ -1,7 +1,7 @@
 /**
  * What this server's GPUs do, what is left of credits and time, and warnings.
  */
-import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
+import { ILabShell, type JupyterFrontEnd, type JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { PageConfig } from '@jupyterlab/coreutils';
 import { IStatusBar } from '@jupyterlab/statusbar';
 
@@ -10,12 +10,19 @@ import { Panel } from './panel';
 import { Session } from './session';
 import { Warnings } from './warnings';
 
+// Pixels; of a window that is less wide, such as a phone's.
+const NARROW = 760;
+
 const plugin: JupyterFrontEndPlugin<void> = {
   id: 'gpuspawner:session',
   description: 'GPU use, credits and time left of this server.',
   autoStart: true,
-  optional: [IStatusBar],
-  activate: (app: JupyterFrontEnd, statusBar: IStatusBar | null) => {
+  optional: [IStatusBar, ILabShell],
+  activate: (
+    app: JupyterFrontEnd,
+    statusBar: IStatusBar | null,
+    labShell: ILabShell | null
+  ) => {
     if (PageConfig.getOption('gpuspawner') !== 'on') {
       return; // no hub, or no lease: there is nobody to ask
     }
@@ -27,12 +34,17 @@ const plugin: JupyterFrontEndPlugin<void> = {
         panel = new Panel(session, action => void warnings.act(action));
         app.shell.add(panel, 'right', { rank: 900 });
       }
+      if (window.innerWidth < NARROW) {
+        labShell?.collapseLeft(); // there is room for one side only
+      }
       app.shell.activateById(panel.id);
     };
     statusBar?.registerStatusItem('gpuspawner:session', {
       item: new Item(session, open),
       align: 'left',
-      rank: 0
+      rank: 0,
+      isActive: () => session.now !== null,
+      activeStateChanged: session.changed
     });
     void app.restored.then(() => session.ask());
   }

@@ -4,7 +4,7 @@ import type { Session } from './session';
 import { credits, end, memory, models, span, use } from './words';
 
 /**
- * The item in the status bar. Without an answer it is not shown.
+ * The item in the status bar, while there is an answer.
  */
 export class Item extends Widget {
   constructor(
@@ -16,13 +16,11 @@ export class Item extends Widget {
     this.button.type = 'button';
     this.button.addEventListener('click', open);
     this.node.append(this.button);
-    this.hide();
-    session.onChange(() => this.tell());
+    session.changed.connect(this.tell, this);
   }
 
   private tell(): void {
     const now = this.session.now;
-    this.setHidden(!now);
     if (!now) {
       return;
     }

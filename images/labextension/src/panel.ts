@@ -35,14 +35,16 @@ export class Panel extends Widget {
       this.buttons.append(button);
       this.button[action] = button;
     }
-    this.node.append(this.content, this.buttons);
-    session.onChange(() => this.update());
+    // Above the rest: JupyterLab's notifications lie over the lower part.
+    this.node.append(this.heading, this.buttons, this.content);
+    session.changed.connect(() => this.update());
     this.update();
   }
 
   protected onUpdateRequest(): void {
     const now = this.session.now;
     this.buttons.hidden = !now;
+    this.heading.textContent = now ? models(now.devices) : 'GPU';
     if (!now) {
       this.content.replaceChildren(
         make('p', '', 'Nothing is known of this server just now. It goes on as it is.')
@@ -57,7 +59,6 @@ export class Panel extends Widget {
     page.target = '_blank';
     page.rel = 'noopener';
     this.content.replaceChildren(
-      make('h2', '', models(now.devices)),
       ...now.warnings.map(it => make('p', 'gpuspawner-warning', warning(it, now, at))),
       ...now.devices.flatMap(device => this.device(device, now.devices.length > 1, at)),
       facts(now, at),
@@ -91,6 +92,7 @@ export class Panel extends Widget {
     return [...parts, figure];
   }
 
+  private heading = make('h2', '');
   private content = make('div', 'gpuspawner-content');
   private buttons = make('div', 'gpuspawner-buttons');
   private button = {} as Record<Action, HTMLButtonElement>;

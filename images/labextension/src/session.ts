@@ -1,5 +1,6 @@
 import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
+import { Signal } from '@lumino/signaling';
 
 import type { Action, Answer, INow } from './answer';
 
@@ -17,14 +18,12 @@ export class Session {
   /** The newest answer; null while there is none. */
   now: INow | null = null;
 
+  /** There is a new answer, or none any more. */
+  readonly changed = new Signal<this, void>(this);
+
   constructor(private settings: ServerConnection.ISettings) {
     this.url = URLExt.join(settings.baseUrl, 'gpuspawner', 'session');
     document.addEventListener('visibilitychange', () => this.looked());
-  }
-
-  /** Call this with each new answer, and when there is none any more. */
-  onChange(listener: () => void): void {
-    this.listeners.push(listener);
   }
 
   /** Milliseconds since the epoch by the service's clock: a browser's may be wrong. */
@@ -46,25 +45,28 @@ export class Session {
       this.failed += 1;
     }
     this.askedAt = Date.now();
-    for (const listener of this.listeners) {
-      listener();
-    }
+    this.changed.emit();
     window.clearTimeout(this.timer);
     this.timer = window.setTimeout(() => void this.ask(), 1000 * pause);
   }
 
-  /** Do it; an Error's message is the sentence that says why it was not done. */
-  async act(action: Action): Promise<void> {
-    const response = await ServerConnection.makeRequest(
-      `${this.url}/${action}`,
-      { method: 'POST' },
-      this.settings
-    );
-    if (!response.ok) {
-      const told = await response.json().catch(() => ({}));
-      throw new Error(told.message || 'It was not done. Try again in a moment.');
+  /** Do it. The sentence that says why it was not done, or nothing. */
+  async act(action: Action): Promise<string> {
+    let told: { done: boolean; message: string };
+    try {
+      const url = `${this.url}/${action}`;
+      const response = await ServerConnection.makeRequest(url, { method: 'POST' }, this.settings);
+      told = await response.json();
+    } catch {
+      // A server that stops does not answer to the end.
+      const message = 'This server did not answer. Try again in a moment.';
+      told = { done: action === 'stop', message };
     }
-    await this.ask();
+    if (told.done) {
+      await this.ask();
+      return '';
+    }
+    return told.message;
   }
 
   private async askOnce(): Promise<number> {
@@ -75,7 +77,7 @@ export class Session {
     const answer = (await response.json()) as Answer;
     if (!answer.available) {
       this.now = null;
-      return Math.max(FIRST_PAUSE, answer.retry_seconds ?? 0);
+      return Math.max(SEEN, answer.retry_seconds ?? LAST_PAUSE); // the server waits longer each time
     }
     this.now = answer;
     this.ahead = Date.parse(answer.as_of) - Date.now();
@@ -89,7 +91,6 @@ export class Session {
   }
 
   private url: string;
-  private listeners: (() => void)[] = [];
   private timer = 0;
   private failed = 0;
   private askedAt = 0;

@@ -13,7 +13,7 @@ const SOON = 10 * 60000;
  */
 export class Warnings {
   constructor(private session: Session) {
-    session.onChange(() => this.show());
+    session.changed.connect(this.show, this);
   }
 
   /** Do what a button says, and say how it went. */
@@ -21,13 +21,9 @@ export class Warnings {
     if (action === 'stop' && !(await confirmed())) {
       return;
     }
-    try {
-      await this.session.act(action);
-    } catch (error) {
-      if (action === 'stop' && !(error instanceof Error && error.message)) {
-        return;
-      }
-      Notification.error((error as Error).message, { autoClose: false });
+    const refusal = await this.session.act(action);
+    if (refusal) {
+      Notification.error(refusal, { autoClose: false });
       return;
     }
     if (action === 'stop') {
