@@ -166,14 +166,14 @@ def _debootstrap(tar: Path) -> None:
 
 def _context(recipe: Recipe) -> dict[str, bytes]:
     """The build context: file name to content. One of ours sees what it shares with others."""
-    folders = [(recipe.folder, "")]
+    root, folders = recipe.folder, [recipe.folder]
     if recipe.folder.parent == OURS:
-        folders = [(folder, f"{folder.name}/") for folder in (recipe.folder, OURS / "common")]
+        root, folders = OURS, [recipe.folder, OURS / "common"]
     files = {
-        prefix + path.name: path.read_bytes()
-        for folder, prefix in folders
-        for path in sorted(folder.iterdir())
-        if path.is_file()
+        str(path.relative_to(root)): path.read_bytes()
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.parent.name != "__pycache__"
     }
     if recipe.program:
         files[recipe.program.stem] = _compile(recipe.program.read_bytes())
