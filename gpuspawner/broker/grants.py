@@ -197,6 +197,8 @@ class Grants(Paying, Queue, Reads):
             **terms,
         )
         leases.insert(connection, lease)
+        if known.kept:
+            restarts.go_on_resting(connection, lease)
         return lease
 
     # Steps of the above.

@@ -13,7 +13,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import CannotSnooze, ConfigError
 from ..model import Lease, LeaseState, Notice, NoticeKind, ServerRef
-from ..store import Store, idle, leases, notices, tickets, use
+from ..store import Store, idle, leases, notices, restarts, tickets, use
 from ..store.idle import Watched
 from ..telemetry.idle import (
     IdlePolicies,
@@ -108,8 +108,9 @@ class Idle(LoggingConfigurable):
         policies = self.read_idle_policies()
         done: list[Idled] = []
         with self.store.write() as connection:
-            held = [lease for lease in leases.open_leases(connection) if _is_watched(lease)]
-            idle.keep_only(connection, [lease.id for lease in held])
+            going_on = leases.open_leases(connection)
+            held = [lease for lease in going_on if _is_watched(lease)]
+            idle.keep_only(connection, [x.id for x in (*going_on, *restarts.ending(connection))])
             waiting = any(ticket.request.devices for ticket in tickets.waiting(connection))
             known = idle.load(connection)
             for lease in held:

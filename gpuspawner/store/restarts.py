@@ -7,12 +7,13 @@ end it; the grant to the server itself opens them, in its own transaction.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 
 import sqlalchemy as sa
 
 from ..model import Lease, ServerRef
-from . import closures, leases
+from . import closures, idle, leases
 from .closures import Closure, keeper, kept_for
 from .schema import leases as rows
 
@@ -49,6 +50,21 @@ def last_lease(connection: sa.Connection, server: ServerRef) -> Lease | None:
     )
     found = leases.where(connection, rows.c.id.in_(newest))
     return found[0] if found else None
+
+
+def ending(connection: sa.Connection) -> list[Lease]:
+    """The leases, ended or not, of all servers that start again."""
+    found = (last_lease(connection, server) for server in all_kept(connection))
+    return [lease for lease in found if lease]
+
+
+def go_on_resting(connection: sa.Connection, lease: Lease) -> None:
+    """A server that starts again is as idle as it was: nobody gains time by that."""
+    before = last_lease(connection, lease.server)
+    watched = idle.get(connection, before.id) if before else None
+    if watched:
+        until = max(watched.judged_until, lease.granted_at)
+        idle.put(connection, lease.id, replace(watched, judged_until=until))
 
 
 def left_of(connection: sa.Connection, server: ServerRef, now: datetime) -> int | None:

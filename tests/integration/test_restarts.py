@@ -12,6 +12,7 @@ from gpuspawner.broker import Broker, Terms
 from gpuspawner.broker.restarting import KEPT
 from gpuspawner.errors import CannotRestart, GPUSpawnerError, NoDeviceFree
 from gpuspawner.model import Lease, LeaseState, NoticeKind, Request, ServerRef, Ticket
+from gpuspawner.telemetry import DeviceUse
 from tests.support.brokers import Clock, acquire, open_broker, problems, running, states
 
 ADA = ServerRef("ada")
@@ -139,6 +140,36 @@ def test_the_session_ends_when_it_would_have(broker: Broker) -> None:
 def clock(broker: Broker) -> Clock:
     assert isinstance(broker.clock, Clock)
     return broker.clock
+
+
+def test_a_restart_gains_no_time_for_who_rests(broker: Broker) -> None:
+    """Whoever is root in a container can make it look as if its GPUs were lost."""
+    broker.when_idle = {"*": {"mode": "enforce", "first_minutes": 1}}
+    lease = running(broker, "ada")
+
+    def rest(some: Lease, minutes: int) -> list[str]:
+        for _ in range(minutes):
+            since = broker.clock().replace(second=0, microsecond=0)
+            counts = {"samples": 60, "known": 60, "measured": 60}
+            use = [DeviceUse(uuid=uuid, since=since, seconds=60, **counts) for uuid in some.uuids]
+            broker.remember_use(use)
+            clock(broker).forward(minutes=1)
+        held = broker.holding_gpus()
+        return [it.event for it in broker.judge_idle({each.server: None for each in held})]
+
+    assert rest(lease, 3) == ["warn"]
+    stops_at = broker.resting("ada")[0].stops_at
+    broker.tell_lost(lease.id)
+    broker.restart(lease.id, actor="ada")
+    assert rest(lease, 1) == []
+    broker.release(lease.id, reason="stopped")
+    assert rest(lease, 1) == []
+    again = asked(broker, "ada")
+    assert isinstance(again, Lease)
+    assert rest(again, 1) == []  # it starts
+    broker.confirm(again.id, "again")
+    assert broker.resting("ada")[0].stops_at == stops_at
+    assert rest(again, 7) == ["stop"]
 
 
 def test_who_asks_for_something_else_keeps_nothing(broker: Broker) -> None:
