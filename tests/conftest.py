@@ -8,8 +8,11 @@ Engine, ``hub`` a real JupyterHub with all of it, ``attacks`` such a hub and who
 from __future__ import annotations
 
 import glob
+import itertools
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,6 +36,10 @@ NO_GPU = "no NVIDIA GPU on this machine"
 LOG_SHOWN = 20_000
 """Characters of each part's log that a failing test shows."""
 
+
+# Hundreds of hubs, services and commands would compile our modules anew otherwise.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Started in the background or by nohup, we ignore Ctrl-C or a lost terminal, and everything
 # that tests start would inherit that; some of it is tested with these signals.
@@ -94,11 +101,48 @@ def postgres() -> Iterator[PrivatePostgres]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database; the test runs once on each kind."""
+def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a database without any table; the test runs once on each kind."""
     if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/gpuspawner.sqlite"
-    return str(request.getfixturevalue("postgres").fresh_database())
+        yield f"sqlite:///{tmp_path}/gpuspawner.sqlite"
+        return
+    server = request.getfixturevalue("postgres")
+    yield (url := server.fresh_database())
+    server.drop(url)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a database as it is after all migrations; the test runs once on each kind."""
+    if request.param == "sqlite":
+        migrated = request.getfixturevalue("migrated_file")
+        yield f"sqlite:///{shutil.copy(migrated, tmp_path / 'gpuspawner.sqlite')}"
+        return
+    server = request.getfixturevalue("postgres")
+    yield (url := server.migrated_database())
+    server.drop(url)
+
+
+@pytest.fixture(scope="session")
+def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite database as it is after all migrations, to be copied: they take longer than most
+    tests of the store."""
+    from tests.support.brokers import make_tables
+
+    path = tmp_path_factory.mktemp("store") / "migrated.sqlite"
+    make_tables(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture
+def new_file(migrated_file: Path, tmp_path: Path) -> Callable[[], str]:
+    """URLs of one SQLite database after the other, as they are after all migrations."""
+    numbers = itertools.count()
+
+    def new_url() -> str:
+        return f"sqlite:///{shutil.copy(migrated_file, tmp_path / f'{next(numbers)}.sqlite')}"
+
+    return new_url
 
 
 @pytest.fixture

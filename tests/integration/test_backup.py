@@ -183,14 +183,14 @@ def test_a_copy_whose_books_are_wrong_is_not_put_in_place(
         backup.restore(database_url, file, overwrite=True)
 
 
-def test_what_is_no_copy(database_url: str, tmp_path: Path) -> None:
+def test_what_is_no_copy(empty_database_url: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     with closing(sqlite3.connect(other)) as connection:
         connection.execute("CREATE TABLE recipes (name TEXT)")
     (tmp_path / "text").write_text("Dear diary, " * 1000)
     for name in ("other", "text", "not-there"):
         with pytest.raises(BackupRefused, match="was not put in place"):
-            backup.restore(database_url, tmp_path / name)
+            backup.restore(empty_database_url, tmp_path / name)
     with closing(sqlite3.connect(other)) as connection:
         names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master")]
     assert names == ["recipes"], "what is somebody else's stays as it is"

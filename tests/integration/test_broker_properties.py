@@ -4,11 +4,9 @@ clock, the devices, and what an engine and a Hub would say."""
 from __future__ import annotations
 
 import itertools
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,7 +24,6 @@ from gpuspawner.broker import Broker
 from gpuspawner.errors import NoCredits, NoDeviceFree, ServerHasLease
 from gpuspawner.model import MICRO, LeaseState, ServerRef, Sighting, member_account
 from gpuspawner.reconcile import HubState, Remove
-from gpuspawner.store import Store
 from tests.support.brokers import Clock, acquire, fleet, open_broker, problems
 from tests.support.postgres import PrivatePostgres
 from tests.support.soak import SOAK, rounds
@@ -356,23 +353,6 @@ def run(new_url: Callable[[], str], examples: int, steps: int) -> None:
     )
 
 
-@pytest.fixture
-def new_file(tmp_path: Path) -> Iterator[Callable[[], str]]:
-    """URLs of fresh SQLite databases, as they are after their migrations."""
-    migrated = tmp_path / "migrated.sqlite"
-    store = Store(f"sqlite:///{migrated}")
-    store.run(lambda connection: None)
-    store.close()
-    numbers = itertools.count()
-
-    def new_url() -> str:
-        path = tmp_path / f"{next(numbers)}.sqlite"
-        shutil.copy(migrated, path)
-        return f"sqlite:///{path}"
-
-    yield new_url
-
-
 @pytest.mark.soak
 def test_whatever_happens_on_sqlite(new_file: Callable[[], str]) -> None:
     run(new_file, examples=rounds(500), steps=50 if SOAK else 30)
@@ -380,4 +360,4 @@ def test_whatever_happens_on_sqlite(new_file: Callable[[], str]) -> None:
 
 @pytest.mark.soak
 def test_whatever_happens_on_postgresql(postgres: PrivatePostgres) -> None:
-    run(postgres.fresh_database, examples=rounds(50), steps=30)
+    run(postgres.migrated_database, examples=rounds(50), steps=30)

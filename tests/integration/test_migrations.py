@@ -70,8 +70,8 @@ def head() -> str:
     return str(ScriptDirectory.from_config(migrate.config()).get_current_head())
 
 
-def test_the_migrations_make_the_schema(database_url: str) -> None:
-    store = Store(database_url)
+def test_the_migrations_make_the_schema(empty_database_url: str) -> None:
+    store = Store(empty_database_url)
     with store.read() as connection:
         assert differences(connection) == []
         assert triggers(connection) == APPEND_ONLY[store.dialect]
@@ -80,7 +80,7 @@ def test_the_migrations_make_the_schema(database_url: str) -> None:
     assert made["one_open_lease_a_slot"] and made["one_open_lease_a_server"]
 
     # The same from the tables as the code has them, beside it.
-    bare = sa.create_engine(database_url)
+    bare = sa.create_engine(empty_database_url)
     with bare.begin() as connection:
         for table in sa.inspect(connection).get_table_names():
             cascade = " CASCADE" if store.dialect == "postgresql" else ""
@@ -90,9 +90,9 @@ def test_the_migrations_make_the_schema(database_url: str) -> None:
     bare.dispose()
 
 
-def test_a_difference_would_be_seen(database_url: str) -> None:
+def test_a_difference_would_be_seen(empty_database_url: str) -> None:
     """The comparison above is not blind."""
-    store = Store(database_url)
+    store = Store(empty_database_url)
     with store.write() as connection:
         connection.execute(sa.text("ALTER TABLE accounts ADD COLUMN nickname TEXT"))
         connection.execute(sa.text("DROP INDEX one_open_lease_a_server"))
@@ -101,9 +101,9 @@ def test_a_difference_would_be_seen(database_url: str) -> None:
     assert kinds == {"remove_column", "add_index"}
 
 
-def test_running_twice_changes_nothing(database_url: str) -> None:
+def test_running_twice_changes_nothing(empty_database_url: str) -> None:
     for number in range(2):
-        store = Store(database_url)
+        store = Store(empty_database_url)
         with store.write() as connection:
             assert book.open_account(connection, "member:anna", T0) is (number == 0)
             migrate.upgrade(connection)
@@ -126,31 +126,32 @@ def _open_account(url: str, gate: Any, name: str, said: Any) -> None:
         store.close()
 
 
-def test_several_processes_find_an_empty_database_at_once(database_url: str) -> None:
+def test_several_processes_find_an_empty_database_at_once(empty_database_url: str) -> None:
     names = [f"member:user{number}" for number in range(6)]
     spawn = multiprocessing.get_context("spawn")
     gate, said = spawn.Barrier(len(names)), spawn.Queue()
     workers = [
-        spawn.Process(target=_open_account, args=(database_url, gate, name, said)) for name in names
+        spawn.Process(target=_open_account, args=(empty_database_url, gate, name, said))
+        for name in names
     ]
     for worker in workers:
         worker.start()
     assert [said.get(timeout=90) for _ in workers] == [""] * len(workers)
     for worker in workers:
         worker.join(timeout=30)
-    store = Store(database_url)
+    store = Store(empty_database_url)
     with store.read() as connection:
         assert [account.name for account in book.all_accounts(connection)] == names
         assert differences(connection) == []
     store.close()
 
 
-def test_a_database_of_a_newer_gpuspawner_is_left_alone(database_url: str) -> None:
-    store = Store(database_url)
+def test_a_database_of_a_newer_gpuspawner_is_left_alone(empty_database_url: str) -> None:
+    store = Store(empty_database_url)
     with store.write() as connection:
         connection.execute(sa.text("UPDATE gpuspawner_version SET version_num = '9999'"))
     store.close()
-    older = Store(database_url)
+    older = Store(empty_database_url)
     with pytest.raises(ConfigError, match="of version 9999, which this gpuspawner does"):
         older.run(book.all_accounts)
     older.close()
@@ -172,12 +173,12 @@ def test_an_sqlite_database_is_the_hubs_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", RELEASED)
 def test_a_database_of_an_earlier_version_keeps_its_leases_and_ledger(
-    database_url: str, version: str
+    empty_database_url: str, version: str
 ) -> None:
-    before = make_version(database_url, version)
+    before = make_version(empty_database_url, version)
     assert set(before) >= {"leases", "lease_places", "transfers", "postings", "accounts"}
 
-    broker = open_broker(database_url, Clock())
+    broker = open_broker(empty_database_url, Clock())
     with broker.store.read() as connection:
         assert migrate.revision(connection) == head()
         assert differences(connection) == []
@@ -209,22 +210,23 @@ def test_a_database_of_an_earlier_version_keeps_its_leases_and_ledger(
 
 @pytest.mark.parametrize("version", RELEASED)
 def test_several_processes_find_a_database_of_an_earlier_version(
-    database_url: str, version: str
+    empty_database_url: str, version: str
 ) -> None:
     """The hub and its service start at the same moment after an upgrade."""
-    make_version(database_url, version)
+    make_version(empty_database_url, version)
     names = [f"member:user{number}" for number in range(4)]
     spawn = multiprocessing.get_context("spawn")
     gate, said = spawn.Barrier(len(names)), spawn.Queue()
     workers = [
-        spawn.Process(target=_open_account, args=(database_url, gate, name, said)) for name in names
+        spawn.Process(target=_open_account, args=(empty_database_url, gate, name, said))
+        for name in names
     ]
     for worker in workers:
         worker.start()
     assert [said.get(timeout=90) for _ in workers] == [""] * len(workers)
     for worker in workers:
         worker.join(timeout=30)
-    store = Store(database_url)
+    store = Store(empty_database_url)
     with store.read() as connection:
         assert differences(connection) == []
         assert leases.get(connection, "open").state is LeaseState.RUNNING
@@ -233,10 +235,10 @@ def test_several_processes_find_a_database_of_an_earlier_version(
 
 @pytest.mark.parametrize("version", RELEASED)
 def test_an_upgrade_that_fails_changes_nothing(
-    database_url: str, version: str, monkeypatch: pytest.MonkeyPatch
+    empty_database_url: str, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The power goes in the middle: the next start finds the earlier version, and upgrades it."""
-    before = make_version(database_url, version)
+    before = make_version(empty_database_url, version)
     make = sa.schema.CreateTable.__init__
 
     def fail(self: Any, element: sa.Table, *args: Any, **kwargs: Any) -> None:
@@ -245,20 +247,20 @@ def test_an_upgrade_that_fails_changes_nothing(
         make(self, element, *args, **kwargs)
 
     monkeypatch.setattr(sa.schema.CreateTable, "__init__", fail)
-    store = Store(database_url)
+    store = Store(empty_database_url)
     with pytest.raises(KeyboardInterrupt):
         store.run(book.all_accounts)
     store.close()
     monkeypatch.undo()
 
-    engine = sa.create_engine(database_url)
+    engine = sa.create_engine(empty_database_url)
     with engine.connect() as connection:
         assert migrate.revision(connection) == version
         assert set(sa.inspect(connection).get_table_names()) == set(before)
         for table, (columns, rows) in before.items():
             assert contents(connection, table, columns) == rows, table
     engine.dispose()
-    store = Store(database_url)
+    store = Store(empty_database_url)
     with store.read() as connection:
         assert differences(connection) == []
     store.close()

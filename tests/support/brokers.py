@@ -36,6 +36,13 @@ class Clock:
         return self.now
 
 
+def make_tables(url: str) -> None:
+    """Run all migrations on a database."""
+    store = Store(url)
+    store.run(lambda connection: None)
+    store.close()
+
+
 def open_broker(url: str, clock: Callable[[], datetime] | None = None, **settings: Any) -> Broker:
     """A broker of four simulated A100s; ``settings`` are its traits. Close its store."""
     settings.setdefault("device_source", "simulated:4xA100-80GB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,10 @@ class Claims(MemberOAuthenticator):
         return dict(self.claims)
 
 
-def open_broker(folder: Path) -> Broker:
-    """A broker on a database file of its own. Close its store."""
+def open_broker(folder: Path, migrated_file: Path) -> Broker:
+    """A broker on a database file of its own, ``store.sqlite``. Close its store."""
     return Broker(
-        database_url=f"sqlite:///{folder}/store.sqlite",
+        database_url=f"sqlite:///{shutil.copy(migrated_file, folder / 'store.sqlite')}",
         device_source="simulated:1xT4",
         opening_grant=OPENING_GRANT,
     )

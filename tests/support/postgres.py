@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pwd
@@ -9,12 +10,22 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import psycopg2
 
 from tests.support import processes
-from tests.support.processes import LIVE, end_process, free_port, wait_for
+from tests.support.brokers import make_tables
+from tests.support.processes import LIVE, alive, end_process, free_port, wait_for
+
+PREFIX = "gpuspawner-pg-"
+MEMORY = Path("/dev/shm")
+NEEDED = 4 * 2**30
+"""Bytes that must be free in memory for databases to lie there, where making one is quick."""
+
+STALE = 600
+"""Seconds after which a folder without a server belongs to a run that was killed."""
 
 
 class PrivatePostgres:
@@ -30,6 +41,7 @@ class PrivatePostgres:
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count(1)
+        self._migrated = ""
 
     def __enter__(self) -> PrivatePostgres:
         self.start()
@@ -92,26 +104,52 @@ class PrivatePostgres:
     def fresh_database(self, place: Path | None = None) -> str:
         """Create an empty database and return its SQLAlchemy URL; ``place``: an empty folder of
         the server's user that its tables lie in."""
-        name = f"test_{os.getpid()}_{next(self._numbers)}"
-        connection = self._connect()
-        connection.autocommit = True
-        with connection.cursor() as cursor:
-            where = ""
-            if place is not None:
-                cursor.execute(f"CREATE TABLESPACE {name} LOCATION '{place}'")
-                where = f" TABLESPACE {name}"
-            cursor.execute(f'CREATE DATABASE "{name}"{where}')
-        connection.close()
-        return f"postgresql+psycopg2://postgres@127.0.0.1:{self.port}/{name}"
+        if place is None:
+            return self._url(self._create())
+        name = f"place_{next(self._numbers)}"
+        self._execute(f"CREATE TABLESPACE {name} LOCATION '{place}'")
+        return self._url(self._create(f"TABLESPACE {name}"))
+
+    def migrated_database(self) -> str:
+        """The same as it is after all migrations, which are done once and then copied."""
+        if not self._migrated:
+            name = self._create()
+            make_tables(self._url(name))
+            self._migrated = name
+        return self._url(self._create(f'TEMPLATE "{self._migrated}"'))
 
     def log_text(self) -> str:
         """The server's last lines."""
         return (self.directory / "log").read_text(errors="replace")[-4000:]
 
+    def drop(self, url: str) -> None:
+        """Give back the room of a database in memory. On a disk it stays: that is quicker."""
+        if self.directory.parent == MEMORY:
+            self._execute(f'DROP DATABASE IF EXISTS "{url.rpartition("/")[2]}" WITH (FORCE)')
+
+    def _create(self, how: str = "") -> str:
+        name = f"test_{os.getpid()}_{next(self._numbers)}"
+        self._execute(f'CREATE DATABASE "{name}" {how}')
+        return name
+
+    def _execute(self, statement: str) -> None:
+        """Outside of any transaction."""
+        connection = self._connect()
+        connection.autocommit = True
+        with connection.cursor() as cursor:
+            cursor.execute(statement)
+        connection.close()
+
+    def _url(self, name: str) -> str:
+        return f"postgresql+psycopg2://postgres@127.0.0.1:{self.port}/{name}"
+
     def _initialise(self) -> None:
         self.port = free_port()
+        self._migrated = ""
         # Not below pytest's own folders: those are closed to the user that the server runs as.
-        self.directory = Path(tempfile.mkdtemp(prefix="gpuspawner-pg-"))
+        self.directory = Path(
+            tempfile.mkdtemp(prefix=PREFIX, dir=None if self.durable else _memory())
+        )
         if os.geteuid() == 0:
             shutil.chown(self.directory, "postgres", "postgres")
         command = [str(self._programs / "initdb"), "-D", str(self.directory / "data")]
@@ -149,3 +187,19 @@ class PrivatePostgres:
         except psycopg2.OperationalError:
             return False
         return True
+
+
+def _memory() -> Path | None:
+    """Where files lie in memory, if there is room; what killed runs left there is removed."""
+    if not MEMORY.is_dir():
+        return None
+    for left in MEMORY.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError, ValueError):
+            if time.time() - left.stat().st_mtime > STALE and not _serves(left):
+                shutil.rmtree(left)
+    return MEMORY if shutil.disk_usage(MEMORY).free > NEEDED else None
+
+
+def _serves(directory: Path) -> bool:
+    file = directory / "data" / "postmaster.pid"
+    return file.exists() and alive(int(file.read_text().splitlines()[0]))

@@ -20,8 +20,8 @@ from tests.support.members import ADA, Claims, Plain, accounts, make, open_broke
 
 
 @pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Broker]:
-    broker = open_broker(tmp_path)
+def broker(tmp_path: Path, migrated_file: Path) -> Iterator[Broker]:
+    broker = open_broker(tmp_path, migrated_file)
     yield broker
     broker.store.close()
 

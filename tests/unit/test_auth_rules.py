@@ -40,8 +40,8 @@ class MemberDummy(MemberMixin, DummyAuthenticator):
 
 
 @pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Broker]:
-    broker = open_broker(tmp_path)
+def broker(tmp_path: Path, migrated_file: Path) -> Iterator[Broker]:
+    broker = open_broker(tmp_path, migrated_file)
     yield broker
     broker.store.close()
 
