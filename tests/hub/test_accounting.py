@@ -252,6 +252,8 @@ def docker_hub(
 c.Accounting.reconcile_seconds = 3
 c.Accounting.look_inside_seconds = 1
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
+from jupyterhub.services import service
+service._ServiceSpawner.poll_interval = 2  # one that has died is started anew then, and not in 30 s
 import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:{free_port()}")
 """
@@ -326,12 +328,14 @@ def test_a_container_that_loses_its_gpus(docker_hub: GPUHub, browser: Browser) -
     screenshot(page, "lost-asked")
     page.get_by_role("button", name="Restart it").click()
     expect(page.get_by_text("The server is being restarted")).to_be_visible()
+    (service,) = [p for p in hub.children_left() if "gpuspawner.accounting" in p.cmdline()]
+    service.kill()  # the next one goes on where it was
 
     def back() -> Lease | None:
         found = [each for each in hub.open_leases("bea") if each.id != lease.id]
         return found[0] if found and found[0].started_at else None
 
-    again = wait_for(back, "the server to be back", timeout=60)
+    again = wait_for(back, "the server to be back", timeout=90)
     assert again.uuids == lease.uuids
     assert hub.device_nodes("bea") == [f"/dev/nvidia{again.devices[0].index}"]
     assert hub.open_leases("dora") == [], "who waits, waits on"
