@@ -12,6 +12,7 @@ import pytest
 from gpuspawner import pool
 from gpuspawner.devices import open_source
 from gpuspawner.devices.base import Sampled
+from gpuspawner.engines.device_probe import probe_by_process
 from gpuspawner.model import DeviceStatus, Inventory, Request
 
 pytestmark = pytest.mark.gpu
@@ -83,7 +84,32 @@ def test_what_is_free_can_be_given(inventory: Inventory) -> None:
         (place,) = pool.choose(Request(devices=1), inventory.devices, (), inventory.links)
         assert place in free
     else:
-        assert all(pool.leasable(d) or d.compute_processes for d in inventory.devices)
+        assert all(pool.leasable(d) or not d.empty for d in inventory.devices)
+
+
+def test_a_gpu_that_nobody_uses_passes_a_probe(inventory: Inventory) -> None:
+    for place in pool.free_places(inventory.devices, ())[:1]:
+        found = probe_by_process(place.uuid)
+        print(found)
+        assert found.failure == ""
+        assert "GiB filled and read back" in found.text
+
+
+def test_conditions_are_as_nvidia_smi_tells(inventory: Inventory) -> None:
+    source = open_source("nvml")
+    assert isinstance(source, Sampled)
+    samples = {s.uuid: s for s in source.sampler().sample(datetime.now(timezone.utc), 0.0)}
+    fields = ("pcie.link.width.max", "enforced.power.limit", "power.default_limit")
+    for uuid, lanes, limit, usual in query("uuid", *fields):
+        condition = samples[uuid].condition if uuid in samples else None
+        if condition is None:
+            continue  # in MIG mode its instances are there
+        print(uuid, condition)
+        assert str(condition.link_most or "[N/A]") == lanes
+        assert (
+            limit == "[N/A]" or abs((condition.limit_milliwatts or 0) - 1000 * float(limit)) < 1e3
+        )
+        assert usual == "[N/A]" or condition.usual_milliwatts
 
 
 def test_samples_are_as_nvidia_smi_tells() -> None:

@@ -1,19 +1,24 @@
 """Sick devices, from what is found to drain, warning, refund, probe and return. Real: both
-databases, several services at once, samples of simulated devices, pynvml."""
+databases, services that race and are killed, samples of simulated devices, pynvml."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import random
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from gpuspawner.accounting.health import HealthDuty, ProbesDevices
 from gpuspawner.accounting.hub import Hub
@@ -23,13 +28,18 @@ from gpuspawner.broker import Broker
 from gpuspawner.broker.health import Found
 from gpuspawner.devices.base import Sampled
 from gpuspawner.errors import ConfigError, NoDeviceFree
-from gpuspawner.model import Lease, NoticeKind
+from gpuspawner.model import NoticeKind
+from gpuspawner.store import schema_health
+from gpuspawner.store.health import SickLease
 from gpuspawner.telemetry import Sample
 from gpuspawner.telemetry.symptoms import Signs, Symptom
+from tests.support import racers, sickness
 from tests.support.brokers import Clock, acquire, credits_of, open_broker, problems, running, states
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine
 from tests.support.nvml.nvml_library import gpus
+from tests.support.processes import wait_for
+from tests.support.soak import rounds
 
 RATE = {"gpu_rates": {"*": 60}, "opening_grant": 1000, "device_source": "simulated:2xT4"}
 """A credit a minute."""
@@ -62,7 +72,7 @@ def find(broker: Broker, uuid: str, *causes: str, lasting: bool = False, ago: fl
 
 
 def told(broker: Broker, user: str) -> list[str]:
-    return [n.body for n in broker.notices_of(user) if n.kind is NoticeKind.GPU_SICK]
+    return [n.body for n in broker.notices_of(user, 10_000) if n.kind is NoticeKind.GPU_SICK]
 
 
 def trail(broker: Broker) -> list[tuple[str, str, str]]:
@@ -231,26 +241,44 @@ def test_several_services_tell_and_give_back_once(broker: Broker, database_url: 
     assert [what for _, what, _ in trail(broker)] == ["drain", "refund"]
 
 
-class Killed(BaseException):
-    """The end of a process, as code meets it."""
-
-
-@pytest.mark.parametrize("step", ["_note", "_warning"])
-def test_who_is_killed_has_done_all_or_nothing(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch, step: str
+@pytest.mark.soak
+def test_services_killed_in_the_midst_of_it_do_all_or_nothing(
+    broker: Broker, database_url: str
 ) -> None:
-    lease: Lease = running(broker, "ada")
+    racers.FORKSERVER.set_forkserver_preload(["tests.support.sickness"])
+    chance = random.Random(database_url.partition(":")[0])
+    uuid = uuids(broker)[0]
+    for life in range(1, 1 + rounds(60)):
+        ready, theirs = racers.FORKSERVER.Pipe()
+        began = Clock(clock(broker)() + timedelta(days=life * 10_000))
+        work = sickness.fall_sick_and_recover
+        victim = racers.FORKSERVER.Process(
+            target=work, args=(theirs, database_url, began), daemon=True
+        )
+        victim.start()
+        assert ready.poll(60) and ready.recv() == "ready"
+        wait_for(partial(sick_leases, broker), "the first that falls sick", interval=0.02)
+        time.sleep(chance.uniform(0.0, 0.3))
+        os.kill(victim.pid or 0, signal.SIGKILL)
+        victim.join(timeout=30)
+        known = broker.health().get(uuid)
+        sick = known is not None and known.state.verdict == "sick"
+        assert sick == (uuid in broker.closures())
+        assert len(told(broker, "ada")) == len(sick_leases(broker))
+    for lease in broker.open_leases():
+        broker.release(lease.id, reason="stopped")
+    broker.settle_sick()
+    found = sick_leases(broker)
+    for each in found:
+        assert broker.lease(each.lease_id).refunded == each.refunded
+        assert each.refunded in (0, 5_000_000)  # killed before the end was proved, or after
 
-    def die(*arguments: Any, **values: Any) -> None:
-        raise Killed
 
-    with monkeypatch.context() as patch:
-        patch.setattr(broker, step, die)
-        with pytest.raises(Killed):
-            find(broker, lease.uuids[0], "ecc")
-    assert (broker.health(), broker.closures(), told(broker, "ada")) == ({}, {}, [])
-    assert find(broker, lease.uuids[0], "ecc") == "sick"
-    assert len(told(broker, "ada")) == 1
+def sick_leases(broker: Broker) -> list[SickLease]:
+    """All that ever were."""
+    with broker.store.read() as connection:
+        rows = connection.execute(sa.select(schema_health.sick_leases)).mappings()
+        return [SickLease(**row) for row in rows]
 
 
 # Something of nobody's.
