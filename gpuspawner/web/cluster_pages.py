@@ -74,6 +74,12 @@ class ClusterStream(Watching, APIHandler):
 
     _viewer: live.Viewer | None = None
 
+    async def prepare(self) -> None:
+        # After a restart of the service all come at once: the Hub is asked about one at a time,
+        # so that it has room for everybody else's requests in between.
+        async with self.application.settings.setdefault("live_asks", asyncio.Semaphore(1)):
+            await super().prepare()
+
     @web.authenticated
     async def get(self) -> None:
         pictures = whole(

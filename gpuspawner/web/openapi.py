@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .. import __version__
-from . import openapi_admin, openapi_folders, openapi_now
+from . import openapi_admin, openapi_cluster, openapi_folders, openapi_now
 from .api import APIHandler
 from .base import Handler
 from .openapi_schemas import SCHEMAS, choices, ref
@@ -292,6 +292,7 @@ def document(prefix: str, channels: Collection[str] = ()) -> dict[str, Any]:
     schemas = {
         **SCHEMAS,
         **openapi_admin.SCHEMAS,
+        **openapi_cluster.SCHEMAS,
         **openapi_folders.SCHEMAS,
         **openapi_now.SCHEMAS,
         "Choices": choices(channels),

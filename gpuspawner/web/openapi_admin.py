@@ -10,7 +10,6 @@ from .fields import EXACT, INSTANT
 from .openapi_schemas import (
     AMOUNT,
     COUNT,
-    DAY,
     FLAG,
     NEEDED,
     REASON,
@@ -22,7 +21,6 @@ from .openapi_schemas import (
     maybe,
     sent,
 )
-from .openapi_schemas import INSTANT as INSTANT_TEXT
 
 KEY: Schema = {
     "type": "string",
@@ -62,35 +60,7 @@ RULES = {
     "dry_run": FLAG,
 }
 
-WORKED: Schema = {
-    "held_gpu_seconds": COUNT,
-    "measured_gpu_seconds": COUNT,
-    "used_gpu_seconds": COUNT,
-    "rested_gpu_seconds": COUNT,
-}
-
 SCHEMAS: dict[str, Schema] = {
-    "Used": full(
-        by=TEXT,
-        first_day=DAY,
-        last_day=DAY,
-        as_of=INSTANT_TEXT,
-        rows=listed(full(name=TEXT, sessions=COUNT, **WORKED)),
-        total=full(sessions=COUNT, **WORKED),
-        most_rested=listed(
-            full(
-                lease=TEXT,
-                user=TEXT,
-                server=TEXT,
-                group=TEXT,
-                model=TEXT,
-                devices=COUNT,
-                started_at=INSTANT_TEXT,
-                ended_at=maybe(INSTANT_TEXT),
-                **WORKED,
-            )
-        ),
-    ),
     "Refund": sent(("reason",), amount=maybe(PART), reason=NEEDED, key=KEY),
     "NewRate": sent(
         ("rate",),

@@ -280,32 +280,6 @@ SCHEMAS: dict[str, Schema] = {
         free=COUNT,
         devices=listed(ref("Device")),
     ),
-    "Cluster": full(
-        as_of=INSTANT,
-        seen=FLAG,
-        total=COUNT,
-        free=COUNT,
-        waiting=COUNT,
-        devices=listed(
-            full(
-                uuid=TEXT,
-                index=INTEGER,
-                model=TEXT,
-                memory_bytes=COUNT,
-                state=TEXT,
-                mine=FLAG,
-                user=maybe(TEXT),
-                server=maybe(TEXT),
-                since=maybe(INSTANT),
-                use_percent=maybe(NUMBER),
-                busy=maybe(FLAG),
-                memory_used_bytes=maybe(COUNT),
-                temperature_celsius=maybe(INTEGER),
-                power_watts=maybe(NUMBER),
-                health=TEXT,
-            )
-        ),
-    ),
     "Usage": full(
         by=TEXT,
         first_day=DAY,
