@@ -354,6 +354,7 @@ class Accounting(WatchesContainers, PullsAhead, Application):
                 await asyncio.sleep(2)
         tick.well("Pages")
         self.log.info("Pages at %s", os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/"))
+        await asyncio.to_thread(web.read_templates)
         try:
             await asyncio.Event().wait()
         finally:

@@ -42,9 +42,10 @@ from . import (
     worked,
 )
 from .base import Context, HubCalls
+from .pages import read_templates
 from .usage import remember
 
-__all__ = ["BELIEVED", "make_app", "remember"]
+__all__ = ["BELIEVED", "make_app", "read_templates", "remember"]
 
 BELIEVED = 10
 """Seconds that the Hub's word on a token is believed: so soon one that was revoked opens nothing,

@@ -349,4 +349,11 @@ def _environment() -> jinja2.Environment:
 
 TEMPLATES = _environment()
 
+
+def read_templates() -> None:
+    """Read every template, so that the first page after a start waits for none."""
+    for name in TEMPLATES.list_templates():
+        TEMPLATES.get_template(name)
+
+
 HANDLERS = [("", MemberPage), ("admin", AdminPage), ("oauth_callback", SignedIn)]
