@@ -1,20 +1,48 @@
-"""What a service does about sick devices, in a process that is killed in the middle."""
+"""Devices that fall sick, and what a service does about them, also in a process that is killed."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
+from gpuspawner.broker import Broker
 from gpuspawner.broker.health import Found
+from gpuspawner.model import NoticeKind
 from gpuspawner.telemetry.symptoms import Symptom
 from tests.support.brokers import Clock, acquire, open_broker
 
-SETTINGS = {"gpu_rates": {"*": 60}, "opening_grant": 100_000, "device_source": "simulated:2xT4"}
+RATE = {"gpu_rates": {"*": 60}, "opening_grant": 1000, "device_source": "simulated:2xT4"}
 """A credit a minute."""
+
+
+def clock(broker: Broker) -> Clock:
+    assert isinstance(broker.clock, Clock)
+    return broker.clock
+
+
+def uuids(broker: Broker) -> list[str]:
+    return [device.uuid for device in broker.look().devices]
+
+
+def find(broker: Broker, uuid: str, *causes: str, lasting: bool = False, ago: float = 0) -> str:
+    """Find these of a device, which began so many seconds ago; what became of it."""
+    at = clock(broker)() - timedelta(seconds=ago)
+    symptoms = tuple(Symptom(cause, f"it is {cause}", at, lasting) for cause in causes)
+    going_on = frozenset(causes if lasting else ())
+    return " ".join(each.event for each in broker.judge_health({uuid: Found(symptoms, going_on)}))
+
+
+def told(broker: Broker, user: str) -> list[str]:
+    return [n.body for n in broker.notices_of(user, 10_000) if n.kind is NoticeKind.GPU_SICK]
+
+
+def trail(broker: Broker) -> list[tuple[str, str, str]]:
+    return [(each.actor, each.action, each.detail) for each in reversed(broker.trail())]
 
 
 def fall_sick_and_recover(ready: Connection, url: str, clock: Clock) -> None:
     """For ever: somebody gets a device, it falls sick, they stop, it is probed and given out."""
-    broker = open_broker(url, clock, sick_most=1_000_000_000, **SETTINGS)
+    broker = open_broker(url, clock, sick_most=1_000_000_000, **RATE)
     uuid = broker.look().devices[0].uuid
     ready.send("ready")
     while True:
