@@ -242,6 +242,8 @@ class PrivateEngine:
             "--bridge": self.bridge,
             "--default-address-pool": f"base=10.231.{128 + 8 * self.slot}.0/21,size=26",
             "--add-runtime": f"nvidia={HOOKS / 'nvidia-container-runtime'}",
+            # By systemd, containers could lose what the hook gave them in the middle of a test.
+            "--exec-opt": "native.cgroupdriver=cgroupfs",
         }
         # The firewall and routing of this machine stay as they are.
         switches = ["--iptables=false", "--ip-masq=false", "--ip-forward=false"]
