@@ -17,7 +17,7 @@ from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
 
 PATHS = {
     "GET": re.compile("leases/[0-9a-f]{1,64}/now"),
-    "POST": re.compile("leases/[0-9a-f]{1,64}/(snooze|extend|stop)"),
+    "POST": re.compile("leases/[0-9a-f]{1,64}/(snooze|extend|end)"),
 }
 """What a server may ask, and order."""
 

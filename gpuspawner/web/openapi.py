@@ -115,6 +115,9 @@ def paths() -> dict[str, dict[str, Operation]]:
         "/api/leases/{lease}/snooze": {
             "post": operation("snooze", "Put off a stop for GPUs that rest.", "Lease", LEASE)
         },
+        "/api/leases/{lease}/end": {
+            "post": operation("end", "Stop a server of mine.", "Lease", LEASE)
+        },
         "/api/leases/{lease}/now": {
             "get": operation("now", "What a server's GPUs do, and what comes.", "Now", LEASE)
         },

@@ -126,10 +126,10 @@ def paths(
         "/api/leases/{lease}/stop": {
             "post": operation(
                 "stop",
-                "Have a server stopped: my own, or as an admin any, whose member is told why.",
+                "Have a server stopped; its member is told why.",
                 "Lease",
                 lease,
-                body="Why",
+                body="Needed",
             )
         },
         "/api/leases/{lease}/refund": {

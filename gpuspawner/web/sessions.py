@@ -121,28 +121,29 @@ class StopPage(FormPage):
 
 
 class StopAPI(ChangingAPI):
-    """Have a server stopped: a member's own at once, and any other for an admin's reason:
-    ``{"reason": "the machine gets a new fan"}``."""
+    """Have any server stopped, for admins: ``{"reason": "the machine gets a new fan"}``."""
+
+    @web.authenticated
+    async def post(self, lease_id: str) -> None:
+        self.need_admin()
+        reason = needed_reason(self.sent("reason"))
+        ordered = await self.do(self.broker.stop, lease_id, reason=reason)
+        (told,) = figures.lease_figures(self.broker, [ordered], self.broker.clock())
+        self.answer(lease(told))
+
+
+class EndAPI(APIHandler):
+    """Stop a server of one's own."""
 
     for_servers = True
 
     @web.authenticated
     async def post(self, lease_id: str) -> None:
-        sent = self.sent("reason")
-        found = await own_lease(self, lease_id, or_admin=True)
-        if found.server.user == self.user and not (self.admin and sent["reason"]):
-            await self._stop_own(found)
-            return
-        ordered = await self.do(self.broker.stop, lease_id, reason=needed_reason(sent))
-        self._tell(ordered)
-
-    async def _stop_own(self, found: Lease) -> None:
+        found = await own_lease(self, lease_id)
         if found.state is LeaseState.ENDED:
             raise web.HTTPError(409) from CannotStop(why="it has stopped already")
         await stop_own(self, found)
-        self._tell(await self.read(self.broker.lease, found.id))
-
-    def _tell(self, found: Lease) -> None:
+        found = await self.read(self.broker.lease, lease_id)
         (told,) = figures.lease_figures(self.broker, [found], self.broker.clock())
         self.answer(lease(told))
 
@@ -178,6 +179,7 @@ LONGEST_SHOWN = 1000
 HANDLERS: list[tuple[str, type[Handler]]] = [
     ("leases/([0-9a-f]{1,64})/stop", StopPage),
     ("api/leases/([0-9a-f]{1,64})/stop", StopAPI),
+    ("api/leases/([0-9a-f]{1,64})/end", EndAPI),
     ("leases/([0-9a-f]+)/extend", ExtendForm),
     ("api/leases/([0-9a-f]+)/extend", ExtendAPI),
 ]

@@ -225,6 +225,14 @@ def test_a_stolen_server_token_does_little(hub: AttackHub, attempt: Attempts) ->
     for door in (f"api/accounts/member:{VICTIM}", f"api/leases/{hub.lease}/receipt"):
         answer = hub.service("GET", door, token=token)
         attempt(f"{door} with the token of a server", refused=answer.status_code in (401, 403))
+    thiefs = _server_token(hub, THIEF)
+    for method, path in (("GET", "now"), ("POST", "snooze"), ("POST", "extend"), ("POST", "end")):
+        door = f"leases/{hub.lease}/{path}"
+        answer = hub.service(method, f"api/{door}", token=thiefs)
+        attempt(f"{door} with the token of another's server", refused=answer.status_code == 404)
+        headers = {"Authorization": f"token {thiefs}"}
+        answer = hub.api(method, f"gpuspawner/{door}", headers=headers)
+        attempt(f"{door} by way of the hub's API", refused=answer.status_code == 404)
 
 
 def test_a_service_does_no_more_than_its_scopes(hub: AttackHub, attempt: Attempts) -> None:

@@ -15,7 +15,7 @@ from tests.support.browser import open_browser, screenshot
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.hub import USER_PASSWORD
-from tests.support.processes import wait_for
+from tests.support.processes import free_port, wait_for
 
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
@@ -53,11 +53,12 @@ datasets:
 """
 
 CONFIG = """
-c.Broker.gpu_rates = {"*": 1, "A100": 4}
+c.Broker.gpu_rates = {{"*": 1, "A100": 4}}
 c.Broker.opening_grant = 50
-c.GPUDockerSpawner.workspace = "work-{username}"
+c.GPUDockerSpawner.workspace = "work-{{username}}"
 c.GPUDockerSpawner.gpu_limit = 2
 c.DockerSpawner.mem_limit = "2G"
+import gpuspawner; gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """
 
 CELL = """
@@ -84,7 +85,8 @@ def hub(
     dataset.mkdir(mode=0o755)
     (dataset / "rose.txt").write_text("a rose", encoding="utf-8")
     catalog = CATALOG.format(image=images.BASE, silent=images.SILENT, dataset=dataset)
-    with GPUHub(folder / "hub", engine, CONFIG, catalog=catalog) as hub:
+    config = CONFIG.format(port=free_port())
+    with GPUHub(folder / "hub", engine, config, catalog=catalog) as hub:
         yield hub
     engine.clean()
 
@@ -179,6 +181,12 @@ def test_two_members(hub: GPUHub) -> None:
         expect(two.locator("#spawn_form")).to_contain_text("1 of 2 GPUs free.")
         start(two, "JupyterLab")
         wait_for_lab(two, "member2")
+
+        # What their GPU does, by way of the container's own token and the hub's API.
+        item = one.locator(".gpuspawner-item button")
+        expect(item).to_contain_text("A100-80GB", timeout=SLOW)
+        expect(item).to_contain_text(" %", timeout=SLOW)
+        expect(item).to_contain_text("credits")
 
         said = {user: run_cell(page, CELL) for user, page in (("member1", one), ("member2", two))}
         keep(one, "3-lab")

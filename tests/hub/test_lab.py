@@ -147,7 +147,7 @@ def test_a_server_does_nothing_else_with_our_service(hub: PayingHub, lease: Leas
             (f"leases/{theirs.id}/now", "GET"),
             (f"leases/{theirs.id}/extend", "POST"),
             (f"leases/{theirs.id}/snooze", "POST"),
-            (f"leases/{theirs.id}/stop", "POST"),
+            (f"leases/{theirs.id}/end", "POST"),
         ):
             for by_hub in (False, True):
                 answer = ask(hub, token, path, method, by_hub=by_hub)
@@ -157,6 +157,7 @@ def test_a_server_does_nothing_else_with_our_service(hub: PayingHub, lease: Leas
     for path in ("me", "leases", "devices", "accounts/member:ada", f"leases/{lease.id}/receipt"):
         assert ask(hub, token, path).status_code == 403, path
         assert ask(hub, token, path, by_hub=True).status_code == 404, path
+    assert ask(hub, token, f"leases/{lease.id}/stop", "POST").status_code == 403
     path = f"leases/{lease.id}/now"
     assert ask(hub, token, path, "POST", by_hub=True).status_code == 404
     assert ask(hub, "forged", path, by_hub=True).status_code == 403
@@ -172,7 +173,7 @@ def test_an_admins_server_is_no_admin(hub: PayingHub, lease: Lease) -> None:
     theirs = hub.start_server(ADMIN, environment="quick", gpus=0)
     token = token_of(theirs)
     assert ask(hub, token, f"leases/{theirs.id}/now").ok
-    for action in ("extend", "snooze", "stop"):
+    for action in ("extend", "snooze", "end"):
         answer = ask(hub, token, f"leases/{lease.id}/{action}", "POST")
         assert answer.status_code == 404, answer.text
     assert hub.broker.lease(lease.id).state is LeaseState.RUNNING

@@ -59,7 +59,7 @@ class Session:
         return {"available": False, "retry_seconds": max(1.0, self._next - self._clock())}
 
     async def act(self, what):
-        """``snooze``, ``extend`` or ``stop``; the answer's status and JSON."""
+        """``snooze``, ``extend`` or ``end``; the answer's status and JSON."""
         try:
             status, told = await self._fetch("POST", what)
         except SILENT:
@@ -163,6 +163,6 @@ def _load_jupyter_server_extension(app):
     base = url_path_join(settings["base_url"], "gpuspawner", "session")
     handlers = [
         (base, NowHandler, {"session": session}),
-        (base + "/(snooze|extend|stop)", ActHandler, {"session": session}),
+        (base + "/(snooze|extend|end)", ActHandler, {"session": session}),
     ]
     app.web_app.add_handlers(".*$", handlers)

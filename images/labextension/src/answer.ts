@@ -51,4 +51,4 @@ export interface IAway {
 
 export type Answer = INow | IAway;
 
-export type Action = 'snooze' | 'extend' | 'stop';
+export type Action = 'snooze' | 'extend' | 'end';

@@ -27,10 +27,10 @@ export class Panel extends Widget {
     this.addClass('gpuspawner-panel');
     this.title.icon = icon;
     this.title.caption = 'GPU and session';
-    for (const action of ['snooze', 'extend', 'stop'] as const) {
+    for (const action of ['snooze', 'extend', 'end'] as const) {
       const button = make('button', 'jp-Button jp-mod-styled', LABELS[action]) as HTMLButtonElement;
       button.type = 'button';
-      button.classList.add(action === 'stop' ? 'jp-mod-warn' : 'jp-mod-accept');
+      button.classList.add(action === 'end' ? 'jp-mod-warn' : 'jp-mod-accept');
       button.addEventListener('click', () => act(action));
       this.buttons.append(button);
       this.button[action] = button;
@@ -101,7 +101,7 @@ export class Panel extends Widget {
 const LABELS: Record<Action, string> = {
   snooze: 'Snooze',
   extend: 'Extend',
-  stop: 'Stop server'
+  end: 'Stop server'
 };
 
 function busy(known: boolean | null): string {

@@ -60,7 +60,7 @@ export class Session {
     } catch {
       // A server that stops does not answer to the end.
       const message = 'This server did not answer. Try again in a moment.';
-      told = { done: action === 'stop', message };
+      told = { done: action === 'end', message };
     }
     if (told.done) {
       await this.ask();

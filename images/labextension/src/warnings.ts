@@ -18,7 +18,7 @@ export class Warnings {
 
   /** Do what a button says, and say how it went. */
   async act(action: Action): Promise<void> {
-    if (action === 'stop' && !(await confirmed())) {
+    if (action === 'end' && !(await confirmed())) {
       return;
     }
     const refusal = await this.session.act(action);
@@ -26,7 +26,7 @@ export class Warnings {
       Notification.error(refusal, { autoClose: false });
       return;
     }
-    if (action === 'stop') {
+    if (action === 'end') {
       const home = URLExt.join(PageConfig.getOption('hubPrefix') || '/hub/', 'home');
       window.location.href = PageConfig.getOption('hubHost') + home;
       return;
@@ -68,7 +68,7 @@ export class Warnings {
     if (it.kind === 'session') {
       add('Extend', 'extend', 'accent');
     }
-    add('Stop', 'stop', 'warn');
+    add('Stop', 'end', 'warn');
     const options = { autoClose: false as const, actions };
     return Notification.warning(warning(it, now, this.session.clock()), options);
   }
