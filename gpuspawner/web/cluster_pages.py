@@ -107,9 +107,10 @@ class ClusterStream(Watching, APIHandler):
     async def _send(self, viewer: live.Viewer, pictures: int) -> None:
         """Raises TimeoutError when the one who watches does not read."""
         now = asyncio.get_running_loop().time
-        ends = now() + live.LASTS
-        # Not all at the same moment: who lost the service comes back within some seconds.
-        self.write(f"retry: {random.randint(1000, 4000)}\n\n")  # no secret  # nosec B311
+        # Not all at the same moment: those who came together come back one after the other.
+        spread = random.random()  # no secret  # nosec B311
+        ends = now() + live.LASTS * (1 - spread / 4)
+        self.write(f"retry: {1000 + int(3000 * spread)}\n\n")
         for _ in range(pictures):
             text = await viewer.next(ends - now())
             if text is None:

@@ -277,12 +277,12 @@ def test_a_member_has_so_many_streams_and_no_more(scene: Scene, tmp_path: Path) 
 def test_a_stream_ends_so_that_it_is_asked_again_who_watches(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "LASTS", 0.5)
+    monkeypatch.setattr(live, "LASTS", 0.8)
     with some_broker(tmp_path, 2) as broker, served(scene.hub, broker) as url:
         began = time.monotonic()
         with watch(scene.hub, "ada", url + "cluster/live", 1000) as stream:
             assert "picture" in dict(events(stream))
-        assert time.monotonic() - began >= 0.5
+        assert time.monotonic() - began >= 0.6
 
 
 def test_a_store_that_is_away_is_said_and_comes_back(
