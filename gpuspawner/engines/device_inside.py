@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-PIECE = 256 * 2**20
+PIECE = 64 * 2**20
 """Bytes that are allocated at once."""
 PART = 0.9
 """Of the memory that is free."""

@@ -99,7 +99,7 @@ class Signs:
         self._said: dict[str, str] = {}
         self._ecc: int | None = None
         self._minor: list[datetime] = []
-        self._happened: list[Symptom] = []
+        self._happened: dict[str, Symptom] = {}
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Take in some samples of the device, in the order in which they were taken."""
@@ -128,7 +128,7 @@ class Signs:
             for cause, lasted in self._lasted.items()
             if lasted >= (SILENT if cause == "lost" else STEADY)
         )
-        return (*self._happened, *lasting)
+        return (*self._happened.values(), *lasting)
 
     def _add(self, it: Sample) -> None:
         step = timedelta(0)
@@ -152,13 +152,13 @@ class Signs:
     def _reported(self, code: int, at: datetime) -> None:
         kind = xid_class(code)
         said = f"Xid {code}: {kind.what}"
-        self._happened.append(Symptom(kind.cause, said, at))
+        self._happens(said, Symptom(kind.cause, said, at))
         if kind.cause != "xid minor":
             return
         self._minor = [*(x for x in self._minor if timedelta(0) <= at - x < OFTEN), at]
         if len(self._minor) >= TIMES:
             said = f"{len(self._minor)} lesser errors within an hour, the last one Xid {code}"
-            self._happened.append(Symptom("xid often", said, at))
+            self._happens("xid often", Symptom("xid often", said, at))
             self._minor.clear()
 
     def _memory_errors(self, count: int, at: datetime) -> None:
@@ -170,7 +170,8 @@ class Signs:
             return
         new = count - before if count >= before else count  # it begins anew with the driver
         if new:
-            self._happened.append(Symptom("ecc", f"{_errors(new)} that ECC could not correct", at))
+            said = f"{_errors(new)} that ECC could not correct"
+            self._happens("ecc", Symptom("ecc", said, at))
         if not count:
             self._end("ecc before")
 
@@ -198,6 +199,10 @@ class Signs:
         if limit and usual:
             said = f"limited to {limit // 1000} of {usual // 1000} W"
             self._lasts("weak", limit < WEAK * usual, said, it.at, step)
+
+    def _happens(self, key: str, symptom: Symptom) -> None:
+        """The same is kept once until it is judged, however long that takes: the first one."""
+        self._happened.setdefault(key, symptom)
 
     # What goes on.
 

@@ -153,6 +153,15 @@ def test_the_third_lesser_error_within_an_hour_counts_more() -> None:
         assert causes == ["xid minor", "xid often"][:expected]
 
 
+def test_what_is_not_judged_for_long_is_kept_once() -> None:
+    signs = Signs()
+    for second in range(1000):
+        signs.add(samples(1, NOW + timedelta(seconds=second), xids=(79, 48), ecc_errors=second))
+    found = [(each.cause, each.at) for each in signs.take()]
+    assert found == [("xid link", NOW), ("xid memory", NOW), ("ecc", NOW + timedelta(seconds=1))]
+    assert signs.take() == ()
+
+
 def test_a_clock_that_is_set_makes_nothing_last() -> None:
     ahead = samples(2, NOW + timedelta(hours=3), celsius=99)
     back = samples(2, NOW - timedelta(hours=3), celsius=99)
