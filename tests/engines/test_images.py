@@ -202,6 +202,7 @@ def test_pytorch_builds_on_base(
         },
         # Where the wheel is served changes with each run, and what is in the image does not.
         passing={"PIP_INDEX_ARGS": index},
+        keep=True,
     )
     images.build(clean_engine, recipe)
     environment = shell(clean_engine, PYTORCH, "id -u; env | grep ^NVIDIA | sort")

@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import BIN, REPO, cache_dir
+from tests.support.processes import BIN, REPO, kept_dir, one_at_a_time
 
 TOOLS = (
     "aiosmtpd",
@@ -85,6 +86,9 @@ PURE = (
 )
 """Unit tests of what imports little but Python itself, and of what reads files in our own way."""
 
+UNUSED = 7 * 86_400
+"""Seconds after which an environment of older bounds is removed."""
+
 PROBE = """
     import json, pathlib, sys
     import gpuspawner
@@ -142,35 +146,49 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
+@dataclass(frozen=True, slots=True)
+class Oldest:
+    """The lower bounds, kept between runs, and the wheel beside them."""
+
+    python: Path
+    wheel: Path
+    """The folder that it is installed into."""
+
+    def run(self, *arguments: str, cwd: Path) -> str:
+        """Run Python away from the checkout, without its modules."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        environment["PATH"] = os.pathsep.join(
+            [str(self.python.parent), str(BIN), os.environ["PATH"]]
+        )
+        environment["PYTHONPATH"] = str(self.wheel)
+        done = subprocess.run(
+            [self.python, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
 @pytest.fixture(scope="module")
-def oldest(wheel: Path) -> Iterator[Path]:
-    """The Python of an environment with the wheel and the lower bounds, kept between runs."""
+def oldest(wheel: Path) -> Oldest:
     bounds = [f"{name}=={version}" for name, version in lower_bounds().items()]
-    key = hashlib.sha256(json.dumps([sys.version, bounds, TOOLS]).encode()).hexdigest()[:16]
-    folder = cache_dir() / f"oldest-{key}"
+    made_of = json.dumps([sys.version, sys.base_prefix, bounds, TOOLS])
+    folder = kept_dir() / f"oldest-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
     python = folder / "bin" / "python"
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    if not (folder / "ready").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        subprocess.run([*pip, *bounds, *TOOLS], check=True)
+    with one_at_a_time("oldest"):
+        if not (folder / "ready").exists():
+            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+            subprocess.run([*pip, *bounds, *TOOLS], check=True)
         (folder / "ready").touch()
-    subprocess.run([*pip, "--no-deps", "--force-reinstall", wheel], check=True)
-    yield python
+        for ready in kept_dir().glob("oldest-*/ready"):
+            if time.time() - ready.stat().st_mtime > UNUSED:
+                shutil.rmtree(ready.parent)
+    subprocess.run([*pip, "--no-deps", "--target", wheel.parent / "installed", wheel], check=True)
+    return Oldest(python, wheel.parent / "installed")
 
 
-def run(python: Path, *arguments: str, cwd: Path) -> str:
-    """Run the environment's Python away from the checkout, without its modules."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    environment["PATH"] = f"{python.parent}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [python, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_the_wheel_runs_outside_the_checkout(oldest: Path, tmp_path: Path) -> None:
-    found = json.loads(run(oldest, "-c", textwrap.dedent(PROBE), cwd=tmp_path).splitlines()[-1])
+def test_the_wheel_runs_outside_the_checkout(oldest: Oldest, tmp_path: Path) -> None:
+    found = json.loads(oldest.run("-c", textwrap.dedent(PROBE), cwd=tmp_path).splitlines()[-1])
     assert str(REPO / "gpuspawner") not in found["at"]
     assert found["devices"] == 1, "the migrations are not in the wheel"
     assert found["form"]
@@ -187,19 +205,18 @@ def test_the_wheel_runs_outside_the_checkout(oldest: Path, tmp_path: Path) -> No
         "gpu-members-oauth",
         "gpu-members-shared-password",
     ]
-    accounts = run(oldest, "-m", "gpuspawner", "accounts", "--json", cwd=tmp_path)
+    accounts = oldest.run("-m", "gpuspawner", "accounts", "--json", cwd=tmp_path)
     assert "member:alice" in accounts
 
 
-def test_the_unit_tests_pass_with_the_oldest_versions(oldest: Path) -> None:
-    installed = run(oldest, "-m", "pip", "list", "--format=json", cwd=REPO)
+def test_the_unit_tests_pass_with_the_oldest_versions(oldest: Oldest) -> None:
+    installed = oldest.run("-m", "pip", "list", "--format=json", cwd=REPO)
     versions = {entry["name"].lower(): entry["version"] for entry in json.loads(installed)}
     for name, bound in lower_bounds().items():
         assert re.match(rf"{re.escape(bound)}(\.0)*$", versions[name]), (name, versions[name])
     chosen = ("tests/unit", *STORED, *SENT)
     there = [path for path in chosen if (REPO / path.partition("::")[0]).exists()]
-    output = run(
-        oldest,
+    output = oldest.run(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header"),
         *("-k", f"not {RACES}"),
         *(f"--ignore-glob=tests/unit/{name}*" for name in PURE),

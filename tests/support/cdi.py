@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import processes
-from tests.support.processes import cache_dir
+from tests.support.processes import kept_dir, one_at_a_time
 
 SUITE = "trixie"
 PACKAGES = ("docker.io", "containerd")
@@ -27,11 +27,12 @@ def programs_with_cdi() -> Path | None:
     """The folder of a dockerd that knows CDI; None when the one on PATH does."""
     if _version(shutil.which("dockerd", path=processes.system_path())) >= 25:
         return None
-    folder = cache_dir() / f"docker-{SUITE}"
-    if not (folder / "dockerd").exists():
-        print(f"fetching Debian {SUITE}'s Docker Engine ...", flush=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        _unpack(folder)
+    folder = kept_dir() / f"docker-{SUITE}"
+    with one_at_a_time(folder.name):
+        if not (folder / "dockerd").exists():
+            print(f"fetching Debian {SUITE}'s Docker Engine ...", flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            _unpack(folder)
     return folder
 
 

@@ -6,7 +6,7 @@ never meet the hub's. Everything it knows comes from files that are written here
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
 import json
 import shutil
 import subprocess
@@ -25,10 +25,11 @@ import requests
 from tests.support.processes import (
     LIVE,
     alive,
-    cache_dir,
     die_with_us,
     end_process,
     free_port,
+    kept_dir,
+    one_at_a_time,
     run,
     wait_for,
 )
@@ -226,10 +227,10 @@ def sign_in(
 
 def _installed() -> Path:
     """canaille's program, installed on the first call; runs side by side wait for one another."""
-    home = cache_dir() / f"identity-py{sys.version_info.major}{sys.version_info.minor}"
+    python = f"{sys.version} {sys.base_prefix}"
+    home = kept_dir() / f"identity-{hashlib.sha256(python.encode()).hexdigest()[:16]}"
     done = home / "installed"
-    with Path(f"{home}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_at_a_time(home.name):
         if not done.exists() or done.read_text() != REQUIREMENT:
             shutil.rmtree(home, ignore_errors=True)
             run([sys.executable, "-m", "venv", home])

@@ -7,7 +7,6 @@ that base and into build arguments here, so that the Dockerfiles stay as users n
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -24,7 +23,7 @@ import docker.errors
 
 from tests.support import processes
 from tests.support.engine import PrivateEngine
-from tests.support.processes import REPO, as_root, cache_dir
+from tests.support.processes import REPO, as_root, kept_dir, one_at_a_time
 
 DEBIAN = "local/debian:bookworm"
 BASE = "gpuspawner/base:test"
@@ -89,8 +88,7 @@ def ensure_images(
     One process at a time: the next one then finds what the first one kept.
     """
     known = recipes()
-    with open(cache_dir() / "images.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_at_a_time("images"):
         _ensure_debian(engine)
         for tag in tags:
             build(engine, known[tag])
@@ -183,7 +181,7 @@ def _context(recipe: Recipe) -> dict[str, bytes]:
 
 def _compile(source: bytes) -> bytes:
     """A static program for this C source, kept by its hash so that images are too."""
-    kept = cache_dir() / "programs" / hashlib.sha256(source).hexdigest()[:16]
+    kept = kept_dir() / "programs" / hashlib.sha256(source).hexdigest()[:16]
     if not kept.exists():
         kept.parent.mkdir(exist_ok=True)
         compiler = shutil.which("cc") or shutil.which("gcc") or "cc"
@@ -223,15 +221,15 @@ def _content(engine: PrivateEngine, tag: str) -> str:
 
 
 def _kept(tag: str, content: str) -> Path:
-    folder = cache_dir() / "images"
+    folder = kept_dir() / "images"
     folder.mkdir(exist_ok=True)
     return folder / f"{tag.replace('/', '-').replace(':', '-')}-{content}.tar"
 
 
 def _save(engine: PrivateEngine, tag: str, copy: Path) -> None:
-    for older in copy.parent.glob(f"{copy.stem.rsplit('-', 1)[0]}-*"):
-        older.unlink()
-    part = copy.with_suffix(".part")
+    for older in copy.parent.glob(f"{copy.stem.rsplit('-', 1)[0]}-*.tar"):
+        older.unlink(missing_ok=True)
+    part = copy.with_suffix(f".{os.getpid()}.part")
     with open(part, "wb") as f:
         f.writelines(engine.client.get_image(tag))
     part.rename(copy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import shutil
@@ -41,10 +42,28 @@ LIVE: list[HasLog] = []
 
 
 def cache_dir() -> Path:
-    """Where slow things are kept between runs (``GPUSPAWNER_TEST_CACHE`` moves it)."""
-    path = Path(os.environ.get("GPUSPAWNER_TEST_CACHE", REPO / ".test-cache"))
+    """Where engines keep their data between runs of this checkout."""
+    path = REPO / ".test-cache"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def kept_dir() -> Path:
+    """Where every checkout on this machine finds what is slow to make, by a name that says what it
+    was made of (``GPUSPAWNER_TEST_CACHE`` moves it). The folder may be removed at any time.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(os.environ.get("GPUSPAWNER_TEST_CACHE") or Path(caches, "gpuspawner-tests"))
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+@contextlib.contextmanager
+def one_at_a_time(name: str) -> Iterator[None]:
+    """Nobody else on this machine makes this meanwhile: who waited finds what the other made."""
+    with open(kept_dir() / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def as_root(argv: Sequence[str]) -> list[str]:
