@@ -11,7 +11,7 @@ from ..ledger.dry import SESSION
 from ..ledger.pricing import RateCard, Rates
 from ..model import Account, Device, DeviceStatus, Lease, LeaseState, Place
 from ..pool import leasable
-from ..store.closures import LEAK, Closure
+from ..store.closures import LEAK, Closure, kept_for
 
 COUNTED = ("free", "leased", "occupied", "draining", "drained")
 """The states of devices that can be leased by somebody, sooner or later."""
@@ -111,6 +111,8 @@ def _closed(view: DeviceView, closure: Closure) -> DeviceView:
     """A drained device: a device that nobody could have anyway keeps its state."""
     state = {"free": "drained", "leased": "draining"}.get(view.state, view.state)
     drained = f"drained by {closure.actor}" + (f": {closure.reason}" if closure.reason else "")
+    if server := kept_for(closure):
+        drained = f"kept for {server}, which starts again"
     if closure.actor == LEAK:
         drained = (
             "in quarantine" if view.state == "occupied" else f"in quarantine: {closure.reason}"

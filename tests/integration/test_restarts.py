@@ -57,6 +57,7 @@ def test_the_same_devices_and_nobody_between(broker: Broker) -> None:
     broker.release(lease.id, reason="stopped")
     assert broker.restarts()[0].is_gone
     assert "drained" in states(broker)
+    assert "kept for ada, which starts again" in [x.detail for x in broker.overview().devices]
     with pytest.raises(NoDeviceFree):
         acquire(broker, "mallory")
     again = asked(broker, "ada")
