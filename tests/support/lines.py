@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import requests
 
 from gpuspawner.model import Ticket
+from tests.support.gpu_hub import assert_in_words
 from tests.support.hub import NAVIGATION
 from tests.support.paying_hub import PayingHub
-from tests.support.processes import wait_for
+from tests.support.processes import PATIENCE, wait_for
 
 CONFIG = """
 c.Broker.gpu_rates = {"*": 1}
@@ -47,17 +49,34 @@ def users_in_line(hub: PayingHub) -> list[str]:
     return [ticket["user"] for ticket in hub.json("admin", "queue").json()["tickets"]]
 
 
-def pending_ends(hub: PayingHub, user: str, timeout: float = 15.0) -> tuple[str, float]:
-    """The last word of a pending page, and when it was said (:func:`time.monotonic`)."""
-    url = f"{hub.url}/hub/api/users/{user}/server/progress"
-    headers = {"Authorization": f"token {hub.token}"}
-    with requests.get(url, headers=headers, stream=True, timeout=timeout) as stream:
-        for line in stream.iter_lines():
-            if line.startswith(b"data:"):
-                event = json.loads(line[5:])
-                if event.get("failed") or event.get("ready"):
-                    return str(event["message"]), time.monotonic()
-    raise AssertionError(f"{user}'s pending page ended without a word")
+def last_word(hub: PayingHub, user: str, act: Callable[[], object], within: float = 20.0) -> str:
+    """What the member's pending page says at last, when this is done while it is open.
+
+    ``within``: seconds from then on, and more on a busy machine.
+    """
+    said: list[str] = []
+    opened = threading.Event()
+
+    def read() -> None:
+        url = f"{hub.url}/hub/api/users/{user}/server/progress"
+        headers = {"Authorization": f"token {hub.token}"}
+        with requests.get(url, headers=headers, stream=True, timeout=60) as stream:
+            for line in stream.iter_lines():
+                opened.set()
+                if line.startswith(b"data:"):
+                    event = json.loads(line[5:])
+                    if event.get("failed") or event.get("ready"):
+                        said.append(str(event["message"]))
+                        return
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    assert opened.wait(20 * PATIENCE), f"{user}'s pending page does not open"
+    act()
+    reader.join(within * PATIENCE)
+    assert said, f"{user}'s pending page goes on, or ended without a word"
+    assert_in_words(said[0])
+    return said[0]
 
 
 def send(hub: PayingHub, user: str, path: str, **fields: str) -> requests.Response:
