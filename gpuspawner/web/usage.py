@@ -159,10 +159,7 @@ class UsageAPI(UsageHandler, APIHandler):
 
     @web.authenticated
     async def get(self) -> None:
-        for name in ("from", "to"):
-            if self.get_query_argument(name, None) == "":
-                sentence = f"The field {name!r} is empty: write a day, or leave the field out."
-                raise web.HTTPError(400) from InvalidRequest(sentence, field=name)
+        need_days(self)
         found = await self.asked()
         end = found.last + timedelta(days=1)
         self.answer(
@@ -177,6 +174,14 @@ class UsageAPI(UsageHandler, APIHandler):
                 "total": use_json(found.total),
             }
         )
+
+
+def need_days(handler: Handler) -> None:
+    """Refuse days that are left empty, which only a form sends. Raises HTTPError 400."""
+    for name in ("from", "to"):
+        if handler.get_query_argument(name, None) == "":
+            sentence = f"The field {name!r} is empty: write a day, or leave the field out."
+            raise web.HTTPError(400) from InvalidRequest(sentence, field=name)
 
 
 def use_json(use: Use) -> dict[str, Any]:

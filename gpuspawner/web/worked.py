@@ -19,7 +19,7 @@ from .api import APIHandler, instant
 from .base import Handler
 from .fields import one_of
 from .pages import Page
-from .usage import NAMELESS, NO_SCOPE
+from .usage import NAMELESS, NO_SCOPE, need_days
 
 BY = ("member", "group", "model")
 LONGEST = timedelta(days=93)
@@ -160,6 +160,7 @@ class WorkedAPI(WorkedHandler, APIHandler):
 
     @web.authenticated
     async def get(self) -> None:
+        need_days(self)
         found = await self.asked()
         self.answer(
             {

@@ -368,7 +368,13 @@ def test_admins_see_who_held_and_did_not_use(scene: Scene, past: str, browser: B
     text = ask(scene.hub, ADMIN, past + "used.csv?by=group").text.splitlines()
     assert text[0].startswith("group,sessions,held_gpu_hours,measured_gpu_hours")
     assert text[1] == ",2,12.000,9.000,3.150,5.850"
-    for query in ("by=account", "from=x", "from=2025-01-01&to=2025-06-01", "from=2025-03-02"):
+    for query in (
+        "by=account",
+        "from=x",
+        "to=",
+        "from=2025-01-01&to=2025-06-01",
+        "from=2025-03-02",
+    ):
         refused = ask(scene.hub, ADMIN, past + f"api/used?{query}")
         assert refused.status_code == 400, query
         assert refused.json()["error"] == "invalid_request"
