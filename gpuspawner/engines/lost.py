@@ -30,6 +30,9 @@ AT_ONCE = 8
 PATIENCE = 10.0
 """Seconds after which one that has not answered is not waited for."""
 
+MOST_KNOWN = 10_000
+"""Leases of which it is remembered how they got their devices."""
+
 FINE, LOST = 0, 77
 """Exit statuses; any other one tells nothing."""
 
@@ -53,13 +56,17 @@ class LostDevices:
         self._patience = patience
         self._hanging: dict[str, str] = {}
         """The look that has not ended, by the id of the lease."""
+        self._cdi: dict[str, bool] = {}
+        """Whether the devices of a lease came by CDI: then its container keeps them."""
 
     def look(self, leases: Iterable[Lease]) -> dict[str, bool]:
         """Whether each container has lost its devices, by the id of its lease; one that did not
-        say is left out. Raises EngineUnavailable."""
+        say is left out, and one that has them by CDI, which the engine itself knows of. Raises
+        EngineUnavailable."""
         leases = list(leases)
         open_ids = {lease.id for lease in leases}
         self._hanging = {k: v for k, v in self._hanging.items() if k in open_ids}
+        leases = [lease for lease in leases if not self._is_by_cdi(lease)]
         found: dict[str, bool] = {}
         for first in range(0, len(leases), AT_ONCE):
             found |= self._look_into(leases[first : first + AT_ONCE])
@@ -94,6 +101,16 @@ class LostDevices:
                     found[lease_id] = code == LOST
         self._hanging |= looks
         return found
+
+    def _is_by_cdi(self, lease: Lease) -> bool:
+        if lease.id not in self._cdi:
+            container = self._engine.inspect(lease.engine_ref)
+            if container is None:
+                return False
+            if len(self._cdi) > MOST_KNOWN:
+                self._cdi.clear()
+            self._cdi[lease.id] = injected_by(container) == "CDI"
+        return self._cdi[lease.id]
 
     def _begin(self, lease: Lease) -> str:
         """Start a look; its id, or nothing when there can be none."""

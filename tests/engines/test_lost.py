@@ -22,15 +22,19 @@ from gpuspawner.engines.probe import Status
 from gpuspawner.errors import EngineUnavailable
 from gpuspawner.model import Lease, ServerRef
 from tests.support.engine import DEVICES, PrivateEngine
+from tests.support.images import INSTANT
 from tests.support.losing import take_devices
 from tests.support.processes import signal_pid, wait_for
 
 
-def lease_of(engine: PrivateEngine, image: str, device: int | None) -> Lease:
-    """A lease whose container runs; None: without a device."""
+def lease_of(engine: PrivateEngine, image: str, device: int | None, *, cdi: bool = False) -> Lease:
+    """A lease whose container runs; None: without a device. ``cdi``: not by the hook."""
     client = engine.client
     asked = [] if device is None else [DEVICES[device]]
     requests = [DeviceRequest(device_ids=asked, capabilities=[["gpu"]])] if asked else []
+    if cdi:
+        names = [f"nvidia.com/gpu={uuid}" for uuid in asked]
+        requests = [DeviceRequest(driver="cdi", device_ids=names)]
     host = client.create_host_config(device_requests=requests)
     made = client.create_container(image, ["sleep", "1000"], host_config=host, user="1000")
     client.start(made["Id"])
@@ -76,6 +80,18 @@ def test_who_lost_theirs_and_who_did_not(
     clean_engine.client.pause(keeps.engine_ref)
     clean_engine.client.remove_container(without.engine_ref, force=True)
     assert looks.look(some) == {loses.id: True}
+
+
+def test_who_has_them_by_cdi_keeps_them_and_is_left_alone(cdi_engine: PrivateEngine) -> None:
+    by_hook, by_cdi = (lease_of(cdi_engine, INSTANT, 0), lease_of(cdi_engine, INSTANT, 1, cdi=True))
+
+    def connect() -> docker.APIClient:
+        return docker.APIClient(base_url=cdi_engine.url, version="auto", timeout=20)
+
+    engine = DockerEngine(connect)
+    assert LostDevices(engine).look([by_hook, by_cdi]) == {by_hook.id: False}
+    assert cause_and_remedy(engine, by_cdi.engine_ref).startswith("They came by CDI;")
+    cdi_engine.clean()
 
 
 HANGS, ANSWERS = b"#!/usr/bin/perl\nsleep 1000;\n", b"#!/usr/bin/perl\nexit 0;\n"
