@@ -127,11 +127,17 @@ def use_text(minute: DeviceUse | None) -> str:
 def _detail(view: DeviceView, told: Told) -> str:
     lease = told.leases.get(view.lease_id or "")
     known = told.health.get(view.device.uuid)
-    watched = ""
-    if known is not None and known.state.verdict == WATCH and known.state.reason:
-        watched = f"on watch: {known.state.reason}"
-    parts = (str(lease.server) if lease else "", view.detail, watched)
+    parts = (str(lease.server) if lease else "", view.detail, _health(known) if known else "")
     return ", ".join(filter(None, parts))
+
+
+def _health(known: Known) -> str:
+    """What the state of a device does not tell yet."""
+    if known.state.verdict == WATCH and known.state.reason:
+        return f"on watch: {known.state.reason}"
+    if known.state.verdict == SICK and known.probe:
+        return f"its last probe failed: {known.probe}"
+    return ""
 
 
 def _plain(overview: Overview, told: Told) -> dict[str, Any]:

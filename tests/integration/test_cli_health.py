@@ -34,11 +34,13 @@ def test_who_types_sees_what_is_sick_and_gives_it_out_again(cli: Command, broker
     assert "1 device sick" in checked
     assert "Sick devices come back after a probe, or by gpuspawner undrain. 0 (" in checked
 
+    broker.probed(lease.uuids[0], "memory changed by itself")
+    assert "its last probe failed: memory changed by itself" in cli("devices").stdout
     cli("undrain", "0", "--reason", "a new cable")
     assert cli.json("devices")["devices"][0]["health"]["verdict"] == "watch"
     assert "sick" not in cli("check", "--no-containers", code=1).stdout
     trail = [(line["actor"], line["action"]) for line in cli.json("trail")]
-    assert trail == [("cli:root", "undrain"), ("health", "drain")]
+    assert trail == [("cli:root", "undrain"), ("health", "probe"), ("health", "drain")]
 
 
 def test_prometheus_hears_how_devices_are(broker: Broker) -> None:
