@@ -170,7 +170,7 @@ def cause_and_remedy(engine: DockerEngine, ref: str) -> str:
     info: dict[str, Any] = engine.call(lambda client: client.info())
     return (
         f"They came by {injected_by(container)}; {cgroups_of(info)}. A systemctl daemon-reload "
-        "or a docker update takes from running containers what NVIDIA's hook gave them. The "
+        "or a docker update can take from running containers what NVIDIA's hook gave them. The "
         f"member can restart the server with the same GPUs. {REMEDY}"
     )
 
