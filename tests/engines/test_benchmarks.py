@@ -28,6 +28,7 @@ SHORTEST = {
     "tick": ("--leases", "200"),
     "sampler": ("--seconds", "2"),
     "idle_policy": ("--sessions", "50"),
+    "live_page": ("--viewers", "5", "--seconds", "3"),
     "pages": ("--members", "3"),
     "busy_year": ("--leases", "500", "--charge-minutes", "100000"),
 }
