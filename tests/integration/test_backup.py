@@ -239,8 +239,8 @@ def test_copies_made_among_writers_are_whole(
     workers = []
     try:
         for number in range(2):
-            ready, theirs = racers.SPAWN.Pipe()
-            worker = racers.SPAWN.Process(
+            ready, theirs = racers.FORKSERVER.Pipe()
+            worker = racers.FORKSERVER.Process(
                 target=spending.spend_until_killed,
                 args=(theirs, database_url, began, f"user{number}", 0, str(tmp_path / "journal")),
                 daemon=True,

@@ -202,7 +202,6 @@ def test_several_services_tell_and_give_back_once(broker: Broker, database_url: 
 def test_services_killed_in_the_midst_of_it_do_all_or_nothing(
     broker: Broker, database_url: str
 ) -> None:
-    racers.FORKSERVER.set_forkserver_preload(["tests.support.sickness"])
     chance = random.Random(database_url.partition(":")[0])
     uuid = uuids(broker)[0]
     broker.open_account("ada")

@@ -61,7 +61,6 @@ def written(journal: Path, before: int, lines: int) -> bool:
 def test_killed_among_grants_holds_ticks_settlements_and_refunds(
     broker: Broker, database_url: str, tmp_path: Path
 ) -> None:
-    racers.FORKSERVER.set_forkserver_preload(["tests.support.spending"])
     chance = random.Random(database_url.partition(":")[0])
     began = time.time()
     journal = tmp_path / "journal"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import stat
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +18,7 @@ from gpuspawner.ledger.rules import owed
 from gpuspawner.model import MICRO, LeaseState, ServerRef
 from gpuspawner.store import Store, book, leases, migrate, schema, tickets
 from tests.support.brokers import T0, Clock, open_broker, problems
+from tests.support.racers import FORKSERVER
 from tests.support.versions import HOUR_AGO, RATE, RELEASED, contents, make_version
 
 APPEND_ONLY = {
@@ -128,10 +128,9 @@ def _open_account(url: str, gate: Any, name: str, said: Any) -> None:
 
 def test_several_processes_find_an_empty_database_at_once(empty_database_url: str) -> None:
     names = [f"member:user{number}" for number in range(6)]
-    spawn = multiprocessing.get_context("spawn")
-    gate, said = spawn.Barrier(len(names)), spawn.Queue()
+    gate, said = FORKSERVER.Barrier(len(names)), FORKSERVER.Queue()
     workers = [
-        spawn.Process(target=_open_account, args=(empty_database_url, gate, name, said))
+        FORKSERVER.Process(target=_open_account, args=(empty_database_url, gate, name, said))
         for name in names
     ]
     for worker in workers:
@@ -215,10 +214,9 @@ def test_several_processes_find_a_database_of_an_earlier_version(
     """The hub and its service start at the same moment after an upgrade."""
     make_version(empty_database_url, version)
     names = [f"member:user{number}" for number in range(4)]
-    spawn = multiprocessing.get_context("spawn")
-    gate, said = spawn.Barrier(len(names)), spawn.Queue()
+    gate, said = FORKSERVER.Barrier(len(names)), FORKSERVER.Queue()
     workers = [
-        spawn.Process(target=_open_account, args=(empty_database_url, gate, name, said))
+        FORKSERVER.Process(target=_open_account, args=(empty_database_url, gate, name, said))
         for name in names
     ]
     for worker in workers:

@@ -105,7 +105,6 @@ def test_grants_charges_and_releases_of_one_account_at_once(
 @pytest.mark.soak
 def test_killed_in_the_midst_of_writing(broker: Broker, database_url: str) -> None:
     """Nothing is half-written, nobody waits for the dead, and the books are right."""
-    racers.FORKSERVER.set_forkserver_preload(["tests.support.racers"])
     chance = random.Random(database_url.partition(":")[0])
     began = time.time()
     open_at_death = 0

@@ -16,11 +16,12 @@ from gpuspawner.broker import Broker
 from gpuspawner.errors import GPUSpawnerError, NoDeviceFree
 from tests.support.brokers import T0, acquire, open_broker
 
-SPAWN = multiprocessing.get_context("spawn")
-"""Every racer is a new interpreter, as hub, service and CLI are."""
-
 FORKSERVER = multiprocessing.get_context("forkserver")
-"""For processes that are started many times: they come with the imports done."""
+"""Every racer is a process of its own, as hub, service and CLI are: forked from one that has done
+the imports and nothing else."""
+FORKSERVER.set_forkserver_preload(
+    [f"tests.support.{name}" for name in ("racers", "racing_line", "sickness", "spending")]
+)
 
 FAILED = "its start failed"
 """Why a lease ended that cost nothing although it had been charged."""
@@ -34,10 +35,12 @@ def together(*each: tuple[Any, ...]) -> list[Any]:
 
     ``gate`` lets them begin at the same instant.
     """
-    gate, pipes, workers = SPAWN.Barrier(len(each)), [], []
+    gate, pipes, workers = FORKSERVER.Barrier(len(each)), [], []
     for work, *arguments in each:
-        ours, theirs = SPAWN.Pipe()
-        worker = SPAWN.Process(target=_answer, args=(theirs, work, gate, arguments), daemon=True)
+        ours, theirs = FORKSERVER.Pipe()
+        worker = FORKSERVER.Process(
+            target=_answer, args=(theirs, work, gate, arguments), daemon=True
+        )
         worker.start()
         theirs.close()
         pipes.append(ours)

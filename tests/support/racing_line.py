@@ -15,7 +15,7 @@ from gpuspawner.errors import NoDeviceFree, TicketEnded
 from gpuspawner.model import Request, ServerRef, Ticket, member_account
 from gpuspawner.store import tickets
 from tests.support.brokers import open_broker
-from tests.support.racers import SPAWN
+from tests.support.racers import FORKSERVER
 
 THREADS = 4
 
@@ -32,8 +32,8 @@ class Pace:
     def __init__(self, cancels: int) -> None:
         self.cancels = cancels
         """How many there will be."""
-        self.granted = SPAWN.Value("i", 0)
-        self.tried = SPAWN.Value("i", 0)
+        self.granted = FORKSERVER.Value("i", 0)
+        self.tried = FORKSERVER.Value("i", 0)
 
     def count(self, which: Any) -> None:
         with which.get_lock():

@@ -163,7 +163,6 @@ def test_warnings_come_in_order_and_the_end_after_them(
 @pytest.mark.soak
 def test_services_killed_in_the_midst_of_it_warn_once_and_in_order(database_url: str) -> None:
     """Two at a time, as a service that is not dead yet and the one that comes after it."""
-    racers.FORKSERVER.set_forkserver_preload(["tests.support.racers"])
     chance = random.Random(database_url.partition(":")[0])
     began = time.time()
     broker = racers.fast_broker(database_url, began)
