@@ -317,13 +317,8 @@ def test_a_store_that_is_away_is_said_and_comes_back(
 
 def used(percent: int) -> dict[str, int]:
     """A minute at this use."""
-    bytes_used = percent * 2**29
-    return {
-        "measured": 60,
-        "use_sum": 60 * percent,
-        "use_max": percent,
-        "memory_max": bytes_used,
-    }
+    counts = {"measured": 60, "use_sum": 60 * percent, "use_max": percent}
+    return {**counts, "memory_max": percent * 2**29}
 
 
 @pytest.fixture
