@@ -31,7 +31,7 @@ soak: parts
 	GPUSPAWNER_SOAK=1 $(PY) -m pytest -m soak $(ARGS)
 
 labextension:
-	cd images/labextension && npm ci --ignore-scripts && npm run build
+	cd images/labextension && npm install --no-save --ignore-scripts && npm run build
 
 env:
 	@scripts/bootstrap.sh all
