@@ -56,8 +56,7 @@ def member(request: pytest.FixtureRequest) -> str:
 
 def started(hub: GPUHub, member: str) -> tuple[Lease, str]:
     """Start a server on the only device: its lease and its container."""
-    answer = hub.spawn(member, {"gpus": 1})
-    assert answer.status_code == 201, answer.text
+    hub.spawn_and_wait(member, {"gpus": 1})
     [lease] = hub.open_leases()
     [container] = hub.containers()
     assert lease.engine_ref == container["Id"]
@@ -97,7 +96,7 @@ def assert_settled(
 
 def assert_next_gets_it(hub: GPUHub, member: str) -> None:
     """The device is free at once for the next one."""
-    assert hub.spawn(f"{member}-next", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait(f"{member}-next", {"gpus": 1})
     hub.stop_server(f"{member}-next")
 
 
@@ -186,7 +185,7 @@ def test_a_stop_that_nobody_can_carry_out(
         gate.open()
     assert [c["State"] for c in hub.containers()] == ["running"]
     # The next start of this server ends it first.
-    assert hub.spawn(member, {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait(member, {"gpus": 1})
     newest, older = hub.leases(member)
     died = died_at(engine, container, lease.granted_at)
     assert older.id == lease.id and older.ended_at is not None and older.started_at is not None

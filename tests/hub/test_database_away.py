@@ -56,9 +56,9 @@ def member(request: pytest.FixtureRequest) -> str:
 
 
 def test_a_start_while_the_database_is_locked(hub: GPUHub, member: str) -> None:
-    assert hub.spawn("bystander", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("bystander", {"gpus": 1})
     hub.browser_of(member)
-    assert hub.spawn(member, {"environment": "cpu"}).status_code == 201
+    hub.spawn_and_wait(member, {"environment": "cpu"})
     hub.stop_server(member)
     before = hub.records()
     with hub.locked():
@@ -76,7 +76,7 @@ def test_a_start_while_the_database_is_locked(hub: GPUHub, member: str) -> None:
         assert page.ok and "Your balance" in page.text, "reading goes on"
     assert hub.records() == before
     assert len(hub.containers()) == 1, "the bystander's"
-    assert hub.spawn(member, {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait(member, {"gpus": 1})
     hub.stop_server(member)
     hub.stop_server("bystander")
 
@@ -112,7 +112,7 @@ def test_locked_between_the_grant_and_the_start(hub: GPUHub) -> None:
         assert hub.server(member) is None
     # What could not be written down is settled when it is in the way.
     assert not hub.containers()
-    assert hub.spawn(member, {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait(member, {"gpus": 1})
     newest, older = hub.leases(member)
     assert older.state is LeaseState.ENDED and older.charged == 0
     assert newest.state is LeaseState.RUNNING and len(hub.taken()) == 1
@@ -122,7 +122,7 @@ def test_locked_between_the_grant_and_the_start(hub: GPUHub) -> None:
 def test_a_stop_while_the_database_is_locked(
     hub: GPUHub, engine: PrivateEngine, member: str
 ) -> None:
-    assert hub.spawn(member, {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait(member, {"gpus": 1})
     with hub.locked():
         before = datetime.now(timezone.utc)
         hub.api("DELETE", f"users/{member}/server").raise_for_status()
@@ -130,7 +130,7 @@ def test_a_stop_while_the_database_is_locked(
         after = datetime.now(timezone.utc)
         wait_for(lambda: hub.server(member) is None, "the hub to show it stopped", timeout=30)
     assert hub.open_leases(member), "its end is not written down yet"
-    assert hub.spawn(member, {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait(member, {"gpus": 1})
     _, older = hub.leases(member)
     assert older.state is LeaseState.ENDED and older.ended_at is not None
     give_or_take = timedelta(seconds=0.25)
@@ -144,9 +144,9 @@ def test_the_database_is_gone(
 ) -> None:
     url = postgres.fresh_database()
     with GPUHub(tmp_path / "hub", engine, CONFIG, fleet="2xT4", database_url=url) as hub:
-        assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+        hub.spawn_and_wait("member1", {"gpus": 1})
         hub.browser_of("member2")
-        assert hub.spawn("member2", {"environment": "cpu"}).status_code == 201
+        hub.spawn_and_wait("member2", {"environment": "cpu"})
         hub.stop_server("member2")
         before = hub.records()
         postgres.halt()
@@ -166,7 +166,7 @@ def test_the_database_is_gone(
         finally:
             postgres.start()
         assert hub.records() == before
-        assert hub.spawn("member2", {"gpus": 1}).status_code == 201
+        hub.spawn_and_wait("member2", {"gpus": 1})
         hub.stop_server("member1")
         [lease] = hub.leases("member1")
         assert lease.charged == owed(lease.rate, lease.started_at, lease.ended_at or before)

@@ -116,12 +116,12 @@ def assert_cost_nothing(hub: GPUHub, user: str) -> Lease:
 
 def assert_next_start_works(hub: GPUHub, user: str) -> None:
     """Without a GPU, and without any trace of one; then another member gets the device."""
-    assert hub.spawn(user, {"environment": "cpu"}).status_code == 201
+    hub.spawn_and_wait(user, {"environment": "cpu"})
     inside = hub.environment_of(user)
     assert inside["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert inside["GPUSPAWNER_GPU_COUNT"] == "0"
     assert hub.device_nodes(user) == []
-    assert hub.spawn("another", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("another", {"gpus": 1})
     assert hub.environment_of("another")["NVIDIA_VISIBLE_DEVICES"] == hub.devices[0]
     hub.stop_server(user)
     hub.stop_server("another")
@@ -261,7 +261,7 @@ def test_engine_dies_under_a_start(hub: GPUHub, member: str, gate: Gate) -> None
         gate.open()
     assert _running(hub)
     # Its member's next start ends what is left, and then has the device.
-    assert hub.spawn(member, {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait(member, {"gpus": 1})
     newest, oldest = hub.leases(member)[:2]
     assert oldest.state is LeaseState.ENDED and oldest.charged == 0
     assert [c["Image"] for c in hub.containers()] == [images.INSTANT]

@@ -112,13 +112,13 @@ def test_a_full_workspace_opens_a_server_without_a_gpu_to_clean_up(hub: FilesHub
     form = text_of(hub.open_page("anna", "/hub/spawn").text)
     assert "Your files take 5.7 MB of 5.0 MB. Start without a GPU, make room" in form
 
-    assert hub.spawn("anna", {"gpus": 0}).status_code == 201
+    hub.spawn_and_wait("anna", {"gpus": 0})
     hub.wait_server("anna")
     page = text_of(hub.open_page("anna", "/services/gpu/").text)
     assert "5.7 MB of 5.0 MB are used. Start without a GPU, make room" in page
     assert hub.shell("anna", "rm /home/jovyan/work/large")[0] == 0
     hub.stop_server("anna")
-    assert hub.spawn("anna", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("anna", {"gpus": 1})
     hub.wait_server("anna")
     assert len(hub.open_leases("anna")[0].devices) == 1
     hub.stop_server("anna")
@@ -129,7 +129,7 @@ def test_a_group_has_a_quota_of_its_own(hub: FilesHub) -> None:
     hub.browser_of("lara")
     hub.write("lara", 6_000_000)
     assert "of 1.0 GB." in text_of(hub.open_page("lara", "/hub/spawn").text)
-    assert hub.spawn("lara", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("lara", {"gpus": 1})
     hub.wait_server("lara")
     hub.stop_server("lara")
     [known] = [some for some in hub.broker.workspaces() if some.user == "lara"]
@@ -145,14 +145,14 @@ def test_what_symlinks_point_to_is_not_counted(hub: FilesHub) -> None:
     (mine / "out").symlink_to(outside)
     (mine / "huge").symlink_to(outside / "huge")
     (mine / "root").symlink_to("/")
-    assert hub.spawn("bert", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("bert", {"gpus": 1})
     hub.wait_server("bert")
     hub.stop_server("bert")
 
 
 def test_an_admin_who_has_a_workspace_in_hand_keeps_servers_away(hub: FilesHub) -> None:
     source = str(hub.files / "work" / "carl")
-    assert hub.spawn("carl", {"gpus": 0}).status_code == 201
+    hub.spawn_and_wait("carl", {"gpus": 0})
     hub.wait_server("carl")
     hub.stop_server("carl")
     hub.broker.claim_workspace(source, "an admin archives them")
@@ -166,7 +166,7 @@ def test_an_admin_who_has_a_workspace_in_hand_keeps_servers_away(hub: FilesHub) 
         assert hub.containers() == [] and hub.open_leases("carl") == []
     finally:
         hub.broker.free_workspace(source)
-    assert hub.spawn("carl", {"gpus": 0}).status_code == 201
+    hub.spawn_and_wait("carl", {"gpus": 0})
     hub.wait_server("carl")
     hub.stop_server("carl")
 

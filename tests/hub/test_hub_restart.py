@@ -98,7 +98,7 @@ def assert_paid_exactly(hub: GPUHub, lease: Lease) -> None:
 def test_running_servers_live_through_it(start_hub: Callable[..., GPUHub]) -> None:
     hub = start_hub(fleet="2xT4")
     for member in ("member1", "member2"):
-        assert hub.spawn(member, {"gpus": 1}).status_code == 201
+        hub.spawn_and_wait(member, {"gpus": 1})
     before = hub.open_leases()
     containers = {container["Id"] for container in hub.containers()}
     hub.kill9()
@@ -117,7 +117,7 @@ def test_running_servers_live_through_it(start_hub: Callable[..., GPUHub]) -> No
     for lease in before:
         hub.stop_server(lease.server.user)
         assert_paid_exactly(hub, lease)
-    assert hub.spawn("member3", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("member3", {"gpus": 1})
 
 
 @pytest.mark.parametrize("how", ["killed", "removed"])
@@ -125,7 +125,7 @@ def test_servers_that_ended_meanwhile_are_settled(
     start_hub: Callable[..., GPUHub], engine: PrivateEngine, how: str
 ) -> None:
     hub = start_hub(fleet="1xT4")
-    assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("member1", {"gpus": 1})
     [lease] = hub.open_leases()
     hub.kill9()
     before = datetime.now(timezone.utc)
@@ -136,7 +136,7 @@ def test_servers_that_ended_meanwhile_are_settled(
     after = datetime.now(timezone.utc)
     time.sleep(1)
     hub.start()
-    assert hub.spawn("member2", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("member2", {"gpus": 1})
     wait_for(lambda: hub.server("member1") is None, "the hub to show it stopped")
     [ended] = hub.leases("member1")
     assert ended.ended_at is not None
@@ -163,8 +163,8 @@ def test_killed_in_the_middle_of_a_start(
     assert not hub.containers()
     assert [lease.charged for lease in hub.leases("member1")] == [0]
     assert hub.balance("member1") == GRANT * MICRO
-    assert hub.spawn("member2", {"gpus": 1}).status_code == 201
-    assert hub.spawn("member1", {"environment": "cpu"}).status_code == 201
+    hub.spawn_and_wait("member2", {"gpus": 1})
+    hub.spawn_and_wait("member1", {"environment": "cpu"})
 
 
 def test_nothing_is_granted_before_all_is_known(
@@ -172,7 +172,7 @@ def test_nothing_is_granted_before_all_is_known(
 ) -> None:
     with Gate(engine.url) as gate:
         hub = start_hub(fleet="2xT4", docker_host=gate.url)
-        assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+        hub.spawn_and_wait("member1", {"gpus": 1})
         [lease] = hub.open_leases()
         hub.browser_of("member2")
         hub.kill9()
@@ -188,7 +188,7 @@ def test_nothing_is_granted_before_all_is_known(
         assert hub.records() == before, "nothing was granted, and nothing released"
         assert answers(hub, "member1"), "who was running goes on"
         gate.open()
-        assert hub.spawn("member2", {"gpus": 1}).status_code == 201
+        hub.spawn_and_wait("member2", {"gpus": 1})
         assert {open_lease.server.user for open_lease in hub.open_leases()} == {
             "member1",
             "member2",
@@ -214,7 +214,7 @@ def test_told_to_end_while_an_image_is_pulled(
 def test_killed_between_a_stop_and_its_release(start_hub: Callable[..., GPUHub]) -> None:
     """The container is removed, and nobody has written down when: the engine still knows."""
     hub = start_hub(fleet="1xT4")
-    assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("member1", {"gpus": 1})
     [lease] = hub.open_leases()
     time.sleep(1)
     with hub.locked():
@@ -225,7 +225,7 @@ def test_killed_between_a_stop_and_its_release(start_hub: Callable[..., GPUHub])
         hub.kill9()
     assert hub.open_leases()
     hub.start()
-    assert hub.spawn("member2", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("member2", {"gpus": 1})
     [ended] = hub.leases("member1")
     assert ended.ended_at is not None and before < ended.ended_at < after
     assert_paid_exactly(hub, lease)
@@ -235,19 +235,19 @@ def test_killed_between_a_stop_and_its_release(start_hub: Callable[..., GPUHub])
 def test_killed_at_any_moment_of_a_stop(start_hub: Callable[..., GPUHub]) -> None:
     """Afterwards the server runs or has ended, and hub, leases and containers say the same."""
     hub = start_hub(fleet="2xT4")
-    assert hub.spawn("bystander", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("bystander", {"gpus": 1})
     [bystander] = hub.open_leases()
     moments = random.Random(5)
     for number in range(rounds(20)):
         if hub.server("member1") is None:
-            assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+            hub.spawn_and_wait("member1", {"gpus": 1})
         [lease] = hub.open_leases("member1")
         _stop_and_go(hub, "member1")
         time.sleep(moments.uniform(0.0, 0.7))
         hub.kill9()
         hub.start()
         # Whoever asks first has everything put in order before they get anything.
-        assert hub.spawn("passer-by", {"environment": "cpu"}).status_code == 201
+        hub.spawn_and_wait("passer-by", {"environment": "cpu"})
         wait_for(lambda: _fits_together(hub), f"order after round {number}", timeout=30)
         hub.stop_server("passer-by")
         assert answers(hub, "bystander")

@@ -63,7 +63,7 @@ def form_text(hub: GPUHub, member: str) -> str:
 
 def test_a_gpu_that_is_lost_and_found(hub: GPUHub, fleet: Path) -> None:
     assert "2 of 2 GPUs free" in form_text(hub, "member1")
-    assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("member1", {"gpus": 1})
     assert "GPUs get into containers by device_requests" in hub.log_text()
     [lease] = hub.open_leases()
     assert hub.environment_of("member1")["NVIDIA_VISIBLE_DEVICES"] == lease.uuids[0]
@@ -93,7 +93,7 @@ def test_a_gpu_that_is_lost_and_found(hub: GPUHub, fleet: Path) -> None:
 
 def test_the_gpu_of_a_running_server_is_lost(hub: GPUHub, fleet: Path) -> None:
     """The lease goes on, and its device is nobody else's, also after it ended."""
-    assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("member1", {"gpus": 1})
     [lease] = hub.open_leases()
     nvml.write_fleet(
         fleet,
@@ -110,14 +110,14 @@ def test_the_gpu_of_a_running_server_is_lost(hub: GPUHub, fleet: Path) -> None:
     assert hub.get("member1", "env").ok
     hub.stop_server("member1")
     assert not hub.taken()
-    assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("member1", {"gpus": 1})
     assert hub.open_leases("member1")[0].uuids != lease.uuids
     assert hub.spawn("member2", {"gpus": 1, "wait": "no"}).status_code == 503
 
 
 def test_nvml_is_lost_altogether(hub: GPUHub, fleet: Path) -> None:
     """As after a driver update: the library no longer fits the driver."""
-    assert hub.spawn("member1", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("member1", {"gpus": 1})
     [lease] = hub.open_leases()
     nvml.write_fleet(fleet, FLEET, fails={"nvmlDeviceGetCount_v2": nvml.DRIVER_NOT_LOADED})
     lost = "The GPUs cannot be seen just now, so none is given out"
@@ -127,7 +127,7 @@ def test_nvml_is_lost_altogether(hub: GPUHub, fleet: Path) -> None:
     assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
     assert hub.get("member1", "env").ok
     # Without a GPU it starts, and sees none.
-    assert hub.spawn("member2", {"environment": "cpu"}).status_code == 201
+    hub.spawn_and_wait("member2", {"environment": "cpu"})
     assert hub.environment_of("member2")["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert hub.device_nodes("member2") == []
     # A server can still be stopped, and is settled.
@@ -135,5 +135,5 @@ def test_nvml_is_lost_altogether(hub: GPUHub, fleet: Path) -> None:
     assert not hub.open_leases("member1")
     nvml.write_fleet(fleet, FLEET)
     wait_for(lambda: "2 of 2 GPUs free" in form_text(hub, "member3"), "the form to say so")
-    assert hub.spawn("member1", {"gpus": 2}).status_code == 201
+    hub.spawn_and_wait("member1", {"gpus": 2})
     assert len(hub.device_nodes("member1")) == 2

@@ -35,10 +35,10 @@ def test_another_hub_on_the_same_engine_is_left_alone(
     hub: GPUHub, engine: PrivateEngine, tmp_path: Path
 ) -> None:
     """A first start ends what nobody owns; a lease of another store is somebody's."""
-    assert hub.spawn("anna", {"gpus": 1}).status_code == 201
+    hub.spawn_and_wait("anna", {"gpus": 1})
     [lease] = hub.open_leases()
     with GPUHub(tmp_path / "other", engine, fleet="2xT4", name="other hub") as other:
-        assert other.spawn("bert", {"gpus": 1}).status_code == 201
+        other.spawn_and_wait("bert", {"gpus": 1})
         assert {c["Labels"]["gpuspawner.member"] for c in hub.containers()} == {"anna", "bert"}
         assert hub.get("anna", "env").status_code == 200
         assert hub.open_leases() == [lease]
@@ -60,6 +60,6 @@ def test_a_server_whose_lease_ended_before_it_answered_does_not_run(hub: GPUHub)
     )
     assert hub.server("slow") is None and hub.containers() == [] and hub.taken() == {}
     assert hub.balance("slow") == 100_000_000
-    assert hub.spawn("anna", {"gpus": 2}).status_code == 201
+    hub.spawn_and_wait("anna", {"gpus": 2})
     assert problems(broker.store) == []
     broker.store.close()

@@ -214,6 +214,14 @@ class HubProcess:
         self.api("POST", f"users/{user}")
         return self.api("POST", f"{self._path(user, server)}", json=dict(options or {}))
 
+    def spawn_and_wait(
+        self, user: str, options: Mapping[str, Any] | None = None, server: str = ""
+    ) -> None:
+        """Ask for a server, and wait until it is up, be the machine as slow as it may."""
+        answer = self.spawn(user, options, server)
+        assert answer.status_code in (201, 202), answer.text
+        self.wait_server(user, server)
+
     def server(self, user: str, server: str = "") -> dict[str, Any] | None:
         """The hub's word on one server; None when there is none."""
         answer = self.api("GET", f"users/{user}?include_stopped_servers=false")
