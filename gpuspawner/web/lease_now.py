@@ -46,6 +46,10 @@ class Now:
     ending: bool
     """Whether its session ends so soon that its member is warned."""
     resting: Resting | None
+    lost: bool
+    """Whether the server does not reach its devices any more."""
+    sick: bool
+    """Whether one of its devices fell sick since it had it."""
 
 
 def look(
@@ -62,13 +66,16 @@ def look(
     account = broker.account(it.account)
     paying = figures.ending_of(broker, account.name)
     (told,) = figures.lease_figures(broker, [it], now)
+    user = it.server.user
     return Now(
         at=now,
         lease=told,
         funds=figures.funds(account, opened, now, warn_minutes, paying),
         minutes=tuple(minutes),
         ending=figures.ends_soon(told, now, session_warn_minutes),
-        resting=next((r for r in broker.resting(it.server.user) if r.lease.id == it.id), None),
+        resting=next((r for r in broker.resting(user) if r.lease.id == it.id), None),
+        lost=any(lease.id == it.id for lease in broker.lost_of(user)),
+        sick=any(found.lease.id == it.id for found in broker.sick_of(user)),
     )
 
 
@@ -126,6 +133,10 @@ def warnings(found: Now, may_see_funds: bool) -> list[dict[str, Any]]:
     it = found.lease.lease
     if it.outcome or it.ended_at:
         return []
+    if found.lost:
+        told.append(_warning("lost", "lost", None))
+    if found.sick:
+        told.append(_warning("sick", "sick", None))
     if (resting := found.resting) is not None:
         key = f"idle:{resting.stops_at.timestamp():.0f}" if resting.stops_at else "idle"
         told.append(_warning("idle", key, resting.stops_at, resting.snooze_minutes))

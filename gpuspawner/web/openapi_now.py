@@ -28,7 +28,7 @@ _DEVICE = full(
     minutes=listed(full(at=INSTANT, use_percent=maybe(NUMBER), used_bytes=maybe(COUNT))),
 )
 _WARNING = full(
-    kind={"enum": ["idle", "session", "credits"]},
+    kind={"enum": ["lost", "sick", "idle", "session", "credits"]},
     key=TEXT,
     at=maybe(INSTANT),
     snooze_minutes=NUMBER,

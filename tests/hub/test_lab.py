@@ -20,7 +20,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from gpuspawner.broker.broker import utcnow
 from gpuspawner.model import Lease, LeaseState
-from gpuspawner.store import idle, leases
+from gpuspawner.store import health, idle, leases
+from gpuspawner.store.health import SickLease
 from gpuspawner.store.idle import Watched
 from gpuspawner.telemetry import DeviceUse
 from gpuspawner.telemetry.idle import IdleState
@@ -235,6 +236,22 @@ def test_the_item_the_warnings_and_the_panel(
     panel.get_by_role("button", name="Snooze").click()
     refused = page.locator(".Toastify__toast", has_text="The stop cannot be put off")
     expect(refused).to_be_visible()
+
+    # GPUs that it does not reach any more, or that are sick: the restart is on the service's page.
+    hub.broker.tell_lost(lease.id)
+    with hub.broker.store.write() as connection:
+        at = utcnow()
+        health.note(connection, SickLease(lease.id, lease.uuids[0], "hot", "too hot", at, at))
+    expect(
+        page.locator(".Toastify__toast", has_text="The GPU of this server is sick")
+    ).to_be_visible()
+    lost = page.locator(".Toastify__toast", has_text="does not reach its GPU any more")
+    expect(lost).to_be_visible()
+    keep(page, "lost")
+    with page.context.expect_page() as opened:
+        lost.get_by_role("button", name="Restart").click()
+    expect(opened.value.get_by_role("button", name="Restart with the same GPU")).to_be_visible()
+    opened.value.close()
     assert errors == [], errors
 
 

@@ -27,7 +27,7 @@ export interface ILease {
 }
 
 export interface IWarning {
-  kind: 'idle' | 'session' | 'credits';
+  kind: 'lost' | 'sick' | 'idle' | 'session' | 'credits';
   // Stays while it is the same warning.
   key: string;
   at: string | null;

@@ -68,6 +68,11 @@ export class Warnings {
     if (it.kind === 'session') {
       add('Extend', 'extend', 'accent');
     }
+    if (it.kind === 'lost') {
+      // The service's own page has the button, which proves that a click is on it.
+      const callback = () => void window.open(now.page, '_blank', 'noopener');
+      actions.push({ label: 'Restart', displayType: 'accent', callback });
+    }
     add('Stop', 'end', 'warn');
     const options = { autoClose: false as const, actions };
     return Notification.warning(warning(it, now, this.session.clock()), options);

@@ -89,6 +89,14 @@ export function end(now: INow): string | null {
 export function warning(it: IWarning, now: INow, at: number): string {
   const stops = it.at ? ` It stops at ${clock(it.at, at)}` : '';
   const many = now.devices.length > 1;
+  if (it.kind === 'lost') {
+    const its = many ? 'its GPUs' : 'its GPU';
+    return `This server does not reach ${its} any more. Save your work, and restart it with the same.`;
+  }
+  if (it.kind === 'sick') {
+    const which = many ? 'A GPU of this server is' : 'The GPU of this server is';
+    return `${which} sick: what runs on it may be wrong. Save your work, stop the server and start it again: it gets another GPU.`;
+  }
   if (it.kind === 'idle') {
     const rests = many ? 'The GPUs of this server are not used.' : 'The GPU of this server is not used.';
     return it.at
