@@ -168,10 +168,23 @@ def test_postgres_keeps_databases_apart_and_survives_a_halt(postgres: Any) -> No
     second.dispose()
 
 
-def test_every_database_test_gets_an_empty_one(database_url: str) -> None:
-    database = sqlalchemy.create_engine(database_url)
+def test_a_test_gets_an_empty_database(empty_database_url: str) -> None:
+    database = sqlalchemy.create_engine(empty_database_url)
     assert sqlalchemy.inspect(database).get_table_names() == []
-    assert database.dialect.name in database_url
+    assert database.dialect.name in empty_database_url
+    database.dispose()
+
+
+def test_a_test_gets_a_database_with_tables_and_without_rows(database_url: str) -> None:
+    database = sqlalchemy.create_engine(database_url)
+    with database.connect() as connection:
+        tables = sqlalchemy.inspect(connection).get_table_names()
+        assert "leases" in tables
+        for table in set(tables) - {"gpuspawner_version"}:
+            counted = sqlalchemy.select(sqlalchemy.func.count()).select_from(
+                sqlalchemy.table(table)
+            )
+            assert connection.execute(counted).scalar() == 0, table
     database.dispose()
 
 

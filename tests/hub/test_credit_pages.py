@@ -166,6 +166,7 @@ def test_a_receipt_tells_what_the_gpus_did(hub: PayingHub) -> None:
     times = {"granted_at": began, "started_at": began, "seen_at": began, "ended_at": None}
     lease = replace(some, id="5" * 16, server=ServerRef("ada", "longer"), **times)
     lease = replace(lease, state=LeaseState.RUNNING, charged=0, waived=0)
+    lease = replace(lease, devices=(replace(some.devices[0], model="L4"),))
     with hub.broker.store.write() as connection:
         leases.insert(connection, lease)
         leases.end(connection, lease.id, began + timedelta(minutes=5), "stopped", 0, 0)
