@@ -239,9 +239,9 @@ def test_the_item_the_warnings_and_the_panel(
 
     # GPUs that it does not reach any more, or that are sick: the restart is on the service's page.
     hub.broker.tell_lost(lease.id)
+    sick = SickLease(lease.id, lease.uuids[0], "hot", "too hot", utcnow(), utcnow())
     with hub.broker.store.write() as connection:
-        at = utcnow()
-        health.note(connection, SickLease(lease.id, lease.uuids[0], "hot", "too hot", at, at))
+        health.note(connection, sick)
     expect(
         page.locator(".Toastify__toast", has_text="The GPU of this server is sick")
     ).to_be_visible()
@@ -251,7 +251,6 @@ def test_the_item_the_warnings_and_the_panel(
     with page.context.expect_page() as opened:
         lost.get_by_role("button", name="Restart").click()
     expect(opened.value.get_by_role("button", name="Restart with the same GPU")).to_be_visible()
-    opened.value.close()
     assert errors == [], errors
 
 
@@ -262,8 +261,12 @@ def test_a_service_that_is_away_alarms_nobody_and_the_panel_stops_the_server(
     assert service is not None
     service.suspend()  # it neither answers nor refuses
     try:
-        told = hub.get("ada", "gpuspawner/session", timeout=90).json()
-        assert told["available"] is False and told["retry_seconds"] > 5
+
+        def away() -> dict[str, Any] | None:
+            told: dict[str, Any] = hub.get("ada", "gpuspawner/session", timeout=90).json()
+            return None if told["available"] else told  # an answer is good for some seconds
+
+        assert wait_for(away, "that nobody answers")["retry_seconds"] > 5
         page = browser.new_context(viewport=WIDE).new_page()
         errors = errors_of(page)
         open_lab(page, hub)
