@@ -32,7 +32,7 @@ from ..model import (
     model_matches,
     parse_credits,
 )
-from ..pool import must_run, suitable, texts
+from ..pool import Fleet, asks_for, must_run, texts
 from ..store import book, closures, granting, leases, notices, restarts, tickets
 from ..store.closures import GRANTING
 from . import view
@@ -162,10 +162,13 @@ class Grants(Paying, Queue, Reads):
         places: tuple[Place, ...] = ()
         taken = known.taken
         if known.kept:
-            taken, terms["seconds"] = self._of_kept(
-                connection, server, request, look, known.kept, terms.get("seconds")
-            )
-            kept = frozenset()
+            for uuid in known.kept:  # closed to others no more, whatever is asked for
+                closures.reopen(connection, uuid)
+            taken = leases.places_taken(connection)
+            if asks_for(request, look.devices, known.kept):
+                kept = _all_but(known.kept, look.fleet)
+                seconds = terms.get("seconds"), restarts.left_of(connection, server, now)
+                terms["seconds"] = min((x for x in seconds if x is not None), default=None)
         if request.devices:
             if PAUSED in taken:
                 raise GrantingPaused(
@@ -202,36 +205,6 @@ class Grants(Paying, Queue, Reads):
         return lease
 
     # Steps of the above.
-
-    def _of_kept(
-        self,
-        connection: sa.Connection,
-        server: ServerRef,
-        request: Request,
-        look: Look,
-        kept: frozenset[str],
-        seconds: int | None,
-    ) -> tuple[frozenset[str], int | None]:
-        """What is taken for a server that starts again: all but the devices that are kept for it,
-        which are closed to others no more; and how long its session is: what was left of it.
-
-        Who asks for other devices than these has none kept.
-        """
-        for uuid in kept:
-            closures.reopen(connection, uuid)
-        taken = leases.places_taken(connection)
-        fitting = {device.uuid for device in suitable(request, look.fleet.devices)}
-        if request.devices != len(kept) or not kept <= fitting:
-            return taken, seconds
-        left = restarts.left_of(connection, server, self.clock())
-        others = (
-            Place(device.uuid, slot)
-            for device in look.fleet.devices
-            for slot in range(device.slots)
-            if device.uuid not in kept
-        )
-        lengths = [length for length in (seconds, left) if length is not None]
-        return taken | texts(others), min(lengths, default=None)
 
     def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:
         """The account, opened with the opening grant if it is a member's and not there yet."""
@@ -291,6 +264,12 @@ class Grants(Paying, Queue, Reads):
         sentence = error.message.rstrip(".") + (f" ({promise})" if promise else "")
         advice = "Start without a GPU, or try again."
         return NoDeviceFree(f"{sentence}. {advice}", **error.fields)
+
+
+def _all_but(uuids: frozenset[str], fleet: Fleet) -> frozenset[str]:
+    """The places on all other devices."""
+    others = [device for device in fleet.devices if device.uuid not in uuids]
+    return texts(Place(device.uuid, slot) for device in others for slot in range(device.slots))
 
 
 def _must_be_seen(look: Look, request: Request) -> None:

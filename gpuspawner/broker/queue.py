@@ -28,7 +28,7 @@ from ..errors import (
 from ..ledger import rules
 from ..ledger.pricing import RateCard
 from ..model import Account, Lease, Notice, NoticeKind, Place, Request, ServerRef, Ticket
-from ..pool import must_run, texts
+from ..pool import asks_for, must_run, texts
 from ..scheduler import Limits
 from ..store import closures, history, leases, memberships, notices, restarts, tickets
 from .line import kind_of, model_of
@@ -84,7 +84,7 @@ class Queue(Places, QueueSettings):
         if not request.devices:
             return acquire()
         with self.line.lock:
-            if self._nobody_is_before(server, terms) or self._has_kept(server):
+            if self._nobody_is_before(server, terms) or self._has_kept(server, request):
                 try:
                     return acquire()
                 except (NoDeviceFree, GrantingPaused):
@@ -179,9 +179,11 @@ class Queue(Places, QueueSettings):
         limited = any(limit.devices is not None or limit.gpu_hours is not None for limit in limits)
         return not limited
 
-    def _has_kept(self, server: ServerRef) -> bool:
-        """Whether devices are kept for a server that starts again: it has been in line before."""
-        return bool(self.store.run(lambda connection: restarts.kept(connection, server)))
+    def _has_kept(self, server: ServerRef, request: Request) -> bool:
+        """Whether just these devices are kept for a server that starts again: it has been in line
+        before. Who asks for others waits like everybody."""
+        kept = self.store.run(lambda connection: restarts.kept(connection, server))
+        return asks_for(request, self.look().devices, {closure.subject for closure in kept})
 
     def _now_or_never(self, probe: Ticket, acquire: Callable[[], Lease]) -> Lease:
         """A lease if the scheduler lets this request go before those who wait."""

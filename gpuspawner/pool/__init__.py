@@ -3,13 +3,14 @@ places or a refusal come out."""
 
 from __future__ import annotations
 
-from .matching import suitable
+from .matching import asks_for, suitable
 from .refusals import format_memory
 from .rules import Fleet, choose, free_places, leasable, occupied, texts
 from .software import must_run
 
 __all__ = [
     "Fleet",
+    "asks_for",
     "choose",
     "format_memory",
     "free_places",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 from ..model import Device, Request, model_matches, model_words
 
@@ -16,6 +17,12 @@ def suitable(request: Request, devices: Iterable[Device]) -> list[Device]:
     """
     enough = [d for d in devices if d.memory_bytes >= request.memory_bytes]
     return of_model(request.model, of_environment(request, enough))
+
+
+def asks_for(request: Request, devices: Iterable[Device], uuids: AbstractSet[str]) -> bool:
+    """Whether a request is met by all of just these devices."""
+    fitting = {device.uuid for device in suitable(request, devices)}
+    return 0 < request.devices == len(uuids) and uuids <= fitting
 
 
 def of_environment(request: Request, devices: list[Device]) -> list[Device]:

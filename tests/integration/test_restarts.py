@@ -185,6 +185,17 @@ def test_who_asks_for_something_else_keeps_nothing(broker: Broker) -> None:
     assert broker.closures() == {}
 
 
+def test_who_asks_for_more_than_is_kept_waits_like_everybody(broker: Broker) -> None:
+    for name in "bc":
+        running(broker, name)
+    restarted(broker, devices=1)  # and one is free
+    first = asked(broker, "first", devices=2, wait=True)
+    assert isinstance(first, Ticket)
+    more = asked(broker, "ada", devices=2, wait=True)
+    assert isinstance(more, Ticket), "not before who came first, by two that were never kept"
+    assert len(broker.open_leases()) == 2
+
+
 def test_another_server_of_the_same_member_is_another(broker: Broker) -> None:
     running(broker, "bob", 2)
     restarted(broker)
