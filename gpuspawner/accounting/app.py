@@ -9,7 +9,7 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -286,40 +286,21 @@ class Accounting(WatchesContainers, PullsAhead, Application):
     async def _rounds(self, tick: Tick, sessions: Sessions, credits: Credits) -> None:
         # What ended while the service was down is settled before anybody is charged, warned or
         # told that a session ended.
-        await self._round(tick, "Reconciliation", tick.reconcile)
-        await self._round(tick, "Charges", tick.charge)
+        await tick.round("Reconciliation", tick.reconcile)
+        await tick.round("Charges", tick.charge)
         await asyncio.gather(
-            self._every(self.reconcile_seconds, tick, "Reconciliation", tick.reconcile),
-            self._every(tick.charge_pause, tick, "Charges", tick.charge),
-            self._every(SESSIONS_EVERY, tick, "Sessions", sessions.round),
-            self._every(CREDITS_EVERY, tick, "Credits", credits.round),
-            self._every(REFILLS_EVERY, tick, "Refills", Refilling(tick).round),
-            self._every(MEMBERS_EVERY, tick, "Members", Members(tick, sessions.poke).round),
-            self._every(LEAVING_EVERY, tick, "Folders", Leaving(tick).round),
+            tick.every(self.reconcile_seconds, "Reconciliation", tick.reconcile),
+            tick.every(tick.charge_pause, "Charges", tick.charge),
+            tick.every(SESSIONS_EVERY, "Sessions", sessions.round),
+            tick.every(CREDITS_EVERY, "Credits", credits.round),
+            tick.every(REFILLS_EVERY, "Refills", Refilling(tick).round),
+            tick.every(MEMBERS_EVERY, "Members", Members(tick, sessions.poke).round),
+            tick.every(LEAVING_EVERY, "Folders", Leaving(tick).round),
         )
-
-    async def _every(
-        self, seconds: float, tick: Tick, part: str, work: Callable[[], Awaitable[object]]
-    ) -> None:
-        """One round after the other, for ever: they cannot overlap."""
-        while True:
-            await asyncio.sleep(seconds)
-            await self._round(tick, part, work)
-
-    async def _round(self, tick: Tick, part: str, work: Callable[[], Awaitable[object]]) -> None:
-        """One round; whatever goes wrong, the next one comes."""
-        try:
-            await work()
-        except GPUSpawnerError as error:
-            tick.trouble(part, error)
-        except Exception as error:
-            tick.trouble(part, error, trace=True)
-        else:
-            tick.well(part)
 
     async def _notices(self, tick: Tick, notifier: Notifier) -> None:
         while True:
-            await self._round(tick, "Notices", notifier.round)
+            await tick.round("Notices", notifier.round)
             await notifier.pause(NOTICES_EVERY)
 
     async def _pages(self, tick: Tick, notifier: Notifier) -> None:
@@ -362,7 +343,7 @@ class Accounting(WatchesContainers, PullsAhead, Application):
 
     async def _totals(self, tick: Tick) -> None:
         while True:
-            await self._round(tick, "Totals", partial(web.remember, tick.broker))
+            await tick.round("Totals", partial(web.remember, tick.broker))
             await asyncio.sleep(TOTALS_EVERY)
 
     async def _hub_gone(self, stop: asyncio.Event) -> None:

@@ -4,14 +4,14 @@ tells who is concerned, and brings servers back that are to start again."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 
 from traitlets import Float
 
 from ..broker.restarting import KEPT, Restart
 from ..engines import DockerEngine
 from ..engines.lost import LostDevices, cause_and_remedy
-from ..errors import EngineUnavailable, GPUSpawnerError
+from ..errors import EngineUnavailable
 from ..model import Lease, ServerRef
 from .hub import Started
 from .tick import Tick
@@ -45,10 +45,10 @@ class WatchesContainers(SamplesUse):
     async def watch_devices(self, tick: Tick, poke: Callable[[], None]) -> None:
         """Sample devices, and look into containers, until it is cancelled."""
         duties = [self.remember_use(tick)]
-        duties.append(_every(RESTARTS_EVERY, tick, "Restarts", Restarting(tick).round))
+        duties.append(tick.every(RESTARTS_EVERY, "Restarts", Restarting(tick).round))
         if self.look_inside_seconds:
             lost = Lost(tick, poke)
-            duties.append(_every(self.look_inside_seconds, tick, "GPUs in containers", lost.round))
+            duties.append(tick.every(self.look_inside_seconds, "GPUs in containers", lost.round))
         await asyncio.gather(*duties)
 
 
@@ -132,19 +132,3 @@ class Restarting:
 
     def _forget_all_but(self, servers: Collection[ServerRef]) -> None:
         self._tries = {server: x for server, x in self._tries.items() if server in servers}
-
-
-async def _every(
-    seconds: float, tick: Tick, part: str, work: Callable[[], Awaitable[None]]
-) -> None:
-    """One round after the other, whatever goes wrong in one."""
-    while True:
-        try:
-            await work()
-        except GPUSpawnerError as error:
-            tick.trouble(part, error)
-        except Exception as error:
-            tick.trouble(part, error, trace=True)
-        else:
-            tick.well(part)
-        await asyncio.sleep(seconds)

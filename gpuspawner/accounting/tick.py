@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from ..broker import Broker
 from ..engines import DockerEngine, Engine
-from ..errors import AnotherHubGrants, EngineUnavailable, Unavailable
+from ..errors import AnotherHubGrants, EngineUnavailable, GPUSpawnerError, Unavailable
 from ..model import Lease, LeaseState, ServerRef, Sighting
 from ..reconcile import Action, Confirm, HubState, Release, Remove, Unknown
 from .hub import Hub
@@ -193,6 +193,25 @@ class Tick:
                 action.engine,
                 action.reason,
             )
+
+    # Rounds of any duty.
+
+    async def every(self, seconds: float, part: str, work: Callable[[], Awaitable[object]]) -> None:
+        """One round after the other, for ever: they cannot overlap."""
+        while True:
+            await asyncio.sleep(seconds)
+            await self.round(part, work)
+
+    async def round(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
+        """One round; whatever goes wrong, the next one comes."""
+        try:
+            await work()
+        except GPUSpawnerError as error:
+            self.trouble(part, error)
+        except Exception as error:
+            self.trouble(part, error, trace=True)
+        else:
+            self.well(part)
 
     # What the log says of parts that do not answer: a sentence when it begins, one when it ends.
 

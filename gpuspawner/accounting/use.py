@@ -12,7 +12,7 @@ from ..devices.simulated_samples import SimulatedSampler
 from ..engines.owners import Owners
 from ..errors import GPUSpawnerError, Unavailable
 from ..telemetry import Sample
-from .health import HealthDuty, ProbesDevices
+from .health import ProbesDevices
 from .idle import IdleDuty
 from .sampling import Sampling, days
 from .tick import Tick
@@ -112,9 +112,9 @@ class SamplesUse(ProbesDevices):
             for number in itertools.count():
                 await self._owners(tick, sampling, sampler)
                 await self._write(tick, sampling, tidy=number % TIDY_EVERY == 0)
-                await self._judge(tick, health, "Sick GPUs")
+                await tick.round("Sick GPUs", health.round)
                 if number % JUDGE_EVERY == 0:
-                    await self._judge(tick, idle, "Idle GPUs")
+                    await tick.round("Idle GPUs", idle.round)
                 await asyncio.sleep(WRITE_EVERY)
         finally:
             await health.close()
@@ -136,14 +136,6 @@ class SamplesUse(ProbesDevices):
             sampler.pids = {
                 uuid: pids.get(lease.id, ()) for lease in leases for uuid in lease.uuids
             }
-
-    async def _judge(self, tick: Tick, duty: IdleDuty | HealthDuty, part: str) -> None:
-        try:
-            await duty.round()
-        except GPUSpawnerError as error:
-            tick.trouble(part, error)
-        except Exception as error:  # what comes next is judged all the same
-            tick.trouble(part, error, trace=True)
 
     async def _write(self, tick: Tick, sampling: Sampling, *, tidy: bool = False) -> None:
         broker = tick.broker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 import jwt
@@ -15,6 +16,7 @@ from traitlets import Unicode, default
 
 from .mixin import MemberMixin
 from .pages import Link, Page, is_silence
+from .rules import Mail
 
 if TYPE_CHECKING:
     from jupyterhub.handlers import BaseHandler
@@ -134,7 +136,7 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         # One group is a word with some providers, and a list of one with others.
         return self._hub_groups_from([found] if isinstance(found, str) else found)
 
-    def _mail_of(self, model: dict[str, Any]) -> tuple[str, bool]:
+    def _mail_of(self, model: dict[str, Any]) -> Mail | Awaitable[Mail]:
         claims = (model.get("auth_state") or {}).get(self.user_auth_state_key) or {}
         return str(claims.get("email") or ""), claims.get("email_verified") in (True, "true")
 

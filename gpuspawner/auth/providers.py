@@ -12,6 +12,7 @@ from oauthenticator.google import GoogleOAuthenticator
 from traitlets import TraitError, default
 
 from .oauth import AskingLoginHandler, MemberOAuthMixin
+from .rules import Mail
 
 _PLACES = "it is in none of the organisations, teams or projects that may use this hub"
 
@@ -40,9 +41,7 @@ class MemberGitHubOAuthenticator(MemberOAuthMixin, GitHubOAuthenticator):
     def _own_rule(self) -> str:
         return _PLACES if self.allowed_organizations else ""
 
-    async def _mail_of(  # type: ignore[override]  # a question to GitHub
-        self, model: dict[str, Any]
-    ) -> tuple[str, bool]:
+    async def _mail_of(self, model: dict[str, Any]) -> Mail:
         """One of the confirmed addresses: of an allowed domain if there is one."""
         answer = model["auth_state"]["token_response"]
         headers = self.build_userdata_request_headers(

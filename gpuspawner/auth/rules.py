@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ from traitlets import Bool, Dict, Enum, Set, Unicode, default
 
 from ..broker.roster import OnRoster
 from .pages import Sentences
+
+Mail = tuple[str, bool]
+"""A mail address, and whether its provider says that it is confirmed."""
 
 LONGEST_GROUP = 255
 """Characters of a group's name that JupyterHub's database holds."""
@@ -140,7 +143,7 @@ class Rules(Sentences):
         """Why somebody fails the base class's own rules; nothing when none of them is set."""
         return ""
 
-    def _mail_of(self, model: dict[str, Any]) -> tuple[str, bool]:
+    def _mail_of(self, model: dict[str, Any]) -> Mail | Awaitable[Mail]:
         """The mail address of an account, and whether its provider has confirmed it."""
         return "", False
 

@@ -65,7 +65,8 @@ class GPUSpawnerMixin(Acquiring):
         self._claim: asyncio.Task[None] | None = None
         self._looked_up = False
 
-    # What an engine says.
+    # What an engine says. A Spawner's metaclass is not that of abstract classes: whoever forgets
+    # one of the first two reads so at the first question.
 
     def engine(self) -> Engine:
         """The engine as the reconciler sees it."""

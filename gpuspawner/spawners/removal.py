@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from jupyterhub.auth import Authenticator
 from jupyterhub.utils import maybe_future
@@ -17,6 +18,9 @@ from ..broker import Broker
 from ..errors import GPUSpawnerError
 from .queueing import Queueing
 
+_DOES: WeakKeyDictionary[Authenticator, set[str]] = WeakKeyDictionary()
+"""What we made an authenticator do, so that the next spawner does not make it do so again."""
+
 PATIENCE = 10.0
 """Seconds that the spawns of a removed member have to end."""
 
@@ -24,7 +28,7 @@ PATIENCE = 10.0
 def end_waits_first(authenticator: Authenticator, queueing: Queueing) -> None:
     """Have the authenticator's ``delete_user`` end the member's waits before anything else."""
     stock = authenticator.delete_user
-    if getattr(stock, "ends_waits", False):
+    if "ends_waits" in _DOES.get(authenticator, ()):
         return
 
     async def delete_user(user: Any) -> None:
@@ -32,10 +36,8 @@ def end_waits_first(authenticator: Authenticator, queueing: Queueing) -> None:
             await _until_nothing_starts(user)
         await maybe_future(stock(user))
 
-    # A mark on our own function, so that the next spawner does not wrap it again.
-    delete_user.ends_waits = True  # type: ignore[attr-defined]
-    delete_user.forgets_folders = getattr(stock, "forgets_folders", False)  # type: ignore
     authenticator.delete_user = delete_user
+    _note(authenticator, "ends_waits")
 
 
 def forget_folders(authenticator: Authenticator, broker: Broker) -> None:
@@ -45,7 +47,7 @@ def forget_folders(authenticator: Authenticator, broker: Broker) -> None:
     somebody else.
     """
     stock = authenticator.delete_user
-    if not broker.folder_source or getattr(stock, "forgets_folders", False):
+    if not broker.folder_source or "forgets_folders" in _DOES.get(authenticator, ()):
         return
 
     async def delete_user(user: Any) -> None:
@@ -55,9 +57,12 @@ def forget_folders(authenticator: Authenticator, broker: Broker) -> None:
         except GPUSpawnerError as error:
             broker.log.error("What was shared with %s is theirs still: %s", user.name, error)
 
-    delete_user.forgets_folders = True  # type: ignore[attr-defined]
-    delete_user.ends_waits = getattr(stock, "ends_waits", False)  # type: ignore[attr-defined]
     authenticator.delete_user = delete_user
+    _note(authenticator, "forgets_folders")
+
+
+def _note(authenticator: Authenticator, what: str) -> None:
+    _DOES.setdefault(authenticator, set()).add(what)
 
 
 async def _until_nothing_starts(user: Any) -> None:

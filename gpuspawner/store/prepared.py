@@ -142,7 +142,7 @@ def _compile(statement: Any, columns: Sequence[str] | None, dialect: Dialect) ->
 
 def _cursor(connection: sa.Connection) -> Any:
     """A cursor of the driver itself."""
-    return connection.connection.dbapi_connection.cursor()  # type: ignore[union-attr]
+    return connection.connection.cursor()
 
 
 def _said(error: Any, connection: sa.Connection, text: str) -> DBAPIError:

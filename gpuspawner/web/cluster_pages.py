@@ -100,6 +100,7 @@ class ClusterStream(Watching, APIHandler):
         except StreamClosedError:
             pass
         except asyncio.TimeoutError:  # who never reads is let go, and what waits for them with it
+            # Tornado's annotation names a base class that has no close(); every server's has one.
             self.request.connection.close()  # type: ignore[union-attr]
         finally:
             shared.leave(viewer)

@@ -93,8 +93,8 @@ def read_archive(file: Path) -> Iterator[bytes]:
     if kind == ".tar.zst":
         yield from _read_zstd(file)
         return
-    opened: Any = gzip.open(file) if kind == ".tar.gz" else open(file, "rb")  # noqa: SIM115
-    with opened as stream:
+    opener: Any = gzip.open if kind == ".tar.gz" else open
+    with opener(file, "rb") as stream:
         while chunk := stream.read(CHUNK):
             yield chunk
 

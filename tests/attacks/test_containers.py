@@ -84,7 +84,9 @@ def test_a_container_is_closed(hub: AttackHub, attempt: Attempts) -> None:
         code, said = hub.inside(command)
         assert code not in (126, 127), f"{what} was not even tried: {said}"
         attempt(f"{what}: {said[:200]}", refused=code != 0)
-    assert hub.inside("touch /home/jovyan/work/mine && ls /dev/shm")[0] == 0, "their own works"
+    assert hub.inside("cd /home/jovyan/work && touch mine && ls /dev/shm")[0] == 0, (
+        "their own works"
+    )
     works = " && ".join([*(f"( {OUT[what]} )" for what in STOCK), SETUID])
     code, said = hub.engine.run(INSTANT, ["bash", "-c", works])
     assert code == 0, f"with Docker's defaults alone: {said}"

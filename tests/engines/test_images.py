@@ -104,7 +104,11 @@ def test_base_is_a_members_own(clean_engine: PrivateEngine, images: Any) -> None
         "/usr/bin/git",
     ]
     # A notebook's `pip install` has a place to write to, and so has the member.
-    shell(clean_engine, images.BASE, "touch ~/.file ~/work/file; test -w /opt/venv/lib/python3*/*")
+    shell(
+        clean_engine,
+        images.BASE,
+        "touch ~/.file; cd ~/work && touch file; test -w /opt/venv/lib/python3*/*",
+    )
 
 
 def test_a_new_volume_at_work_belongs_to_the_member(

@@ -23,6 +23,7 @@ from gpuspawner.errors import EngineUnavailable
 from gpuspawner.model import Lease, ServerRef
 from tests.support.engine import DEVICES, PrivateEngine
 from tests.support.images import INSTANT
+from tests.support.leases import lease_of as unstored_lease
 from tests.support.losing import take_devices
 from tests.support.processes import signal_pid, wait_for
 
@@ -128,17 +129,7 @@ def _put(engine: PrivateEngine, container: str, path: str, content: bytes) -> No
 
 def test_an_engine_that_is_away_tells_nothing(images: Any) -> None:
     nowhere = DockerEngine(lambda: docker.APIClient(base_url="unix:///nowhere.sock"))
-    lease = Lease(
-        id="lease",
-        server=ServerRef("ada"),
-        account="member:ada",
-        environment="",
-        devices=(),
-        rate=0,
-        hold=0,
-        engine_ref="container",
-        granted_at=datetime.now(timezone.utc),
-    )
+    lease = unstored_lease("ada", engine_ref="container")
     with pytest.raises(EngineUnavailable):
         LostDevices(nowhere).surely([lease])
 

@@ -87,7 +87,7 @@ def here(engine: PrivateEngine) -> Iterator[PrivateEngine]:
 def site(tmp_path: Path, here: PrivateEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("DOCKER_HOST", here.url)
     monkeypatch.chdir(tmp_path)
-    made = Site(tmp_path, here, f"{tmp_path}/work/{{username}}")
+    made = Site(tmp_path, here, f"{tmp_path}/members/{{username}}")
     yield made
     made.broker.store.close()
 
@@ -97,7 +97,7 @@ def fill(site: Site, user: str) -> Path:
     outside = site.folder / "outside"
     outside.mkdir(exist_ok=True)
     (outside / "secret").write_text("not theirs")
-    mine = site.folder / "work" / user
+    mine = site.folder / "members" / user
     (mine / "notes").mkdir(parents=True)
     (mine / "notes" / "über.txt").write_text("hello")
     (mine / "large").write_bytes(os.urandom(300_000))
@@ -222,7 +222,7 @@ def test_a_damaged_or_hostile_archive_puts_nothing_anywhere(site: Site) -> None:
     fill(site, "anna")
     file = site.folder / "anna.tar.gz"
     site("workspaces", "archive", "anna", "--to", str(file))
-    target = site.folder / "work" / "bert"
+    target = site.folder / "members" / "bert"
     whole = file.read_bytes()
     hostile = []
     for number, (name, kind, link) in enumerate(
@@ -258,8 +258,8 @@ def test_a_damaged_or_hostile_archive_puts_nothing_anywhere(site: Site) -> None:
 
 def test_a_symlink_in_place_of_a_workspace_is_not_followed(site: Site) -> None:
     mine = fill(site, "anna")
-    (site.folder / "work" / "bert").symlink_to(site.folder / "outside")
-    site.broker.use_workspace(str(site.folder / "work" / "bert"), "bert", None)
+    (site.folder / "members" / "bert").symlink_to(site.folder / "outside")
+    site.broker.use_workspace(str(site.folder / "members" / "bert"), "bert", None)
     file = f"{site.folder}/bert.tar"
     assert "There is no workspace" in site("workspaces", "archive", "bert", "--to", file, code=1)
     site("workspaces", "archive", "anna", "--to", f"{site.folder}/anna.tar")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import requests
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, ViewportSize, expect
 
 from tests.support import axe
 from tests.support.browser import screenshot
@@ -20,7 +20,8 @@ from tests.support.hub import NAVIGATION, USER_PASSWORD
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
-WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+WIDE = ViewportSize(width=1280, height=900)
+PHONE = ViewportSize(width=390, height=844)
 SLOW = 120_000
 """Milliseconds for a page or a server, on a machine with other things to do."""
 
@@ -73,12 +74,12 @@ def sign_in(page: Page, user: str) -> None:
 def keep(page: Page, name: str) -> None:
     """Pictures as on a desk and as on a phone; nothing sticks out, and nothing is hard to use."""
     for size, suffix in ((WIDE, "wide"), (PHONE, "phone")):
-        page.set_viewport_size(size)  # type: ignore[arg-type]
+        page.set_viewport_size(size)
         screenshot(page, f"catalog-{name}-{suffix}")
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= size["width"], f"{name} is {width} pixels wide on {suffix}"
         assert axe.troubles(page) == []
-    page.set_viewport_size(WIDE)  # type: ignore[arg-type]
+    page.set_viewport_size(WIDE)
 
 
 # What anybody sees.

@@ -167,8 +167,10 @@ def test_three_lines_in_and_out_again(club: Club) -> None:
     ada, bob = club.visitor("ada"), club.visitor("bob")
     ada.spawn({"course": "ml"})
     ada.run(
+        "import os\n"
         "open('/home/jovyan/notes.txt', 'w').write('in the container')\n"
-        "open('/home/jovyan/work/volume.txt', 'w').write('in the volume')"
+        "os.chdir('/home/jovyan/work')\n"
+        "open('volume.txt', 'w').write('in the volume')"
     )
     before, saw = club.container("ada"), look(ada)
     assert saw["devices"] == [] and saw["env"]["COURSE"] == "ml" and saw["hook"]

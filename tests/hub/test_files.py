@@ -26,7 +26,7 @@ WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
 
 CONFIG = """
-c.GPUDockerSpawner.workspace = "{files}/work/{{username}}"
+c.GPUDockerSpawner.workspace = "{files}/members/{{username}}"
 c.GPUDockerSpawner.workspace_quota = "5M"
 c.Spawner.group_overrides = {{
     "large": {{"groups": ["large"], "spawner_override": {{"workspace_quota": "1G"}}}},
@@ -48,8 +48,8 @@ class FilesHub(GPUHub):
 
     def write(self, user: str, size: int) -> None:
         """As if a server of theirs had written a file of this many bytes."""
-        (self.files / "work" / user).mkdir(parents=True, exist_ok=True)
-        (self.files / "work" / user / "large").write_bytes(os.urandom(size))
+        (self.files / "members" / user).mkdir(parents=True, exist_ok=True)
+        (self.files / "members" / user / "large").write_bytes(os.urandom(size))
 
     def rest(self, user: str, method: str, path: str = "", **body: Any) -> requests.Response:
         """The service's JSON for folders, with a token of this member."""
@@ -90,7 +90,7 @@ def hub(engine: PrivateEngine, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def test_the_first_sign_in_opens_the_workspace(hub: FilesHub) -> None:
     """It is there before any start."""
-    folder = hub.files / "work" / "dora"
+    folder = hub.files / "members" / "dora"
     assert not folder.exists()
     assert "Welcome, dora" in hub.login("dora").get(hub.url, timeout=60).text
     wait_for(folder.is_dir, "the workspace")
@@ -116,7 +116,7 @@ def test_a_full_workspace_opens_a_server_without_a_gpu_to_clean_up(hub: FilesHub
     hub.wait_server("anna")
     page = text_of(hub.open_page("anna", "/services/gpu/").text)
     assert "5.7 MB of 5.0 MB are used. Start without a GPU, make room" in page
-    assert hub.shell("anna", "rm /home/jovyan/work/large")[0] == 0
+    assert hub.shell("anna", "cd /home/jovyan/work && rm large")[0] == 0
     hub.stop_server("anna")
     hub.spawn_and_wait("anna", {"gpus": 1})
     hub.wait_server("anna")
@@ -133,7 +133,7 @@ def test_a_group_has_a_quota_of_its_own(hub: FilesHub) -> None:
     hub.wait_server("lara")
     hub.stop_server("lara")
     [known] = [some for some in hub.broker.workspaces() if some.user == "lara"]
-    assert (known.source, known.quota) == (str(hub.files / "work" / "lara"), 2**30)
+    assert (known.source, known.quota) == (str(hub.files / "members" / "lara"), 2**30)
 
 
 def test_what_symlinks_point_to_is_not_counted(hub: FilesHub) -> None:
@@ -141,7 +141,7 @@ def test_what_symlinks_point_to_is_not_counted(hub: FilesHub) -> None:
     outside.mkdir(exist_ok=True)
     (outside / "huge").write_bytes(os.urandom(8_000_000))
     hub.write("bert", 1000)
-    mine = hub.files / "work" / "bert"
+    mine = hub.files / "members" / "bert"
     (mine / "out").symlink_to(outside)
     (mine / "huge").symlink_to(outside / "huge")
     (mine / "root").symlink_to("/")
@@ -151,7 +151,7 @@ def test_what_symlinks_point_to_is_not_counted(hub: FilesHub) -> None:
 
 
 def test_an_admin_who_has_a_workspace_in_hand_keeps_servers_away(hub: FilesHub) -> None:
-    source = str(hub.files / "work" / "carl")
+    source = str(hub.files / "members" / "carl")
     hub.spawn_and_wait("carl", {"gpus": 0})
     hub.wait_server("carl")
     hub.stop_server("carl")

@@ -200,7 +200,7 @@ def test_two_members(hub: GPUHub) -> None:
             assert "data a rose\n" in text
             assert "refused Read-only file system\n" in text
         assert len(hub.taken()) == 2
-        type_in_terminal(one, "echo $GPUSPAWNER_GPU_COUNT GPU > ~/work/terminal.txt")
+        type_in_terminal(one, "cd ~/work; echo $GPUSPAWNER_GPU_COUNT GPU > terminal.txt")
         wait_for(lambda: _file(hub, "member1", "terminal.txt") == "1 GPU\n", "the terminal")
         keep(one, "4-terminal")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, ViewportSize, expect
 
 from gpuspawner.model import Lease, LeaseState, NoticeKind
 from tests.support import axe
@@ -18,7 +18,8 @@ from tests.support.hub import USER_PASSWORD
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
-WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+WIDE = ViewportSize(width=1280, height=900)
+PHONE = ViewportSize(width=390, height=844)
 SLOW = 120_000
 """Milliseconds for a page or a server, on a machine with other things to do."""
 
@@ -59,16 +60,16 @@ def ended(hub: PayingHub, lease: Lease) -> Lease:
 def keep(page: Page, name: str) -> None:
     """Pictures as on a desk and as on a phone; nothing sticks out, and nothing is hard to use."""
     for size, suffix in ((WIDE, "wide"), (PHONE, "phone")):
-        page.set_viewport_size(size)  # type: ignore[arg-type]
+        page.set_viewport_size(size)
         screenshot(page, f"membership-{name}-{suffix}")
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= size["width"], f"{name} is {width} pixels wide on {suffix}"
         assert axe.troubles(page) == []
-    page.set_viewport_size(WIDE)  # type: ignore[arg-type]
+    page.set_viewport_size(WIDE)
 
 
 def test_a_newcomer_is_welcomed_once(hub: PayingHub, browser: Browser) -> None:
-    page = browser.new_context(viewport=WIDE).new_page()  # type: ignore[arg-type]
+    page = browser.new_context(viewport=WIDE).new_page()
     page.set_default_timeout(SLOW)
     page.goto(hub.url)
     page.get_by_label("Username").fill("ada")

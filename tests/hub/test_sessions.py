@@ -219,7 +219,10 @@ def test_a_no_show_stops_costs_nothing_and_twice_waits_at_the_end(one_gpu: Payin
 
     def ask_in_line(user: str) -> Ticket:
         hub.spawn(user, {"environment": "long"})
-        found = lambda: [t for t in hub.broker.waiting() if t.server.user == user]  # noqa: E731
+
+        def found() -> list[Ticket]:
+            return [ticket for ticket in hub.broker.waiting() if ticket.server.user == user]
+
         return wait_for(found, f"{user}'s ticket", timeout=15)[0]
 
     def misses() -> str:

@@ -18,6 +18,7 @@ from gpuspawner.engines.local import LEASE_VARIABLE, process_ref
 from gpuspawner.errors import EngineUnavailable, StoreUnavailable
 from gpuspawner.ledger.rules import owed
 from gpuspawner.model import Lease, LeaseState, Request, ServerRef, Sighting
+from tests.support.leases import lease_of
 from tests.support.rounds import (
     RATE,
     START,
@@ -167,16 +168,7 @@ async def test_a_server_of_another_hub_is_left_alone(
     server: Start,
 ) -> None:
     ours = running(broker, "ada", devices=0)
-    theirs = Lease(
-        id="feedfeedfeedfeed",
-        server=ServerRef("eve"),
-        account="member:eve",
-        environment="",
-        devices=(),
-        rate=0,
-        hold=0,
-        granted_at=START,
-    )
+    theirs = lease_of("eve", id="feedfeedfeedfeed", granted_at=START)
     process = server(theirs)
     clock.now = datetime.now(timezone.utc) + timedelta(hours=1)
     engine = LocalEngine()

@@ -24,10 +24,11 @@ from gpuspawner.accounting.use import SamplesUse
 from gpuspawner.broker import Broker
 from gpuspawner.broker.broker import utcnow
 from gpuspawner.devices.simulated import SimulatedDevices
-from gpuspawner.model import Lease, LeasedDevice, LeaseState, ServerRef
+from gpuspawner.model import Lease, LeasedDevice, LeaseState
 from gpuspawner.telemetry import DeviceUse
 from gpuspawner.telemetry.values import HOUR, MINUTE
 from tests.support.brokers import T0, Clock, open_broker
+from tests.support.leases import lease_of
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.nvml_library import gpus
 from tests.support.processes import wait_for
@@ -98,15 +99,9 @@ def session(broker: Broker, begins: float, length: float) -> Lease:
     """One of GPU-a that began and ended so many minutes after T0, and that length later."""
     start = T0 + timedelta(minutes=begins)
     place = LeasedDevice(uuid="GPU-a", slot=0, index=0, model="T4", memory_bytes=2**34)
-    return Lease(
-        id="1f",
-        server=ServerRef("ada", ""),
-        account="member:ada",
-        engine="local",
+    return lease_of(
+        "ada",
         state=LeaseState.ENDED,
-        environment="lab",
-        rate=0,
-        hold=0,
         granted_at=start,
         started_at=start,
         ended_at=start + timedelta(minutes=length),

@@ -6,27 +6,16 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
 from gpuspawner.engines.local import LEASE_VARIABLE
 from gpuspawner.engines.owners import Owner, Owners, container_in, owner_of
-from gpuspawner.model import Lease, ServerRef
+from tests.support.leases import lease_of
 
 ID, INNER = "ab" * 32, "12" * 32
-LEASE = Lease(
-    id="lease-1",
-    server=ServerRef("ada"),
-    account="member:ada",
-    environment="",
-    devices=(),
-    rate=0,
-    hold=0,
-    engine_ref=ID,
-    granted_at=datetime(2026, 3, 1, tzinfo=timezone.utc),
-)
+LEASE = lease_of("ada", engine_ref=ID)
 
 
 @pytest.mark.parametrize(
