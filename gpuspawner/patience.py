@@ -1,4 +1,4 @@
-"""Waiting no longer than so many seconds."""
+"""Waiting no longer than so many seconds, and for all that was begun."""
 
 from __future__ import annotations
 
@@ -28,3 +28,20 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     finally:
         task.cancel()
     return task.result()
+
+
+async def side_by_side(*works: Awaitable[object]) -> None:
+    """Do them all at once, until each is done, one fails or this is cancelled. In the end all of
+    them have ended, and each has done what it does at its end.
+
+    ``asyncio.gather`` that is cancelled waits only for the first of them to end.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in done:
+        task.result()

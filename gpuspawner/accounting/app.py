@@ -24,6 +24,7 @@ from .. import __version__, web
 from ..broker import Broker
 from ..engines import DockerEngine, Engine, LocalEngine
 from ..errors import ConfigError, GPUSpawnerError, Unavailable
+from ..patience import side_by_side
 from ..store.granter import hub_name
 from .ahead import PullsAhead
 from .credits import Credits
@@ -288,7 +289,7 @@ class Accounting(WatchesContainers, PullsAhead, Application):
         # told that a session ended.
         await tick.round("Reconciliation", tick.reconcile)
         await tick.round("Charges", tick.charge)
-        await asyncio.gather(
+        await side_by_side(
             tick.every(self.reconcile_seconds, "Reconciliation", tick.reconcile),
             tick.every(tick.charge_pause, "Charges", tick.charge),
             tick.every(SESSIONS_EVERY, "Sessions", sessions.round),

@@ -13,6 +13,7 @@ from ..engines import DockerEngine
 from ..engines.lost import LostDevices, cause_and_remedy
 from ..errors import EngineUnavailable
 from ..model import Lease, ServerRef
+from ..patience import side_by_side
 from .hub import Started
 from .tick import Tick
 from .use import SamplesUse
@@ -49,7 +50,7 @@ class WatchesContainers(SamplesUse):
         if self.look_inside_seconds:
             lost = Lost(tick, poke)
             duties.append(tick.every(self.look_inside_seconds, "GPUs in containers", lost.round))
-        await asyncio.gather(*duties)
+        await side_by_side(*duties)
 
 
 class Lost:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gpuspawner.patience import within
+from gpuspawner.patience import side_by_side, within
 
 
 async def test_what_comes_in_time() -> None:
@@ -54,3 +54,28 @@ async def test_a_cancellation_that_comes_as_the_work_is_done_is_heard(steps: int
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert not went_on
+
+
+async def test_side_by_side_every_work_comes_to_its_own_end() -> None:
+    """Cancelled or failed: who has more to do at the end than the others is waited for."""
+    ended = []
+
+    async def quick() -> None:
+        await asyncio.sleep(60)
+
+    async def slow(*, fails: bool = False) -> None:
+        try:
+            await asyncio.sleep(0.01 if fails else 60)
+            raise ZeroDivisionError
+        finally:
+            await asyncio.sleep(0.02)
+            ended.append(fails)
+
+    both = asyncio.ensure_future(side_by_side(quick(), slow()))
+    await asyncio.sleep(0.01)
+    both.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await both
+    with pytest.raises(ZeroDivisionError):
+        await side_by_side(quick(), slow(), slow(fails=True))
+    assert ended == [False, True, False]
