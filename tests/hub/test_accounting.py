@@ -104,10 +104,7 @@ def test_the_service_is_killed_and_comes_back(paying_hub: Factory) -> None:
     hub = paying_hub("c.Broker.opening_grant = 10000")
     goes_on = hub.start_server("ada", gpus=1)
     stops = hub.start_server("bob", gpus=1)
-    service = hub.service()
-    assert service is not None
-    service.kill()
-    wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
+    hub.kill_service()
     down_since = hub.broker.clock()
     charged = hub.broker.lease(goes_on.id).charged
     hub.stop_server("bob")

@@ -103,10 +103,7 @@ def test_refills_are_given_by_the_service_once_also_after_a_kill(
     assert hub.broker.member("ada").balance == 15 * MICRO, "as the Hub knows who is in the group"
     assert hub.broker.member("bob").balance == 0
 
-    service = hub.service()
-    assert service is not None
-    service.kill()
-    wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
+    hub.kill_service()
     everybody = past.add_refill(
         past.plan_refill("FREQ=DAILY", amount=MICRO, audience=["everybody"], **refill)
     )

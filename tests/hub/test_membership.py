@@ -114,9 +114,7 @@ def test_whose_time_is_over_is_warned_and_stopped_and_comes_back_to_all_they_had
     (work / "thesis.txt").write_text("mine", encoding="utf-8")
     hub.broker.end_on_roster("cara", actor="eva", reason="the term is over")
     wait_for(lambda: told(hub, "cara", NoticeKind.SESSION_ENDS), "the warning", timeout=60)
-    service = hub.service()
-    assert service is not None
-    service.kill()  # the next one goes on
+    hub.kill_service()  # the next one goes on
     assert ended(hub, lease).outcome == "member_gone"
     assert told(hub, "cara", NoticeKind.STOPPED) == [
         "Your server is stopped: your membership has ended"

@@ -287,10 +287,7 @@ def test_a_killed_service_loses_nothing(tmp_path: Path) -> None:
         mail.stop()
         notices = [tell(hub.broker, title=f"number {n}") for n in range(20)]
         wait_for(lambda: now(hub.broker, notices[-1]).tries, "the first tries")
-        service = hub.service()
-        assert service is not None
-        service.kill()
-        wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
+        hub.kill_service()
         notices.append(tell(hub.broker, title="number 20"))
         mail.start()
         hub.wait_pages()  # the Hub starts it anew

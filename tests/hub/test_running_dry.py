@@ -48,13 +48,6 @@ c.Accounting.credits_hook = {[sys.executable, "-c", KEEP, str(tmp_path / "told")
         assert found == []
 
 
-def kill_service(hub: PayingHub) -> None:
-    service = hub.service()
-    assert service is not None
-    service.kill()
-    wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
-
-
 def kill_all(hub: PayingHub) -> None:
     hub.kill9(services=True)
     hub.start()
@@ -102,7 +95,7 @@ def test_killed_at_the_warning_in_the_grace_and_at_the_stop(start: Start) -> Non
     kill_all(hub)
     warned = wait_for(lambda: hub.broker.lease(lease.id).warned_at, "the grace", timeout=SOON)
     assert (warned - lease.started_at).total_seconds() >= 12
-    kill_service(hub)
+    hub.kill_service()
     wait_for(lambda: hub.broker.lease(lease.id).outcome, "the order", timeout=90)
     kill_all(hub)
     settled = ended(hub, lease)
@@ -137,7 +130,7 @@ def test_a_planned_session_ends_first(start: Start) -> None:
     hub = start(5, "session")
     lease = hub.start_server("ada", gpus=1, hours=0.25)
     wait_for(lambda: hub.broker.lease(lease.id).warned_at, "its word", timeout=SOON)
-    kill_service(hub)
+    hub.kill_service()
     assert "goes on until its session ends at" in hub.broker.notices_of("ada")[0].body
     assert hub.spawn("ada", {"gpus": 1}, "another").status_code == 402
     hub.wait_pages()

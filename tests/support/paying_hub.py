@@ -117,6 +117,22 @@ class PayingHub(HubProcess):
                 return process
         return None
 
+    def kill_service(self) -> None:
+        """Kill the accounting service on the spot; its Hub starts it again.
+
+        A Hub whose service ends before the Hub was through with its own start ends as well.
+        """
+
+        def started() -> bool:
+            newest = self.log_text().rpartition("Running JupyterHub version")[2]
+            return "JupyterHub is now running" in newest
+
+        wait_for(started, "the end of the Hub's start", timeout=60)
+        service = self.service()
+        assert service is not None
+        service.kill()
+        wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
+
     def service_lines(self) -> list[str]:
         """What the accounting service logged, without times."""
         return service_lines(self)
