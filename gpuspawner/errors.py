@@ -210,6 +210,18 @@ class EngineUnavailable(Unavailable):
     reason = "engine_unavailable"
 
 
+class SlurmUnavailable(Unavailable):
+    """Slurm does not answer just now: {why}. What runs goes on; try again in a moment."""
+
+    reason = "slurm_unavailable"
+
+
+class SlurmRefused(Refused):
+    """Slurm refused it: {why}."""
+
+    reason = "slurm_refused"
+
+
 class ImageUnavailable(Unavailable):
     """The image {image} could not be pulled: {why}. {remedy}"""
 

@@ -1,0 +1,93 @@
+"""Slurm's programs, called with argument vectors: no shell sees what a member wrote."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass, field
+
+from ..errors import SlurmRefused, SlurmUnavailable
+
+_AWAY = (
+    "unable to contact slurm controller",
+    "unable to establish configuration source",
+    "connection refused",
+    "connection timed out",
+    "socket timed out",
+    "problem talking to the database",
+    "zero bytes were transmitted",
+    "unexpected message received",
+    "munge",
+    "authentication",
+    "resource temporarily unavailable",
+)
+"""Parts of what the programs say when nobody can answer, in lower case. None of it is an answer:
+a job that could not be asked for may live."""
+
+_PREFIX = re.compile(r"^(?:\w+: )?(?:(?:fatal|error): )?(?:Batch job submission failed: )?")
+
+
+@dataclass(frozen=True, slots=True)
+class Slurm:
+    """Slurm as its programs reach it. Every call blocks: use a thread."""
+
+    conf: str = ""
+    """Path of slurm.conf; empty for Slurm's own default place."""
+    seconds: float = 20.0
+    """How long a program may take; Slurm's own patience for a lost controller is a part of it."""
+    folder: str = ""
+    """Where the programs are, if they are not on PATH."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """More variables for the programs."""
+
+    def run(self, program: str, *words: str, script: str = "") -> str:
+        """What a program such as ``squeue`` prints, given ``script`` on its standard input.
+
+        Raises SlurmUnavailable when nobody answers, and SlurmRefused with Slurm's own words when
+        the answer is no.
+        """
+        path = os.path.join(self.folder, program) if self.folder else program
+        try:
+            done = subprocess.run(
+                [path, *words],
+                input=script,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self.seconds,
+                env=self._environment(),
+                check=False,
+            )
+        except FileNotFoundError:
+            why = f"the program {program} is not on this machine (install slurm-client)"
+            raise SlurmUnavailable(why=why) from None
+        except subprocess.TimeoutExpired:
+            why = f"{program} did not answer within {self.seconds:g} seconds"
+            raise SlurmUnavailable(why=why) from None
+        except OSError as error:
+            raise SlurmUnavailable(why=f"{program} cannot be run ({error.strerror})") from None
+        if done.returncode:
+            raise _error(program, done.stderr or done.stdout, done.returncode)
+        return done.stdout
+
+    def _environment(self) -> dict[str, str]:
+        """No setting of whoever started us reaches the programs: SBATCH_* and the like are
+        options too."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "SBATCH_", "SQUEUE_", "SACCT_", "SCONTROL", "SINFO_"))
+            or name == "SLURM_CONF"
+        }
+        if self.conf:
+            kept["SLURM_CONF"] = self.conf
+        return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "TZ": "UTC"} | self.environment
+
+
+def _error(program: str, said: str, status: int) -> SlurmUnavailable | SlurmRefused:
+    lines = [_PREFIX.sub("", line).strip() for line in said.splitlines() if line.strip()]
+    why = "; ".join(dict.fromkeys(lines)) or f"{program} ended with status {status}"
+    if any(part in said.lower() for part in _AWAY):
+        return SlurmUnavailable(why=why[:300])
+    return SlurmRefused(why=why[:300].rstrip("."))
