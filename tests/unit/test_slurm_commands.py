@@ -50,12 +50,12 @@ def test_a_refusal_is_said_in_slurms_words(tmp_path: Path) -> None:
     text = (
         "sbatch: error: Batch job submission failed: Requested node configuration is not available"
     )
-    with pytest.raises(SlurmRefused, match="^Slurm refused it: Requested node configuration"):
+    with pytest.raises(SlurmRefused, match=r"^Slurm refused it: Requested node configuration"):
         program(tmp_path, f"echo '{text}' >&2; exit 1").run("squeue")
 
 
 def test_programs_that_are_missing_or_hang(tmp_path: Path) -> None:
     with pytest.raises(SlurmUnavailable, match="scontrol is not on this machine"):
         program(tmp_path, "").run("scontrol")
-    with pytest.raises(SlurmUnavailable, match="did not answer within 0.2 seconds"):
+    with pytest.raises(SlurmUnavailable, match=r"did not answer within 0\.2 seconds"):
         Slurm(folder=program(tmp_path, "exec sleep 60").folder, seconds=0.2).run("squeue")
