@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, InvalidRequest, NotAllowed
+from ..errors import InvalidRequest, NotAllowed
+from ..reading.files import read_text
+from ..reading.origin import Origin
+from ..reading.section import suggest
+from ..reading.yaml_text import read_yaml
 from .choices import ProfileChoice, ProfileOption
-from .files import read_bytes
 from .kinds import MOST_HOURS, WORKSPACE
-from .origin import Origin
 from .parse import parse
-from .reading import suggest
 from .values import (
     DeviceLimits,
     Environment,
@@ -27,7 +28,6 @@ from .values import (
     Mount,
     SessionHours,
 )
-from .yaml_text import read_yaml
 
 __all__ = [
     "MOST_HOURS",
@@ -171,17 +171,4 @@ class Catalog:
 def load(path: str | os.PathLike[str]) -> Catalog:
     """The catalog in the file at ``path``. Raises ConfigError."""
     name = os.fspath(path)
-    try:
-        data = read_bytes(name, MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"The catalog {name} cannot be read: {error.strerror}. Check the path and who may read "
-            "it."
-        ) from None
-    if len(data) > MOST_BYTES:
-        raise ConfigError(f"{name} has more than {MOST_BYTES} bytes: this is no catalog.")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{name}: this is not text in UTF-8. Save it as UTF-8.") from None
-    return Catalog.from_text(text, name, Path(name).parent)
+    return Catalog.from_text(read_text(name, MOST_BYTES, "catalog"), name, Path(name).parent)

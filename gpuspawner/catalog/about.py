@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from ..reading.origin import shown
+from ..reading.section import Section, mapping, text
 from .files import find, named_file, read_text
 from .kinds import MOST_NAMED, day, line, long_text, server_path, url
-from .origin import shown
-from .reading import Section, mapping, text
 from .values import Framework, Link
 
 _FILES = ("packages", "sample_notebook", "changes")

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..reading.origin import shown
+from ..reading.section import Section, mapping, truth
 from . import kinds
-from .origin import shown
-from .reading import Section, mapping, truth
 from .servers import read_servers
 
 MOST_OPTIONS = 10

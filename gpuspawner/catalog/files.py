@@ -6,12 +6,12 @@ by ``..`` or through a symbolic link, or that is no ordinary file, or larger tha
 
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path
 
+from ..reading.files import read_bytes
+from ..reading.origin import shown
 from .kinds import plain_path
-from .origin import shown
 
 MOST_BYTES = {
     "logo": 200_000,
@@ -82,16 +82,6 @@ def read(folder: Path, key: str, name: str) -> bytes:
         return read_bytes(path, MOST_BYTES[key])
     except OSError as error:
         raise ValueError(f"names {shown(name)}, which cannot be read: {error.strerror}.") from None
-
-
-def read_bytes(path: str | Path, most: int) -> bytes:
-    """The first bytes of a file, or of what takes its place; waits for nobody. Raises OSError."""
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)
-
-    with open(path, "rb", opener=opener) as file:
-        return file.read(most) or b""
 
 
 def read_text(folder: Path, key: str, name: str) -> str:

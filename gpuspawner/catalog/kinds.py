@@ -9,8 +9,8 @@ from datetime import date, datetime
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from .origin import shown
-from .reading import positive, text, texts
+from ..reading.origin import shown
+from ..reading.section import positive, text, texts
 
 WORKSPACE = "/home/jovyan/work"
 """Where every server finds the member's workspace."""

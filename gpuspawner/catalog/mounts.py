@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..reading.origin import Origin
+from ..reading.section import Section, suggest, texts
 from .kinds import NAME, groups, inside, mode, source, target
-from .origin import Origin
-from .reading import Section, suggest, texts
 from .values import Mount
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .reading import Section, mapping
+from ..reading.section import Section, mapping
 
 OWN_KEYS = ("image", "environment", "mem_limit", "cpu_limit", "shm_size", "default_url")
 """Traits that an environment sets by a key of the same name."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..reading.origin import Origin
+from ..reading.section import Section, device_memory, mapping, truth, whole
 from . import kinds
 from .about import read_about
 from .choices import read_options
 from .mounts import check_targets, read_choice, read_dataset, read_shared_folder
-from .origin import Origin
-from .reading import Section, device_memory, mapping, truth, whole
 from .servers import read_servers
 from .values import DeviceLimits, Environment, Mount, SessionHours
 

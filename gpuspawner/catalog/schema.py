@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..reading.section import MOST_NUMBER, MOST_WHOLE
 from . import kinds
 from .choices import MOST_CHOICES, MOST_OPTIONS, NAME
 from .files import ENDINGS
 from .overrides import OWN_KEYS, OWNED_INSIDE, OWNED_TRAITS
-from .reading import MOST_NUMBER, MOST_WHOLE
 
 Schema = dict[str, Any]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ..reading.origin import shown
+from ..reading.section import Section, mapping, positive, size
 from . import kinds
-from .origin import shown
 from .overrides import read_override
-from .reading import Section, mapping, positive, size
 
 _KINDS = {
     "image": kinds.image,
