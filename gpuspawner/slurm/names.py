@@ -4,8 +4,8 @@ A name that Linux and Slurm take as it is stays as it is, so that ``ada`` signs 
 ``ada``. Every other one is written in letters that they take, behind ``u-``, and can be read back;
 one that is too long for that becomes a digest, behind ``h-``, and is found again among the names
 that are known. No two members get the same name: what stays as it is never begins with ``u-`` or
-``h-``, what is written behind ``u-`` can be read in one way only, and two digests of 150 bits do not
-meet by chance.
+``h-``, what is written behind ``u-`` can be read in one way only, and two digests of 150 bits do
+not meet by chance.
 
 A group's account always begins with ``g-`` (``gh-`` for a digest), so that it is no account that a
 site made by itself.
@@ -36,15 +36,16 @@ _WRITTEN = re.compile(r"(?:[a-z0-9-]|_[0-9a-f]{2})*")
 _KEPT = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-")
 _BYTE = re.compile(rb"_([0-9a-f]{2})")
 
-SYSTEM_USERS = frozenset(
-    # Of Debian, Ubuntu and Red Hat, and of what a cluster runs.
-    "root toor bin daemon adm lp sync shutdown halt mail news uucp operator games gopher ftp man "
-    "proxy www-data backup list irc gnats nobody nogroup sys sshd messagebus dbus polkitd avahi "
-    "syslog tss ntp chrony landscape pollinate lxd statd rpc rpcuser nfsnobody postfix exim "
-    "dnsmasq systemd nginx apache redis postgres mysql mariadb mongodb docker dockerroot "
-    "containerd libvirt qemu slurm slurmdbd slurmrestd munge nvidia-persistenced jupyterhub "
-    "jupyter gpuspawner telegraf grafana prometheus admin sudo wheel staff users".split()
-)
+# Of Debian, Ubuntu and Red Hat, and of what a cluster runs.
+_SYSTEM = """
+    root toor bin daemon adm lp sync shutdown halt mail news uucp operator games gopher ftp man
+    proxy www-data backup list irc gnats nobody nogroup sys sshd messagebus dbus polkitd avahi
+    syslog tss ntp chrony landscape pollinate lxd statd rpc rpcuser nfsnobody postfix exim
+    dnsmasq systemd nginx apache redis postgres mysql mariadb mongodb docker dockerroot
+    containerd libvirt qemu slurm slurmdbd slurmrestd munge nvidia-persistenced jupyterhub
+    jupyter gpuspawner telegraf grafana prometheus admin sudo wheel staff users
+"""
+SYSTEM_USERS = frozenset(_SYSTEM.split())
 """Names that are no member's on a node, whoever signs in by them."""
 
 
