@@ -196,6 +196,8 @@ class Broker(
         )
         self.watch.forget()
         self.log.info("Lease %s of %s ended: %s", lease.id, lease.server, reason)
+        if not back:
+            self._take_back(lease.ticket_id, lease.engine)
         if back:
             self.log.info("Ticket %s of %s is back in line", lease.ticket_id, lease.server)
         return lease

@@ -106,10 +106,13 @@ class Grants(Paying, Queue, Reads):
         self.log.info("Lease %s: %s got %s", lease.id, server, lease.uuids or "no device")
         return lease
 
-    def _grant_ticket(self, ticket: Ticket, look: Look, kept: frozenset[str]) -> Lease:
+    def _grant_ticket(
+        self, ticket: Ticket, look: Look, kept: frozenset[str], since: datetime | None = None
+    ) -> Lease:
         """A lease for a ticket that waits, and the ticket's end, in one transaction.
 
-        Nothing on the places ``kept`` for others. Raises TicketEnded if it waits no more.
+        Nothing on the places ``kept`` for others. ``since``: when another scheduler gave it its
+        devices. Raises TicketEnded if it waits no more.
         """
         now = self.clock()
         _must_be_seen(look, ticket.request)
@@ -125,6 +128,7 @@ class Grants(Paying, Queue, Reads):
                 look,
                 now,
                 kept=kept,
+                granted_at=self._held_since(connection, ticket, since, now),
                 account=ticket.account,
                 engine=ticket.engine,
                 group=ticket.group,
@@ -151,6 +155,7 @@ class Grants(Paying, Queue, Reads):
         account: str,
         kept: frozenset[str] = frozenset(),
         shown_at: datetime | None = None,
+        granted_at: datetime | None = None,
         **terms: Any,
     ) -> Lease:
         """Choose the places, hold the credits and write the lease, in the caller's transaction."""
@@ -196,7 +201,7 @@ class Grants(Paying, Queue, Reads):
             devices=devices,
             rate=rate,
             hold=hold,
-            granted_at=now,
+            granted_at=granted_at or now,
             **terms,
         )
         leases.insert(connection, lease)
@@ -205,6 +210,15 @@ class Grants(Paying, Queue, Reads):
         return lease
 
     # Steps of the above.
+
+    def _held_since(
+        self, connection: sa.Connection, ticket: Ticket, since: datetime | None, now: datetime
+    ) -> datetime:
+        """Since when a ticket has its devices: they may be given to it a second time, when the
+        first server was lost with its hub."""
+        if since is None or leases.had_one(connection, ticket):
+            return now
+        return min(max(since, ticket.created_at), now)
 
     def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:
         """The account, opened with the opening grant if it is a member's and not there yet."""

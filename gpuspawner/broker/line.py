@@ -98,6 +98,10 @@ class Line:
         for gone in self._alone.keys() - self.tickets.keys():
             del self._alone[gone]
 
+    def deserted(self) -> frozenset[str]:
+        """The tickets that no spawn has waited with for a while."""
+        return frozenset(self.tickets.keys() - self.scheduler.waiting.keys())
+
     def sync(self, connection: sa.Connection, look: Look, now: datetime) -> None:
         """Bring everything up to date, inside one read of the store."""
         closed = closures.load(connection)

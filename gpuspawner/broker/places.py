@@ -9,7 +9,7 @@ from functools import cache
 from ..model import Request, Ticket
 from ..scheduler import Ahead, Decision, Estimate, Ranked
 from ..store import closures
-from .core import Core
+from .delegating import Delegating
 from .line import Line
 from .standing import Standing, waits_for
 from .watch import Look
@@ -25,7 +25,7 @@ AT_ONCE = 200
 """Tickets that are estimated before others may have the line."""
 
 
-class Places(Core):
+class Places(Delegating):
     """The part of the broker that knows the line."""
 
     line: Line
@@ -33,6 +33,8 @@ class Places(Core):
 
     def standings(self) -> dict[str, Standing]:
         """Where every ticket stands: place, reason and estimate, by ticket id."""
+        if self.delegate is not None:
+            return self._delegated_standings()
         with self.line.lock:
             decision = self._decide(PLANNED)
             now = _seconds(self.clock())
@@ -47,6 +49,8 @@ class Places(Core):
 
     def order(self) -> list[tuple[Ticket, Ranked, Standing]]:
         """The whole line with the arithmetic of every score, first next: for admins."""
+        if self.delegate is not None:
+            return self._delegated_order()
         with self.line.lock:
             decision = self._decide(PLANNED)
             now = _seconds(self.clock())
@@ -56,7 +60,9 @@ class Places(Core):
         return [(t, r, found[t.id]) for t, r in zip(waiting, ranked, strict=True)]
 
     def place_of(self, ticket_id: str) -> int:
-        """A ticket's place in line; 0 when it does not wait."""
+        """A ticket's place in line; 0 when it does not wait, or nobody has said yet."""
+        if self.delegate is not None:
+            return 0
         with self.line.lock:
             return self.line.scheduler.place(ticket_id, _seconds(self.clock()))
 

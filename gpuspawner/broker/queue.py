@@ -83,6 +83,9 @@ class Queue(Places, QueueSettings):
         )
         if not request.devices:
             return acquire()
+        if self.delegate is not None:
+            ticket = self._ticket(server, request, engine, account, terms)
+            return self._ask_there(ticket, wait=terms.wait)
         with self.line.lock:
             if self._nobody_is_before(server, terms) or self._has_kept(server, request):
                 try:
@@ -102,6 +105,9 @@ class Queue(Places, QueueSettings):
         """
         with self.line.lock:
             self.line.attend(present, self.clock())
+        if self.delegate is not None:
+            return self._delegated_turns(present)
+        with self.line.lock:
             decision = self._decide()
             return [ticket for ticket in decision.starts if ticket in present]
 
@@ -115,9 +121,13 @@ class Queue(Places, QueueSettings):
             ticket = self.line.tickets.get(ticket_id)
             if ticket is None:
                 raise TicketEnded(why="it was ended")
-            kept = self._kept_for_others(ticket)
+            look = self.look()
             try:
-                lease = self._grant_ticket(ticket, self.look(), kept)
+                if self.delegate is None:
+                    lease = self._grant_ticket(ticket, look, self._kept_for_others(ticket))
+                else:
+                    turn, kept = self._allotted(ticket, look.fleet)
+                    lease = self._grant_ticket(ticket, look, kept, turn.since)
             except (NoDeviceFree, GrantingPaused, ServerHasLease):
                 raise
             except Refused as error:
@@ -150,6 +160,7 @@ class Queue(Places, QueueSettings):
             ended = tickets.get(connection, ticket_id)
         with self.line.lock:
             self.line.drop(ticket_id)
+        self._take_back(ticket_id, ticket.engine)
         self.log.info("Ticket %s of %s ended (%s): %s", ticket_id, ticket.server, outcome, reason)
         return ended
 

@@ -67,6 +67,8 @@ class Restarts(Sessions):
         with self.store.write() as connection:
             lease = leases.get(connection, lease_id, lock=True)
             _must_be_restartable(lease, now)
+            if self.delegate is not None and lease.engine == self.delegate.engine:
+                raise CannotRestart(why="its GPUs go to others when it stops; start it again then")
             if not notices.told(connection, [_key(lease.id)]):
                 raise CannotRestart(why="it reaches them, as far as is known")
             closed = closures.load(connection)

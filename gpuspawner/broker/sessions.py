@@ -62,6 +62,8 @@ class Sessions(Queue):
                 self.line.sync(connection, look, now)
                 self._must_delay_nobody(extended, now)
                 leases.update(connection, lease_id, extended=longer, hold=hold, told_minutes=None)
+                # Last: what the other side would not have is not written, and undone by nothing.
+                self._extend_there(extended)
                 if actor != lease.server.user:
                     self._note_lease(connection, lease, "extend", actor, _until(extended, now), now)
         self.log.info("Lease %s of %s ends at %s", lease_id, lease.server, extended.ends_at)

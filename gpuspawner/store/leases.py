@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from ..errors import NoDeviceFree, ServerHasLease, UnknownLease
-from ..model import Lease, LeasedDevice, LeaseState, Place, ServerRef
+from ..model import Lease, LeasedDevice, LeaseState, Place, ServerRef, Ticket
 from .prepared import Prepared
 from .schema import OPEN_LEASE, OPEN_PLACE, accounts, closures, lease_places, leases, lots
 
@@ -92,6 +92,15 @@ _FREE_PLACES = Prepared(
     .where(lease_places.c.lease_id == sa.bindparam("lease"))
     .values(open=sa.false())
 )
+_HAD_ONE = Prepared(
+    sa.select(leases.c.id)
+    .where(
+        leases.c.user == sa.bindparam("member"),
+        leases.c.server_name == sa.bindparam("server"),
+        leases.c.ticket_id == sa.bindparam("ticket"),
+    )
+    .limit(1)
+)
 
 HELD = sa.select(sa.func.coalesce(sa.func.sum(sa.case((_left > 0, _left), else_=0)), 0)).where(
     OPEN_LEASE
@@ -110,6 +119,12 @@ def places_taken(connection: sa.Connection) -> frozenset[str]:
     on "granting" for all)."""
     (found,) = _PLACES.rows(connection)
     return frozenset(" ".join(filter(None, found)).split())
+
+
+def had_one(connection: sa.Connection, ticket: Ticket) -> bool:
+    """Whether a ticket ever led to a lease."""
+    server = {"member": ticket.server.user, "server": ticket.server.name}
+    return bool(_HAD_ONE.rows(connection, ticket=ticket.id, **server))
 
 
 def insert(connection: sa.Connection, lease: Lease) -> None:

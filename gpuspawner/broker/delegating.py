@@ -1,0 +1,169 @@
+"""Turns that another scheduler gives: the broker hands tickets over, and grants what comes back.
+
+The ticket is in the store before it is handed over, and carries the only name by which it is
+known there. So whoever dies in between, the next round finds it on both sides, or hands it over
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ..errors import GPUSpawnerError, NoDeviceFree, Refused, Unavailable
+from ..model import Lease, LeaseState, Place, Ticket
+from ..pool import Fleet, texts
+from ..scheduler import Part, Ranked
+from ..scheduler.delegated import Delegate, Turn
+from ..store import closures, leases, tickets
+from .core import Core
+from .standing import Standing, waits_for
+
+
+class Delegating(Core):
+    """The part of the broker that knows a scheduler beside its own. ``delegate`` is None where
+    there is none, and nothing here is called then."""
+
+    delegate: Delegate | None = None
+    _said: Mapping[str, Turn] = {}
+
+    def _ask_there(self, ticket: Ticket, *, wait: bool) -> Ticket:
+        """A place in the line of the scheduler that decides in our place."""
+        if not wait:
+            self._must_be_free(ticket)
+        with self.line.lock:
+            ticket = self._enqueue(ticket)
+        self._hand_over(ticket)
+        return ticket
+
+    def _delegated_turns(self, present: frozenset[str]) -> list[str]:
+        """The tickets that got devices and that a spawn waits with, the first of them first.
+        Hands over those that were not; ends those that the other side gave up."""
+        delegate = self._other()
+        with self.line.lock:
+            self.store.run(lambda c: self.line.sync(c, self.look(), self.clock()))
+            waiting = list(self.line.tickets.values())
+            deserted = self.line.deserted()
+        if closures.GRANTING in self.line.closed:
+            return []
+        self._said = said = delegate.turns()
+        mine = []
+        for ticket in waiting:
+            turn = said.get(ticket.id)
+            if ticket.id in deserted:
+                if turn and not turn.over:  # it holds what others wait for
+                    delegate.cancel(ticket.id)
+            elif turn is None:
+                if delegate.is_missing(ticket):
+                    self._hand_over(ticket)
+            elif turn.over:
+                self.end_ticket(ticket.id, "refused", turn.over)
+            elif turn.uuids:
+                mine.append(turn)
+        mine.sort(key=lambda turn: (turn.since or self.clock(), turn.ticket_id))
+        return [turn.ticket_id for turn in mine if turn.ticket_id in present]
+
+    def _hand_over(self, ticket: Ticket) -> None:
+        """Raises Refused, with the ticket ended, when it will never be served; what nobody
+        answers to is tried again in the next round."""
+        try:
+            self._other().submit(ticket)
+        except Unavailable as error:
+            self.log.warning("Ticket %s is not handed over yet: %s", ticket.id, error.message)
+        except Refused as error:
+            self.end_ticket(ticket.id, "refused", error.message, tell=False)
+            raise
+
+    def _must_be_free(self, ticket: Ticket) -> None:
+        """Raises NoDeviceFree for who does not want to wait, when somebody does already or all
+        that suits is in use."""
+        others = sum(turn.place > 0 for turn in self._other().turns().values())
+        look = self.look()
+        look.fleet.choose(ticket.request, self.store.run(leases.places_taken))
+        if others:
+            who = "1 job waits" if others == 1 else f"{others} jobs wait"
+            sentence = f"{who} for a GPU before you. Start without a GPU, or wait in line."
+            raise NoDeviceFree(sentence, waiting=others)
+
+    def _allotted(self, ticket: Ticket, fleet: Fleet) -> tuple[Turn, frozenset[str]]:
+        """What a ticket got, and the places on all other devices. Raises NoDeviceFree when it
+        has none just now."""
+        turn = self._said.get(ticket.id)
+        if turn is None or not turn.uuids or turn.over:
+            raise NoDeviceFree()
+        others = [device for device in fleet.devices if device.uuid not in turn.uuids]
+        kept = texts(Place(each.uuid, slot) for each in others for slot in range(each.slots))
+        return turn, kept
+
+    def _delegated_standings(self) -> dict[str, Standing]:
+        """Where every ticket stands, as the other side says."""
+        with self.line.lock:
+            waiting = list(self.line.tickets.values())
+        with suppress(Unavailable):  # then they stand as somebody last said
+            self._said = self._other().turns()
+        return {ticket.id: self._standing(ticket) for ticket in waiting}
+
+    def _standing(self, ticket: Ticket) -> Standing:
+        turn = self._said.get(ticket.id)
+        why = waits_for(ticket.request, self.line.free_for(ticket.request))
+        if turn is None:
+            return Standing(place=1, of=1, why=f"{why} (about to be handed over)",
+                            estimate=None, planned=None)  # fmt: skip
+        return Standing(
+            place=max(1, turn.place),
+            of=max(1, turn.of),
+            why=f"{why} ({turn.why})" if turn.why else why,
+            estimate=None,
+            planned=turn.start,
+        )
+
+    def _delegated_order(self) -> list[tuple[Ticket, Ranked, Standing]]:
+        """The line as the other side orders it, first next."""
+        standings = self._delegated_standings()
+        found = []
+        with self.line.lock:
+            for ticket in self.line.tickets.values():
+                turn = self._said.get(ticket.id)
+                score = turn.score if turn else 0.0
+                parts = (Part(self._other().engine, score, "what the order goes by there"),)
+                ranked = Ranked(ticket.id, standings[ticket.id].place, score, parts)
+                found.append((ticket, ranked, standings[ticket.id]))
+        return sorted(found, key=lambda each: (each[1].place, each[0].created_at))
+
+    # What the other side holds for us, and whose server is gone.
+
+    def end_deserted(self) -> list[str]:
+        """Take back what was handed over for tickets that wait no more and servers that are
+        gone; their ids. Raises Unavailable."""
+        if self.delegate is None:
+            return []
+        said = {name for name, turn in self.delegate.turns().items() if not turn.over}
+        # Asked after: whoever was granted since holds a lease by now.
+        needed = {lease.ticket_id for lease in self.store.run(leases.open_leases)}
+        needed |= {ticket.id for ticket in self.store.run(tickets.waiting)}
+        lost = sorted(said - needed)
+        for ticket_id in lost:
+            self.log.warning("Nobody waits with ticket %s any more: taking it back", ticket_id)
+            self.delegate.cancel(ticket_id)
+        return lost
+
+    def _take_back(self, ticket_id: str | None, engine: str) -> None:
+        """A ticket waits no more, or its server is gone. What nobody answers to now is taken back
+        by :meth:`end_deserted`."""
+        if self.delegate is None or not ticket_id or engine != self.delegate.engine:
+            return
+        try:
+            self.delegate.cancel(ticket_id)
+        except GPUSpawnerError as error:
+            self.log.warning("Ticket %s is taken back later: %s", ticket_id, error.message)
+
+    def _extend_there(self, lease: Lease) -> None:
+        """A session lasts longer: also for the other side. Raises Refused or Unavailable."""
+        if self.delegate is None or lease.engine != self.delegate.engine or not lease.ticket_id:
+            return
+        if lease.seconds is not None and lease.state is not LeaseState.ENDED:
+            self.delegate.extend(lease.ticket_id, lease.seconds + lease.extended)
+
+    def _other(self) -> Delegate:
+        assert self.delegate is not None
+        return self.delegate

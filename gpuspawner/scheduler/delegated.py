@@ -1,0 +1,70 @@
+"""When somebody else decides whose turn it is: what the broker asks them, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol
+
+from ..model import Inventory, Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Where a ticket stands with the scheduler that it was handed to."""
+
+    ticket_id: str
+    uuids: tuple[str, ...] = ()
+    """The devices that it got; none while it waits."""
+    since: datetime | None = None
+    """Since when it has them."""
+    over: str = ""
+    """Why it will never have any, or has none any more, as a sentence; empty while it waits or
+    has them."""
+    ended_at: datetime | None = None
+    """When it had them last."""
+    place: int = 0
+    """1 is next; 0 for one that does not wait."""
+    of: int = 0
+    """How many wait."""
+    score: float = 0.0
+    """What the order goes by; greater goes first."""
+    why: str = ""
+    """What it waits for beside devices, in words; empty when that is all."""
+    start: datetime | None = None
+    """When it is expected to start."""
+
+
+class Delegate(Protocol):
+    """A scheduler beside ours, to which requests for devices are handed. Its methods block."""
+
+    @property
+    def engine(self) -> str:
+        """The engine whose servers get what it gives out."""
+
+    @property
+    def name(self) -> str:
+        """Of the devices that it gives out, in the store."""
+
+    def observe(self, now: datetime) -> Inventory:
+        """The devices that it gives out, as :class:`gpuspawner.devices.base.DeviceSource`."""
+
+    def submit(self, ticket: Ticket) -> None:
+        """Hand a ticket over; a second time changes nothing. Raises Refused for what it will
+        never have, and Unavailable when nobody answers: then it may have been handed over."""
+
+    def turns(self) -> Mapping[str, Turn]:
+        """Every ticket that was handed over and not forgotten yet, by id; at most a second old.
+        Raises Unavailable."""
+
+    def is_missing(self, ticket: Ticket) -> bool:
+        """Whether a ticket that :meth:`turns` did not name was lost, and not only handed over
+        since."""
+
+    def cancel(self, ticket_id: str) -> None:
+        """Take a ticket back, and what it got with it; the server on it is gone. Doing it twice
+        changes nothing. Raises Unavailable."""
+
+    def extend(self, ticket_id: str, seconds: int) -> None:
+        """Let it have its devices for so many seconds in all. Raises Refused or Unavailable."""
