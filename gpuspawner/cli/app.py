@@ -38,6 +38,8 @@ from .roster import grammar as roster_grammar
 from .roster import roster
 from .sessions import extend, stop
 from .simulate import simulate
+from .slurm import grammar as slurm_grammar
+from .slurm import slurm
 from .workspaces import grammar as workspaces_grammar
 from .workspaces import workspaces
 
@@ -155,6 +157,7 @@ def parser() -> argparse.ArgumentParser:
     roster_grammar(
         add("roster", roster, "List who is a member until when, and import it."), _common
     )
+    slurm_grammar(add("slurm", slurm, "Set up and look after a cluster of machines."), _common)
     _queue_actions(add("queue", queue, "List who waits in line, and why in this order."))
     for name, command, what in (
         ("pause", pause, "Give out no GPUs: what runs goes on, who waits waits on."),

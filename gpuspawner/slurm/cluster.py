@@ -32,6 +32,9 @@ _PARTITION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{3,94}")
 _FILE = re.compile(r"(?:/[A-Za-z0-9._-]+)+")
+_LAYOUT = re.compile(
+    r"(?:(?:Boards|SocketsPerBoard|CoresPerSocket|ThreadsPerCore)=[1-9][0-9]{0,3}(?: |$))+"
+)
 
 _MAKERS_WORDS = frozenset(
     ("nvidia", "tesla", "geforce", "quadro", "graphics", "device", "generation")
@@ -74,6 +77,8 @@ class Node:
     """In the order of Slurm's indices."""
     cpus: int = 1
     memory_bytes: int = 0
+    layout: str = ""
+    """Sockets, cores and threads in slurm.conf's words; empty leaves them to Slurm."""
 
     def device_at(self, index: int) -> NodeDevice:
         """The device that Slurm counts by ``index``, from 0. Raises ConfigError."""
@@ -216,6 +221,7 @@ def _node(name: str, section: Section) -> Node:
         tls=None if tls is None else _tls(section, tls),
         cpus=section.take("cpus", _count),
         memory_bytes=section.take("memory", size),
+        layout=section.take("layout", layout, ""),
         devices=tuple(_devices(section)),
     )
     section.done()
@@ -327,6 +333,17 @@ def _is_address(word: str) -> bool:
     except ValueError:
         return _HOST.fullmatch(word) is not None and ".." not in word
     return True
+
+
+def layout(value: object) -> str:
+    """What ``slurmd -C`` says of sockets, cores and threads."""
+    found = text(value)
+    if not _LAYOUT.fullmatch(found):
+        raise ValueError(
+            f"is {shown(found)}. Write it as slurmd -C does, such as 'SocketsPerBoard=1 "
+            "CoresPerSocket=8 ThreadsPerCore=2'."
+        )
+    return found
 
 
 def _matching(pattern: re.Pattern[str], words: str) -> Any:

@@ -1,0 +1,248 @@
+"""Slurm's configuration files from a cluster: pure builders of what nodes have in /etc/slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from .cluster import Cluster, Node
+
+TESTED = ("22.05.8",)
+"""The versions of Slurm that the tests run."""
+TESTED_SERIES = ((22, 5),)
+"""Their series; others are refused: their words for what we read differ."""
+
+MEMORY_PART = 97
+"""Percent of a node's memory that Slurm gives out. The rest is for the system; a new kernel that
+leaves a little less does not put the node out of service."""
+
+MEGABYTE = 2**20
+
+Settings = dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """What a site may choose beside its nodes."""
+
+    controller: str
+    """The host, as ``hostname -s`` says it, of slurmctld and slurmdbd."""
+    address: str = ""
+    """Where the nodes reach it; empty when its name is enough."""
+    epilog: str = "/etc/slurm/gpuspawner-epilog"
+    prolog: str = "/etc/slurm/gpuspawner-prolog"
+    longest_hours: int = 168
+    """How long a job may be asked to run."""
+    more: Mapping[str, str] = field(default_factory=dict)
+    """Settings of slurm.conf to add, or to have in place of ours."""
+
+
+def slurm_conf(cluster: Cluster, options: SlurmOptions) -> str:
+    """``slurm.conf``, the same on every node."""
+    more = {key.lower(): (key, value) for key, value in options.more.items()}
+    lines: list[str] = []
+    for comment, settings in _sections(cluster, options):
+        lines += ["", *(f"# {line}" for line in comment.splitlines())]
+        for key, value in settings.items():
+            _, value = more.pop(key.lower(), (key, value))
+            lines.append(f"{key}={value}")
+    if more:
+        lines += ["", "# This site's own."]
+        lines += [f"{key}={value}" for key, value in more.values()]
+    lines += ["", "# The nodes."]
+    lines += [_node_line(cluster, node) for node in cluster.nodes]
+    hours = options.longest_hours
+    names = ",".join(node.name for node in cluster.nodes)
+    lines.append(
+        f"PartitionName={cluster.partition} Nodes={names} Default=YES State=UP"
+        f" MaxTime={hours // 24}-{hours % 24} DefaultTime=01:00:00 DefMemPerCPU=1024"
+    )
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _sections(cluster: Cluster, options: SlurmOptions) -> Iterator[tuple[str, Settings]]:
+    """Comments, and the settings below each."""
+    address = f"({options.address})" if options.address else ""
+    yield (
+        "Who decides, and how the daemons know each other.",
+        {
+            "ClusterName": cluster.name,
+            "SlurmctldHost": f"{options.controller}{address}",
+            "SlurmUser": "slurm",
+            "AuthType": "auth/munge",
+            "AuthInfo": "socket=/run/munge/munge.socket.2",
+            "CredType": "cred/munge",
+            "StateSaveLocation": "/var/lib/slurm/slurmctld",
+            "SlurmdSpoolDir": "/var/lib/slurm/slurmd",
+            "SlurmctldPidFile": "/run/slurmctld.pid",
+            "SlurmdPidFile": "/run/slurmd.pid",
+            "SlurmctldLogFile": "/var/log/slurm/slurmctld.log",
+            "SlurmdLogFile": "/var/log/slurm/slurmd.log",
+        },
+    )
+    yield (
+        "Devices, cores and memory are given out one by one. Containers join their job's control\n"
+        "group, so that the job's limits are theirs.",
+        {
+            "GresTypes": "gpu,shard",
+            "SelectType": "select/cons_tres",
+            "SelectTypeParameters": "CR_Core_Memory",
+            "ProctrackType": "proctrack/cgroup",
+            "TaskPlugin": "task/cgroup",
+            "MpiDefault": "none",
+        },
+    )
+    yield (
+        "No container outlives its job: the epilog removes it before the devices go to the next.\n"
+        "A node whose epilog fails is drained; a node whose prolog fails takes no job.",
+        {
+            "Epilog": options.epilog,
+            "Prolog": options.prolog,
+            "KillWait": 10,
+        },
+    )
+    yield (
+        "The order: fair share before age, and a QOS may preempt another.",
+        {
+            "PriorityType": "priority/multifactor",
+            "PriorityDecayHalfLife": "7-0",
+            "PriorityCalcPeriod": 1,
+            "PriorityMaxAge": "1-0",
+            "PriorityWeightFairshare": 100000,
+            "PriorityWeightAge": 1000,
+            "PriorityWeightQOS": 10000,
+            "PreemptType": "preempt/qos",
+            "PreemptMode": "CANCEL",
+            "EnforcePartLimits": "ALL",
+            "SchedulerParameters": "bf_interval=5,bf_continue,sched_interval=5,"
+            "sched_min_interval=200000,batch_sched_delay=0,nohold_on_prolog_fail",
+        },
+    )
+    types = sorted({d.gres for node in cluster.nodes for d in node.devices if d.gres})
+    counted = ["gres/gpu", *(f"gres/gpu:{name}" for name in types), "gres/shard"]
+    yield (
+        "Who used what: credits are audited against it.",
+        {
+            "AccountingStorageType": "accounting_storage/slurmdbd",
+            "AccountingStorageHost": options.address or options.controller,
+            "AccountingStoragePass": "/run/munge/munge.socket.2",
+            "AccountingStorageTRES": ",".join(counted),
+            "AccountingStorageEnforce": "associations,limits,qos",
+            "AccountingStoreFlags": "job_comment",
+            "JobAcctGatherType": "jobacct_gather/cgroup",
+            "JobAcctGatherFrequency": 30,
+            "MinJobAge": 300,
+        },
+    )
+    yield (
+        "A lost node is noticed in about 16 seconds; one that comes back takes work again.",
+        {
+            "SlurmdTimeout": 6,
+            "SlurmctldTimeout": 10,
+            "MessageTimeout": 3,
+            "TCPTimeout": 1,
+            "InactiveLimit": 0,
+            "ReturnToService": 2,
+        },
+    )
+
+
+def _node_line(cluster: Cluster, node: Node) -> str:
+    gres = [f"gpu:{name}:{count}" for name, count in _counts(node).items()]
+    if shards := cluster.shards * len(node.devices):
+        gres.append(f"shard:{shards}")
+    memory = node.memory_bytes * MEMORY_PART // 100 // MEGABYTE
+    words = [f"NodeName={node.name}", f"NodeAddr={node.address}", f"CPUs={node.cpus}"]
+    words += [node.layout] if node.layout else []
+    words += [f"RealMemory={memory}"]
+    words += [f"Gres={','.join(gres)}"] if gres else []
+    words += [f"Feature={','.join(_counts(node))}"] if node.devices else []
+    return " ".join([*words, "State=UNKNOWN"])
+
+
+def _counts(node: Node) -> dict[str, int]:
+    """How many devices a node has of each type, in the order of its devices."""
+    found: dict[str, int] = {}
+    for device in node.devices:
+        found[device.gres] = found.get(device.gres, 0) + 1
+    return found
+
+
+def gres_conf(cluster: Cluster) -> str:
+    """``gres.conf``: the devices of every node, in the order of Slurm's indices."""
+    lines = ["AutoDetect=off"]
+    for node in cluster.nodes:
+        name = f"NodeName={node.name}"
+        lines += [f"{name} Name=gpu Type={d.gres} File={d.file}" for d in node.devices]
+        if cluster.shards:
+            lines += [
+                f"{name} Name=shard Count={cluster.shards} File={d.file}" for d in node.devices
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def cgroup_conf() -> str:
+    """``cgroup.conf``."""
+    return """\
+ConstrainCores=yes
+ConstrainRAMSpace=yes
+# Docker gives each container its devices, and no others. A control group whose devices Slurm has
+# closed refuses what runc does in it, and no container could start in the job's group.
+ConstrainDevices=no
+"""
+
+
+def slurmdbd_conf(options: SlurmOptions) -> str:
+    """``slurmdbd.conf``, for the controller alone: the user slurm's, mode 600.
+
+    It holds no password: the database is on the same host, and knows the user by the socket.
+    """
+    settings = {
+        "AuthType": "auth/munge",
+        "AuthInfo": "socket=/run/munge/munge.socket.2",
+        "DbdHost": options.controller,
+        "SlurmUser": "slurm",
+        "StorageType": "accounting_storage/mysql",
+        "StorageHost": "localhost",
+        "StorageUser": "slurm",
+        "StorageLoc": "slurm_acct_db",
+        "LogFile": "/var/log/slurm/slurmdbd.log",
+        "PidFile": "/run/slurmdbd.pid",
+    }
+    return "\n".join(f"{key}={value}" for key, value in settings.items()) + "\n"
+
+
+def cluster_yaml(cluster: Cluster) -> str:
+    """``cluster.yaml``, which :func:`~gpuspawner.slurm.cluster.read_cluster` reads."""
+    top: dict[str, Any] = {"name": cluster.name, "partition": cluster.partition}
+    if cluster.hub_address:
+        top["hub_address"] = cluster.hub_address
+    if cluster.slurm_conf:
+        top["slurm_conf"] = cluster.slurm_conf
+    top["shards"] = cluster.shards
+    top["nodes"] = {node.name: _node_yaml(node) for node in cluster.nodes}
+    return yaml.safe_dump(top, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _node_yaml(node: Node) -> dict[str, Any]:
+    found: dict[str, Any] = {"address": node.address, "engine": node.engine}
+    if node.tls:
+        tls = node.tls
+        found["tls"] = {"ca": tls.ca, "certificate": tls.certificate, "key": tls.key}
+    found |= {"cpus": node.cpus, "memory": node.memory_bytes}
+    if node.layout:
+        found["layout"] = node.layout
+    found["devices"] = [
+        {
+            "uuid": device.uuid,
+            "model": device.model,
+            "memory": device.memory_bytes,
+            "file": device.file,
+            "gres": device.gres,
+        }
+        for device in node.devices
+    ]
+    return found
