@@ -1,0 +1,178 @@
+"""From what Slurm knows to what is wanted of it: the steps, and doing them.
+
+Whatever is not below ``gpuspawner`` is never touched. Nothing is deleted: an association that is
+over takes no jobs any more, and keeps what was used. Each step can be done by itself and only
+brings what is there closer to what is wanted, so whoever is killed in between goes on the next
+time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from ..errors import SlurmRefused
+from . import names
+from .associations import GPU, MOST, QOS, SHARD, Found, Row, Wanted, read
+from .commands import Slurm
+from .config import TESTED, TESTED_SERIES
+
+_DO = ("-i", "-Q")
+_NOTHING_NEW = "nothing new added"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of sacctmgr."""
+
+    words: tuple[str, ...]
+    what: str
+    """What it does, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What brings Slurm to what is wanted."""
+
+    steps: tuple[Step, ...] = ()
+    problems: tuple[str, ...] = ()
+    """What cannot be done, as sentences; the rest can."""
+
+
+def plan(asked: Wanted, found: Found, cluster: str) -> Plan:
+    """The steps from what is there to what is wanted; none when it is that already."""
+    steps = [*_qos_steps(asked, found)]
+    problems = []
+    if names.ROOT_ACCOUNT not in found.accounts:
+        words = ("description=made by gpuspawner", "organization=gpuspawner")
+        steps.append(_add_account(names.ROOT_ACCOUNT, cluster, *words))
+    theirs = {name for name in asked.accounts if name in found.accounts and not found.is_ours(name)}
+    for name in sorted(theirs):
+        problems.append(
+            f"Slurm has an account {name} that is not below {names.ROOT_ACCOUNT}: it is not "
+            f"ours, and stays as it is. Give it another name, or another parent: sacctmgr modify "
+            f"account {name} set parent={names.ROOT_ACCOUNT}."
+        )
+    for name, row in asked.accounts.items():
+        if name not in theirs:
+            steps += _account_steps(name, row, found, cluster)
+    for user, (account, row, qos) in asked.users.items():
+        if account not in theirs:
+            steps += _user_steps(user, account, row, qos, found, cluster)
+    return Plan(tuple(steps), tuple(problems))
+
+
+def apply(slurm: Slurm, steps: Iterable[Step]) -> None:
+    """Do it, one step after the other. Raises SlurmUnavailable or SlurmRefused; what was done
+    before stays, and what is left is in the next plan."""
+    for step in steps:
+        try:
+            slurm.run("sacctmgr", *_DO, *step.words)
+        except SlurmRefused as error:
+            if _NOTHING_NEW not in error.message.lower():
+                raise  # else somebody else has just done the same
+
+
+def check_version(slurm: Slurm) -> None:
+    """Raises SlurmRefused for a Slurm whose words may be others than those that were tried."""
+    said = slurm.run("sacctmgr", "--version").strip()
+    numbers = tuple(int(number) for number in re.findall(r"\d+", said)[:2])
+    if numbers not in TESTED_SERIES:
+        why = f"it is {said}, and gpuspawner was tried with {' and '.join(TESTED)}"
+        raise SlurmRefused(why=f"{why}. Install that one")
+
+
+def bring(slurm: Slurm, cluster: str, asked: Wanted) -> Plan:
+    """Bring Slurm to what is wanted; what was done, and what could not be."""
+    found = plan(asked, read(slurm, cluster), cluster)
+    apply(slurm, found.steps)
+    return found
+
+
+def _qos_steps(asked: Wanted, found: Found) -> Iterable[Step]:
+    for name, priority in asked.qos.items():
+        said = f"QOS {name}: priority {priority}"
+        if name not in found.qos:
+            new = (f"priority={priority}", "description=made by gpuspawner")
+            yield Step(("add", "qos", name, *new), f"{said}, new")
+        elif found.qos[name] != priority:
+            words = ("where", f"name={name}", "set", f"priority={priority}")
+            yield Step(("modify", "qos", *words), f"{said} (was {found.qos[name]})")
+
+
+def _add_account(name: str, cluster: str, *words: str) -> Step:
+    said = ", ".join(word for word in words if not word.startswith(("desc", "org", "parent")))
+    what = f"account {name}: new{', ' + said if said else ''}"
+    return Step(("add", "account", name, f"cluster={cluster}", *words), what)
+
+
+def _account_steps(name: str, row: Row, found: Found, cluster: str) -> Iterable[Step]:
+    if name not in found.accounts:
+        words = ("description=made by gpuspawner", "organization=gpuspawner")
+        parent = f"parent={names.ROOT_ACCOUNT}"
+        yield _add_account(name, cluster, *words, parent, *_settings(row, Row(share=0), "Grp"))
+    elif changes := _settings(row, found.accounts[name], "Grp"):
+        where = ("where", f"name={name}", f"cluster={cluster}")
+        what = f"account {name}: {', '.join(changes)}"
+        yield Step(("modify", "account", *where, "set", *changes), what)
+
+
+def _user_steps(
+    user: str, account: str, row: Row, qos: str, found: Found, cluster: str
+) -> Iterable[Step]:
+    there = found.places.get((account, user))
+    if there is None:
+        settings = _settings(row, Row(), "Max")
+        words = (f"account={account}", f"cluster={cluster}", "fairshare=1", *settings)
+        many = (f"qos={qos}", f"defaultqos={qos}")
+        said = f", {', '.join(settings)}" if settings else ""
+        what = f"{user}: in {account} with {qos}{said}, new"
+        yield Step(("add", "user", user, *words, *many), what)
+    else:
+        # What an admin added stays; of ours there is one.
+        right = (*(name for name in there.qos if not name.startswith(QOS)), qos)
+        changes = _settings(replace(row, share=there.row.share), there.row, "Max")
+        if set(right) != set(there.qos):
+            changes += (f"qos={','.join(right)}",)
+        if there.default_qos != qos:
+            changes += (f"defaultqos={qos}",)
+        if changes:
+            yield _change_user(user, account, cluster, *changes)
+    default = found.defaults.get(user, account)
+    if default != account and found.is_ours(default):
+        # By itself it is set when a user is new; one of the site's own stays.
+        where = ("where", f"name={user}", f"cluster={cluster}")
+        what = f"{user}: {account} by default (was {default})"
+        yield Step(("modify", "user", *where, "set", f"defaultaccount={account}"), what)
+    for (other, name), place in found.places.items():
+        if name == user and other != account and found.is_ours(other):
+            over = replace(row, share=place.row.share, submits=0)
+            if changes := _settings(over, place.row, "Max"):
+                yield _change_user(user, other, cluster, *changes)
+
+
+def _change_user(user: str, account: str, cluster: str, *changes: str) -> Step:
+    where = ("where", f"name={user}", f"account={account}", f"cluster={cluster}")
+    what = f"{user} in {account}: {', '.join(changes)}"
+    return Step(("modify", "user", *where, "set", *changes), what)
+
+
+def _settings(row: Row, there: Row, submits: str) -> tuple[str, ...]:
+    """What differs, as sacctmgr takes it; -1 takes a limit away."""
+    words = []
+    differ = {one.name for one in fields(Row) if getattr(row, one.name) != getattr(there, one.name)}
+    if "share" in differ:
+        words.append(f"fairshare={row.share}")
+    limits = [(GPU, "gpus", row.gpus), (SHARD, "shards", row.shards)]
+    if changed := [f"{tres}={_limit(most)}" for tres, name, most in limits if name in differ]:
+        words.append(f"GrpTRES={','.join(changed)}")
+    if "gpu_minutes" in differ:
+        words.append(f"GrpTRESRunMins={GPU}={_limit(row.gpu_minutes)}")
+    if "submits" in differ:
+        words.append(f"{submits}SubmitJobs={_limit(row.submits)}")
+    return tuple(words)
+
+
+def _limit(most: int | None) -> int:
+    return -1 if most is None else min(most, MOST)
