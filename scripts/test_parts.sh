@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the parts that tests run for real, and only those that are missing: a Docker Engine,
-# PostgreSQL, OpenLDAP, Chromium, nginx, Prometheus, a C compiler, debootstrap, a Linux kernel as a process with XFS.
+# PostgreSQL, OpenLDAP, Chromium, nginx, Prometheus, a C compiler, debootstrap, a Linux kernel as a process with XFS,
+# Slurm with what it needs (munge, MariaDB).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/lib.sh
@@ -18,6 +19,11 @@ has debootstrap || need debootstrap
 has linux.uml || need user-mode-linux
 has mkfs.xfs || need xfsprogs
 has zstd || need zstd
+has slurmctld || need slurm-wlm
+has slurmdbd || need slurmdbd
+has munged || need munge
+has mariadbd || need mariadb-server
+has busybox || need busybox-static
 has slapd || need slapd
 has nginx || need nginx-light
 has promtool || need prometheus

@@ -1,8 +1,8 @@
 """Fixtures over real parts, started when a test first asks; the rule that no skip is green.
 
 ``tests/unit`` starts nothing. ``integration`` has real databases, ``engines`` a real Docker
-Engine, ``hub`` a real JupyterHub with all of it, ``attacks`` such a hub and who attacks it,
-``gpu`` a real GPU.
+Engine, ``hub`` a real JupyterHub with all of it, ``slurm`` a real Slurm with several engines,
+``attacks`` such a hub and who attacks it, ``gpu`` a real GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.support.postgres import PrivatePostgres
 
 SLOWEST = ("test_wheel.py", "test_demo.py", "test_benchmarks.py", "test_kill_loop.py")
-ORDER = ("unit", "integration", "engines", "hub", "attacks", "gpu")
+ORDER = ("unit", "integration", "engines", "hub", "slurm", "attacks", "gpu")
 NO_GPU = "no NVIDIA GPU on this machine"
 LOG_SHOWN = 20_000
 """Characters of each part's log that a failing test shows."""

@@ -7,12 +7,10 @@ a killed run left behind is cleared away by the next :meth:`PrivateEngine.start`
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +22,7 @@ from docker.types import DeviceRequest
 
 from tests.support import processes
 from tests.support.cdi import programs_with_cdi, write_specification
-from tests.support.processes import LIVE, alive, as_root, end_process, wait_for
+from tests.support.processes import LIVE, alive, as_root, end_process, take_slot, wait_for
 
 HOOKS = Path(__file__).parent / "bin"
 SLOTS = 16
@@ -107,7 +105,7 @@ class PrivateEngine:
             self.clean()
         self._end_daemon()
         self._end_leftovers()
-        subprocess.run(as_root(["ip", "link", "del", self.bridge]), check=False)
+        self._remove_bridge()
         self._lock.close()
         self._lock = None
 
@@ -189,20 +187,8 @@ class PrivateEngine:
     # Below here: how.
 
     def _take_slot(self) -> None:
-        for self.slot in range(SLOTS):
-            self.directory = Path(tempfile.gettempdir(), f"gpuspawner-engine-{self.slot}")
-            self.directory.mkdir(mode=0o755, exist_ok=True)
-            if self.directory.stat().st_uid != os.geteuid():
-                continue  # another user tests here too
-            lock = open(self.directory / "lock", "a")  # noqa: SIM115 - held until stop()
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                lock.close()
-                continue
-            self._lock, self.name = lock, f"engine {self.slot}"
-            return
-        raise RuntimeError(f"no slot is free for a private engine: {SLOTS} run on this machine")
+        self.slot, self.directory, self._lock = take_slot("gpuspawner-engine", SLOTS)
+        self.name = f"engine {self.slot}"
 
     def _launch(self) -> None:
         self._make_bridge()
@@ -220,13 +206,17 @@ class PrivateEngine:
         command = ["env", *environment, *self._dockerd()]
         with open(self.directory / "dockerd.log", "ab") as log:
             self._daemon = subprocess.Popen(
-                processes.die_with_us(as_root(command)),
+                processes.die_with_us(as_root(self._around(command))),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # a Ctrl-C ends it through stop(), not by itself
             )
         wait_for(self._answers, "dockerd to answer", timeout=60)
+
+    def _around(self, command: list[str]) -> list[str]:
+        """The command as this engine's machine would run it: here it is this machine."""
+        return command
 
     def _dockerd(self) -> list[str]:
         words = {
@@ -257,6 +247,9 @@ class PrivateEngine:
         processes.run(as_root(["ip", "link", "add", self.bridge, "type", "bridge"]))
         processes.run(as_root(["ip", "addr", "add", f"{self.gateway}/24", "dev", self.bridge]))
         processes.run(as_root(["ip", "link", "set", self.bridge, "up"]))
+
+    def _remove_bridge(self) -> None:
+        subprocess.run(as_root(["ip", "link", "del", self.bridge]), check=False)
 
     def _answers(self) -> bool:
         if self._daemon is not None and self._daemon.poll() is not None:

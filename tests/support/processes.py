@@ -11,10 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 import psutil
 
@@ -64,6 +65,25 @@ def one_at_a_time(name: str) -> Iterator[None]:
     with open(kept_dir() / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def take_slot(prefix: str, slots: int) -> tuple[int, Path, IO[str]]:
+    """One of the places of a kind that a machine has: its number, its folder, and the lock that
+    keeps both ours until it is closed. A killed run has let go of its own.
+    """
+    for slot in range(slots):
+        directory = Path(tempfile.gettempdir(), f"{prefix}-{slot}")
+        directory.mkdir(mode=0o755, exist_ok=True)
+        if directory.stat().st_uid != os.geteuid():
+            continue  # another user tests here too
+        lock = open(directory / "lock", "a")  # noqa: SIM115 - held by whoever asked
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            continue
+        return slot, directory, lock
+    raise RuntimeError(f"no place is free for {prefix}: {slots} are taken on this machine")
 
 
 def as_root(argv: Sequence[str]) -> list[str]:

@@ -1,0 +1,191 @@
+"""Real: munge, MariaDB, slurmdbd, slurmctld, two slurmd with a network and a Docker Engine each.
+Stand-in: the GPUs.
+
+What the product leans on is proved here of Slurm and Docker themselves, by their own commands.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import docker.errors
+import pytest
+
+from tests.support import images
+from tests.support.processes import wait_for
+from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_node import Node
+
+LIST = ["sh", "-c", "ls /dev/nvidia*; nvidia-smi -L"]
+
+BUSY = ("Resources", "Priority")
+
+
+def seen(cluster: SlurmCluster, job: int) -> dict[str, Any]:
+    """The job as ``squeue --json`` has it."""
+    jobs = json.loads(cluster.run("squeue", "--json"))["jobs"]
+    found: dict[str, Any] = next(j for j in jobs if j["job_id"] == job)
+    return found
+
+
+def wait_seen(cluster: SlurmCluster, job: int, key: str) -> Any:
+    """That field of the job as soon as there is something in it."""
+    return wait_for(lambda: seen(cluster, job)[key], f"the {key} of job {job}", interval=0.2)
+
+
+def running(cluster: SlurmCluster, *options: str, user: str = "ann") -> int:
+    job = cluster.hold(user, *options)
+    cluster.wait_state(job, "RUNNING")
+    return job
+
+
+def contain(node: Node, job: int, **host: Any) -> str:
+    """A container of the job on its node, started over TLS."""
+    client = node.engine.connect()
+    config = client.create_host_config(**host)
+    made = client.create_container(
+        images.SILENT, labels={"gpuspawner.job": str(job)}, host_config=config
+    )
+    client.start(made["Id"])
+    return str(made["Id"])
+
+
+def containers(node: Node) -> list[str]:
+    return [c["Id"] for c in node.engine.client.containers()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def members(shared_cluster: SlurmCluster) -> None:
+    shared_cluster.user("ann", "lab1")
+    shared_cluster.user("bob", "lab2", "high")
+
+
+def test_a_job_says_which_devices_it_has(cluster: SlurmCluster) -> None:
+    first, second = cluster.nodes
+    both = running(cluster, "--gres=gpu:a100:2", "--job-name=gpuspawner-1", "--comment=hub ann")
+    job = seen(cluster, both)
+    assert (job["nodes"], job["gres_detail"]) == (first.name, ["gpu:a100:2(IDX:0-1)"])
+    assert (job["name"], job["comment"]) == ("gpuspawner-1", "hub ann")
+    other = running(cluster, "--gres=gpu:1", user="bob")
+    assert seen(cluster, other)["gres_detail"] == ["gpu:h100:1(IDX:0)"]
+    detail = cluster.run("scontrol", "-d", "-o", "show", "job", str(both))
+    assert "GRES=gpu:a100:2(IDX:0-1)" in detail
+
+    # The devices of that index, by UUID, on that node's own engine.
+    code, printed = first.engine.run(images.INSTANT, LIST, [first.devices[1].uuid])
+    assert (code, printed.splitlines()) == (
+        0,
+        ["/dev/nvidia1", f"GPU 0: {first.devices[1].model} (UUID: {first.devices[1].uuid})"],
+    )
+    with pytest.raises(docker.errors.APIError, match="unknown device"):
+        second.engine.run(images.INSTANT, LIST, [first.devices[1].uuid])
+
+
+def test_who_waits_is_told_why_and_until_when(cluster: SlurmCluster) -> None:
+    holder = running(cluster, "--gres=gpu:h100:1", "--time=10")
+    waiting = cluster.hold("bob", "--gres=gpu:h100:1", "--time=5")
+    behind = cluster.hold("ann", "--gres=gpu:h100:1", "--time=5")
+    expected = wait_seen(cluster, waiting, "start_time")
+    assert expected >= seen(cluster, holder)["end_time"]
+    for job in (waiting, behind):
+        wait_for(lambda j=job: seen(cluster, j)["state_reason"] in BUSY, "the reason")
+    assert seen(cluster, waiting)["gres_detail"] == []
+    # More time for who runs, as an admin gives it.
+    cluster.run("scontrol", "update", f"jobid={holder}", "timelimit=00:30:00")
+    job = seen(cluster, holder)
+    assert job["end_time"] - job["start_time"] == 30 * 60
+    cluster.run("scancel", str(holder))
+    cluster.wait_state(waiting, "RUNNING")
+    assert seen(cluster, behind)["job_state"] == "PENDING"
+    with pytest.raises(RuntimeError, match="Requested node configuration is not available"):
+        cluster.hold("ann", "--gres=gpu:h100:2")
+    with pytest.raises(RuntimeError, match="Requested time limit is invalid"):
+        cluster.hold("ann", "--gres=gpu:h100:1", "--time=2-0")
+
+
+def test_shards_of_one_device_and_who_may_preempt(cluster: SlurmCluster) -> None:
+    jobs = [running(cluster, "--gres=shard:2", "--constraint=h100", user=u) for u in ("ann", "bob")]
+    assert [seen(cluster, job)["gres_detail"] for job in jobs] == [["shard:2(IDX:0)"]] * 2
+    whole = cluster.hold("ann", "--gres=gpu:h100:1")
+    wait_for(lambda: seen(cluster, whole)["state_reason"] in BUSY, "it to wait")
+    cluster.run("scancel", *map(str, jobs))
+    cluster.wait_state(whole, "RUNNING")
+    urgent = cluster.hold("bob", "--gres=gpu:h100:1", "--qos=high")
+    cluster.wait_state(urgent, "RUNNING")
+    assert cluster.state(whole) == "PREEMPTED"
+
+
+def test_a_container_is_bound_by_its_job_and_ends_before_the_next(cluster: SlurmCluster) -> None:
+    node = cluster.nodes[1]
+    job = running(cluster, "--gres=gpu:h100:1")
+    parent = cluster.group(job)
+    inside = contain(node, job, cgroup_parent=parent)
+    client = node.engine.client
+    assert client.inspect_container(inside)["State"]["Running"]
+    # The job has 100 MB, whatever Docker was told: dd's block of 200 MB is too much.
+    greedy = ["sh", "-c", "dd if=/dev/zero of=/dev/null bs=200M count=1"]
+    assert node.engine.run(images.SILENT, greedy)[0] == 0
+    assert node.engine.run(images.SILENT, greedy, cgroup_parent=parent)[0] == 137
+    cluster.wait_state(job, "RUNNING")
+
+    following = cluster.hold("bob", "--gres=gpu:h100:1")
+    cluster.run("scancel", str(job))
+    cluster.wait_state(following, "RUNNING")
+    assert containers(node) == [], "the epilog ended it before the next job had the device"
+
+
+def test_an_epilog_that_fails_drains_the_node(cluster: SlurmCluster) -> None:
+    node = cluster.nodes[1]
+    cluster.fail_epilog(node)
+    job = running(cluster, "--gres=gpu:h100:1")
+    cluster.run("scancel", str(job))
+    wait_for(lambda: cluster.node_state(node).startswith("drain"), "the node to be drained")
+    waiting = cluster.hold("bob", "--gres=gpu:h100:1")
+    assert "UnavailableNodes" in wait_seen(cluster, waiting, "state_description")
+    cluster.mend_epilog(node)
+    cluster.wait_state(waiting, "RUNNING")
+
+
+def test_jobs_outlive_the_controller_and_the_accounts(cluster: SlurmCluster) -> None:
+    job = running(cluster, "--gres=gpu:h100:1")
+    waiting = cluster.hold("bob", "--gres=gpu:h100:1", "--job-name=the-second")
+    # What was said in the last seconds before a kill is lost.
+    saved = cluster.directory / "state/job_state"
+    wait_for(lambda: saved.exists() and b"the-second" in saved.read_bytes(), "it to be saved")
+    cluster.kill("slurmctld")
+    with pytest.raises(RuntimeError, match=r"Unable to contact slurm controller|timed out"):
+        cluster.run("squeue")
+    cluster.restart("slurmctld")
+    cluster.wait_nodes()
+    assert (cluster.state(job), cluster.state(waiting)) == ("RUNNING", "PENDING")
+    assert seen(cluster, job)["gres_detail"] == ["gpu:h100:1(IDX:0)"]
+    cluster.kill("slurmdbd")
+    cluster.run("scancel", str(job))
+    cluster.wait_state(waiting, "RUNNING")
+    cluster.restart("slurmdbd")
+
+    def ended() -> bool:
+        words = ["-X", "-n", "-P", "-j", str(job), "-o", "State"]
+        return "CANCELLED" in cluster.run("sacct", *words)
+
+    wait_for(ended, "the accounts to hear of what they missed", timeout=60, interval=0.5)
+
+
+def test_a_lost_node_is_noticed_and_comes_back(cluster: SlurmCluster) -> None:
+    node = cluster.nodes[1]
+    job = running(cluster, "--gres=gpu:h100:1")
+    container = contain(node, job)
+    cluster.cut(node)
+    began = time.monotonic()
+    with pytest.raises(docker.errors.DockerException, match="timed out"):
+        node.engine.connect(timeout=2)
+    assert cluster.wait_state(job, "NODE_FAIL", timeout=25) == "NODE_FAIL"
+    print(f"lost after {time.monotonic() - began:.1f} s")
+    assert cluster.node_state(node) == "down*"
+    assert containers(node) == [container], "nobody is there to end it"
+    cluster.heal(node)
+    cluster.wait_nodes(timeout=60)
+    wait_for(lambda: not containers(node), "the epilog of the job that the node had lost")
+    running(cluster, "--gres=gpu:h100:1", user="bob")

@@ -1,0 +1,60 @@
+"""Linux users for a test's cluster, gone when the last of the runs that share one has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import pwd
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from tests.support import processes
+from tests.support.processes import as_root, one_at_a_time
+
+
+class Users:
+    """Makes users and removes them. Each has a lock that every run shares which needs it."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, IO[str]] = {}
+        # Not below the slots' folders: a name is the whole machine's.
+        self._folder = Path(tempfile.gettempdir(), "gpuspawner-slurm-users")
+        self._folder.mkdir(mode=0o777, exist_ok=True)
+
+    def make(self, name: str) -> None:
+        """A user without a home, a password or a shell."""
+        if name in self._locks:
+            return
+        with one_at_a_time("linux-users"):
+            lock = open(self._folder / name, "a")  # noqa: SIM115 - held until the end
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            self._locks[name] = lock
+            with contextlib.suppress(KeyError):
+                pwd.getpwnam(name)
+                return
+            words = [
+                "useradd",
+                "--no-create-home",
+                "--no-user-group",
+                "--shell",
+                "/usr/sbin/nologin",
+            ]
+            processes.run(as_root(["env", f"PATH={processes.system_path()}", *words, name]))
+
+    def remove_all(self) -> None:
+        """Ours, and those of runs that were killed."""
+        for lock in self._locks.values():
+            lock.close()
+        self._locks.clear()
+        with one_at_a_time("linux-users"):
+            for path in self._folder.iterdir():
+                with open(path, "a") as lock:
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except OSError:
+                        continue  # another run needs the user
+                    remove = ["env", f"PATH={processes.system_path()}", "userdel", path.name]
+                    subprocess.run(as_root(remove), capture_output=True, check=False)
+                    path.unlink()

@@ -1,0 +1,67 @@
+"""Certificates for an Engine that is reached over TLS, and for who may reach it."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+DAY = timedelta(days=1)
+
+
+def make_certificates(folder: Path, addresses: Sequence[str]) -> None:
+    """An authority's ``ca.pem``, a server's ``server-cert.pem`` for these addresses, a client's
+    ``cert.pem``, and their keys: the names that Docker's own programs look for.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "an authority of the tests")])
+    authority = _certificate(issuer, issuer, key, key, ca=True)
+    _write(folder / "ca.pem", authority.public_bytes(serialization.Encoding.PEM))
+    for name, prefix in (("the nodes' engines", "server-"), ("the hub", "")):
+        own = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        made = _certificate(subject, issuer, own, key, addresses if prefix else ())
+        _write(folder / f"{prefix}cert.pem", made.public_bytes(serialization.Encoding.PEM))
+        private = own.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        _write(folder / f"{prefix}key.pem", private)
+
+
+def _certificate(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    signer: ec.EllipticCurvePrivateKey,
+    addresses: Sequence[str] = (),
+    *,
+    ca: bool = False,
+) -> x509.Certificate:
+    now = datetime.now(timezone.utc)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - DAY)
+        .not_valid_after(now + DAY)
+        .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+    )
+    if addresses:
+        named = [x509.IPAddress(ipaddress.ip_address(a)) for a in addresses]
+        builder = builder.add_extension(x509.SubjectAlternativeName(named), critical=False)
+    return builder.sign(signer, hashes.SHA256())
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.touch(mode=0o600)
+    path.write_bytes(content)
