@@ -254,10 +254,14 @@ class Accounting(WatchesContainers, PullsAhead, Application):
                 "start the Hub"
             )
             raise ConfigError(what=what) from None
+        broker = Broker(parent=self)
+        engines = {name: make() for name, make in ENGINES.items()}
+        if delegated := broker.delegated_engine():
+            engines[delegated.name] = delegated
         return Tick(
-            broker=Broker(parent=self),
+            broker=broker,
             hub=Hub(api_url, token, self._ssl(ssl.Purpose.SERVER_AUTH)),
-            engines={name: make() for name, make in ENGINES.items()},
+            engines=engines,
             log=self.log,
             ask=self.engines,
             charge_seconds=self.charge_seconds,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from ..broker import Broker
-from ..engines import DockerEngine, Engine
+from ..engines import Engine, Remembers
 from ..errors import AnotherHubGrants, EngineUnavailable, GPUSpawnerError, Unavailable
 from ..model import Lease, LeaseState, ServerRef, Sighting
 from ..reconcile import Action, Confirm, HubState, Release, Remove, Unknown
@@ -58,7 +58,7 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
         except EngineUnavailable as error:
             self.errors[engine.name] = error
             return None
-        if isinstance(engine, DockerEngine):
+        if isinstance(engine, Remembers):
             found += engine.removed(self._leases, found)
         return found
 
@@ -132,7 +132,17 @@ class Tick:
                     self.log.debug("Lease %s of %s left: %s", lease.id, lease.server, reason)
                 case Remove():
                     await self._remove(action)
+        await self._end_deserted()
         return actions
+
+    async def _end_deserted(self) -> None:
+        """Take back from a scheduler beside ours what nobody waits for or uses any more."""
+        try:
+            await self.broker.run(self.broker.end_deserted)
+        except Unavailable as error:
+            self.trouble("Scheduler", error)
+        else:
+            self.well("Scheduler")
 
     async def _servers(self) -> dict[ServerRef, HubState] | None:
         try:

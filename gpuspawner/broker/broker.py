@@ -82,12 +82,15 @@ class Broker(
         self.read_idle_policies()  # a mistake is said at the start
         self.health_policy()
         self.store = Store.open(self.database_url)
+        self.delegate = self.make_delegate()
         self.watch = Watch(self.source(), self.store, timedelta(seconds=self.refresh_seconds))
         self.line = Line(self.make_scheduler())
         self.granter = Granter(self.store)
 
     def source(self) -> DeviceSource:
-        """The device source that ``device_source`` names."""
+        """The device source that ``device_source`` names, or who gives devices in our place."""
+        if self.delegate is not None:
+            return self.delegate
         return open_source(self.device_source)
 
     async def run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -10,11 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
+from traitlets import Bool, Unicode
+
+from ..engines import Engine
 from ..errors import GPUSpawnerError, NoDeviceFree, Refused, Unavailable
 from ..model import Lease, LeaseState, Place, Ticket
 from ..pool import Fleet, texts
 from ..scheduler import Part, Ranked
 from ..scheduler.delegated import Delegate, Turn
+from ..slurm.cluster import read_cluster
+from ..slurm.commands import Slurm
+from ..slurm.delegate import SlurmDelegate
+from ..slurm.engine import SlurmEngine
 from ..store import closures, leases, tickets
 from .core import Core
 from .standing import Standing, waits_for
@@ -24,8 +31,48 @@ class Delegating(Core):
     """The part of the broker that knows a scheduler beside its own. ``delegate`` is None where
     there is none, and nothing here is called then."""
 
+    cluster = Unicode(
+        config=True,
+        help="""
+        The file with the nodes of a cluster that Slurm schedules, which ``gpuspawner slurm
+        config`` writes; empty for the GPUs of this machine.
+
+        Example::
+
+            c.Broker.cluster = "/etc/jupyterhub/cluster.yaml"
+        """,
+    )
+
+    jobs_of_members = Bool(
+        True,
+        config=True,
+        help="""
+        Whether a server's job in Slurm belongs to its member's own user on the nodes, which
+        needs a hub that runs as root. Else it belongs to the hub's user, and Slurm's fair share
+        and limits know one member only.
+
+        Example::
+
+            c.Broker.jobs_of_members = False
+        """,
+    )
+
     delegate: Delegate | None = None
     _said: Mapping[str, Turn] = {}
+
+    def make_delegate(self) -> Delegate | None:
+        """The scheduler that decides in our place, if one does. Raises ConfigError."""
+        if not self.cluster:
+            return None
+        cluster = read_cluster(self.cluster)
+        slurm = Slurm(conf=cluster.slurm_conf)
+        return SlurmDelegate(cluster, slurm, as_member=self.jobs_of_members, log=self.log)
+
+    def delegated_engine(self) -> Engine | None:
+        """What runs the servers whose devices come from there."""
+        if isinstance(self.delegate, SlurmDelegate):
+            return SlurmEngine(self.delegate, self.log)
+        return None
 
     def _ask_there(self, ticket: Ticket, *, wait: bool) -> Ticket:
         """A place in the line of the scheduler that decides in our place."""
@@ -53,7 +100,7 @@ class Delegating(Core):
             if ticket.id in deserted:
                 if turn and not turn.over:  # it holds what others wait for
                     delegate.cancel(ticket.id)
-            elif turn is None:
+            elif turn is None or turn.again:
                 if delegate.is_missing(ticket):
                     self._hand_over(ticket)
             elif turn.over:

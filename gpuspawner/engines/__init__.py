@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .base import LABEL_LEASE, Engine
+from .base import LABEL_LEASE, Engine, Remembers
 from .docker import DockerEngine
 from .local import LocalEngine
 
-__all__ = ["LABEL_LEASE", "DockerEngine", "Engine", "LocalEngine"]
+__all__ = ["LABEL_LEASE", "DockerEngine", "Engine", "LocalEngine", "Remembers"]

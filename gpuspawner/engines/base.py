@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
-from ..model import Sighting
+from ..model import Lease, Sighting
 
 LABEL_LEASE = "gpuspawner.lease"
 LABEL_MEMBER = "gpuspawner.member"
 LABEL_SERVER = "gpuspawner.server"
 LABEL_ENVIRONMENT = "gpuspawner.environment"
 LABELS = (LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER, LABEL_ENVIRONMENT)
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """An engine that can tell how servers ended that it does not have any more."""
+
+    def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
+        """Of these open leases, the servers that were not ``found``. Read ``leases`` before you
+        look. Blocks."""
 
 
 class Engine(Protocol):

@@ -22,6 +22,8 @@ class Turn:
     over: str = ""
     """Why it will never have any, or has none any more, as a sentence; empty while it waits or
     has them."""
+    again: bool = False
+    """Whether it may be handed over once more: its end had nothing to do with it."""
     ended_at: datetime | None = None
     """When it had them last."""
     place: int = 0
@@ -54,9 +56,9 @@ class Delegate(Protocol):
         """Hand a ticket over; a second time changes nothing. Raises Refused for what it will
         never have, and Unavailable when nobody answers: then it may have been handed over."""
 
-    def turns(self) -> Mapping[str, Turn]:
-        """Every ticket that was handed over and not forgotten yet, by id; at most a second old.
-        Raises Unavailable."""
+    def turns(self, age: float = 1.0) -> Mapping[str, Turn]:
+        """Every ticket that was handed over and not forgotten yet, by id; at most so many seconds
+        old, and never asked for more than once a second. Raises Unavailable."""
 
     def is_missing(self, ticket: Ticket) -> bool:
         """Whether a ticket that :meth:`turns` did not name was lost, and not only handed over

@@ -50,6 +50,10 @@ class Acquiring(GPUSpawnerForm):
         async def _release(self, reason: str) -> bool:
             """Release the lease once the server is proved gone. Whether it was."""
 
+    def engine_for(self, request: Request) -> str:
+        """The name of the engine that a server of this request is to run on."""
+        return self.engine_name
+
     # Shared by all spawners of this hub.
 
     @property
@@ -87,7 +91,7 @@ class Acquiring(GPUSpawnerForm):
         """Begin to ask the broker; :meth:`_grant` takes the answer."""
         self._left_ticket = ""
         self._asked = self._acquiring = self.queueing.ask(
-            self.server_ref, request, engine=self.engine_name, terms=terms, said=self.said
+            self.server_ref, request, engine=self.engine_for(request), terms=terms, said=self.said
         )
         return self._asked
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
@@ -87,14 +88,26 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         return pool
 
     @property
+    def engine_settings(self) -> MutableMapping[str, Any]:
+        """What is kept of the engine that this server is on, for all servers on it."""
+        return self.hub_settings
+
+    def of_engine(self, key: str, make: Callable[[], Any]) -> Any:
+        """One object for each engine, made by whoever needs it first."""
+        if key not in self.engine_settings:
+            self.engine_settings[key] = make()
+        return self.engine_settings[key]
+
+    @property
     def client(self) -> docker.APIClient:
         """The client for DockerSpawner's own calls: one a hub, and the first one stays.
 
         DockerSpawner has threads that ask at once put theirs one after the other into an
         attribute of the class; CPython crashes when one of them still reads the last.
         """
-        made: docker.APIClient | None = self.hub_settings.get("gpuspawner_docker_client")
-        return made or self.hub_settings.setdefault("gpuspawner_docker_client", self.connect())
+        kept = self.engine_settings
+        made: docker.APIClient | None = kept.get("gpuspawner_docker_client")
+        return made or kept.setdefault("gpuspawner_docker_client", self.connect())
 
     def connect(self, timeout: float = 60) -> docker.APIClient:
         """A client of its own with the spawner's settings."""
@@ -106,7 +119,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         return docker.APIClient(**settings)
 
     def engine(self) -> DockerEngine:
-        found: DockerEngine = self.shared(
+        found: DockerEngine = self.of_engine(
             "gpuspawner_docker_engine", lambda: DockerEngine(self.connect)
         )
         return found
@@ -223,7 +236,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
                     cause = f"the image {image} is not on this machine, and pulling is off"
                     raise StartFailed(cause=cause) from None
         self.said.say(f"Pulling {image}", 15)
-        pulls: Pulls = self.shared("gpuspawner_pulls", lambda: Pulls(self.connect))
+        pulls: Pulls = self.of_engine("gpuspawner_pulls", lambda: Pulls(self.connect))
         await pulls.pull(image, lambda message: self.said.say(message, 20))
 
     async def create_object(self) -> Any:

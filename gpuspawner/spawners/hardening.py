@@ -98,9 +98,9 @@ class GPUDockerHardening(GPUDockerOwnImages):
         memory = 0
         if self.memory_share:
             key = "gpuspawner_machine_memory"
-            if key not in self.hub_settings:
-                self.hub_settings[key] = int((await self._call("info")).get("MemTotal") or 0)
-            memory = int(self.hub_settings[key] * self.memory_share)
+            if key not in self.engine_settings:
+                self.engine_settings[key] = int((await self._call("info")).get("MemTotal") or 0)
+            memory = int(self.engine_settings[key] * self.memory_share)
         return Hardening(
             capabilities=self.capabilities,
             no_new_privileges=self.no_new_privileges,

@@ -29,11 +29,11 @@ async def injection_mode(spawner: GPUDockerSpawner, uuids: Sequence[str]) -> str
     look = await spawner.broker.run(spawner.broker.look)
     if look.inventory.source == "simulated":
         return "none"
-    lock = spawner.shared(f"{KEY}_lock", asyncio.Lock)
+    lock = spawner.of_engine(f"{KEY}_lock", asyncio.Lock)
     async with lock:
-        if KEY not in spawner.hub_settings:
-            spawner.hub_settings[KEY] = await _prove(spawner, uuids[0])
-    mode: str = spawner.hub_settings[KEY]
+        if KEY not in spawner.engine_settings:
+            spawner.engine_settings[KEY] = await _prove(spawner, uuids[0])
+    mode: str = spawner.engine_settings[KEY]
     return mode
 
 

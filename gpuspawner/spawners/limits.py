@@ -21,13 +21,13 @@ async def allowed_ulimits(spawner: GPUDockerSpawner) -> list[dict[str, Any]]:
     A rootless engine, or one inside another container, may not raise limits, and a
     container that asks for it does not start. One throw-away container tells.
     """
-    lock = spawner.shared(f"{KEY}_lock", asyncio.Lock)
+    lock = spawner.of_engine(f"{KEY}_lock", asyncio.Lock)
     async with lock:
-        if KEY not in spawner.hub_settings:
-            spawner.hub_settings[KEY] = [
+        if KEY not in spawner.engine_settings:
+            spawner.engine_settings[KEY] = [
                 limit for limit in ULIMITS if await _can_have(spawner, limit)
             ]
-    found: list[dict[str, Any]] = spawner.hub_settings[KEY]
+    found: list[dict[str, Any]] = spawner.engine_settings[KEY]
     return found
 
 

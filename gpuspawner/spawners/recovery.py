@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jupyterhub import orm
 
-from ..engines import DockerEngine, Engine, LocalEngine
+from ..engines import Engine, LocalEngine, Remembers
 from ..errors import AnotherHubGrants, EngineUnavailable, NotReconciled
 from ..model import Lease, ServerRef, Sighting
 from ..reconcile import HubState, Remove
@@ -51,8 +51,8 @@ async def _recover(spawner: GPUSpawnerMixin) -> None:
         leases = await broker.run(broker.open_leases)
         sightings = await asyncio.to_thread(_look, engines, leases)
         actions = await broker.run(broker.reconcile, sightings, servers, grace_seconds=0)
-        if sightings[spawner.engine_name] is None:
-            spawner.log.error("Granting nothing yet: %s does not answer", spawner.engine_name)
+        if away := [name for name, found in sightings.items() if found is None]:
+            spawner.log.error("Granting nothing yet: %s does not answer", " and ".join(away))
             raise NotReconciled()
         orphans = [action for action in actions if isinstance(action, Remove)]
         for orphan in orphans:
@@ -71,8 +71,11 @@ async def _must_grant(spawner: GPUSpawnerMixin) -> None:
 
 
 def _engines(spawner: GPUSpawnerMixin) -> dict[str, Engine]:
-    """Our own engine, and local processes that an earlier configuration may have left."""
-    return {"local": LocalEngine(), spawner.engine_name: spawner.engine()}
+    """Our own engines, and local processes that an earlier configuration may have left."""
+    found = {"local": LocalEngine(), spawner.engine_name: spawner.engine()}
+    if delegated := spawner.broker.delegated_engine():
+        found[delegated.name] = delegated
+    return found
 
 
 def _look(
@@ -86,7 +89,7 @@ def _look(
         except EngineUnavailable:
             found[name] = None
             continue
-        if isinstance(engine, DockerEngine):
+        if isinstance(engine, Remembers):
             seen += engine.removed(leases, seen)
         found[name] = seen
     return found

@@ -1,0 +1,253 @@
+"""Slurm in the broker's place: it says whose turn it is, and which devices they get."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from ..errors import ConfigError, GPUSpawnerError, SlurmRefused, SlurmUnavailable
+from ..model import Device, DeviceStatus, Inventory, Ticket
+from ..scheduler.delegated import Turn
+from . import holder
+from .cluster import Cluster, Node
+from .commands import Slurm
+from .jobs import HOLDER, Job, read_jobs
+from .names import user_of
+
+LOG = logging.getLogger(__name__)
+
+EVERY = 1.0
+"""Seconds that one answer of Slurm serves everybody who asks: it is asked once in them."""
+
+NODES_EVERY = 15.0
+"""Seconds between two looks at the nodes."""
+
+_GONE = frozenset({"DOWN", "NOT_RESPONDING", "DRAIN", "FAIL", "POWERED_DOWN", "POWERING_DOWN"})
+"""What Slurm calls nodes that get no jobs now."""
+
+
+class SlurmDelegate:
+    """Tickets as jobs, and jobs as turns; see :class:`gpuspawner.scheduler.delegated.Delegate`."""
+
+    engine = "slurm"
+    name = "slurm"
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        slurm: Slurm,
+        *,
+        as_member: bool = True,
+        before: Callable[[Ticket], None] = lambda ticket: None,
+        log: logging.Logger | Any = LOG,
+    ) -> None:
+        """``as_member``: jobs belong to the members' own users on the nodes, else to ours.
+        ``before`` is called with each ticket before its job is submitted."""
+        self.cluster = cluster
+        self.slurm = slurm
+        self._as_member = as_member
+        self._before = before
+        self._log = log
+        self._lock = threading.Lock()
+        self._jobs: dict[str, Job] = {}
+        self._turns: dict[str, Turn] = {}
+        self._began = self._answered = float("-inf")
+        self._trouble: SlurmUnavailable | None = None
+        self._submitted: dict[str, float] = {}
+        self._nodes: Inventory | None = None
+        self._nodes_at = float("-inf")
+
+    # Tickets.
+
+    def submit(self, ticket: Ticket) -> None:
+        """Raises TooMuchAsked, SlurmRefused or SlurmUnavailable."""
+        user = user_of(ticket.server.user) if self._as_member else ""
+        words = holder.words(ticket, self.cluster, user=user)
+        self._before(ticket)
+        # Before and after: a look that begins in between proves nothing.
+        self._submitted[ticket.id] = float("inf")
+        try:
+            self.slurm.run("sbatch", *words, script=holder.SCRIPT)
+        except SlurmRefused as error:
+            raise _explained(error, user) from None
+        finally:
+            self._submitted[ticket.id] = time.monotonic()
+        self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
+
+    def is_missing(self, ticket: Ticket) -> bool:
+        return self._submitted.get(ticket.id, float("-inf")) < self._began
+
+    def cancel(self, ticket_id: str) -> None:
+        """Every job of this ticket, waiting or not. Raises SlurmUnavailable."""
+        with suppress(SlurmRefused):  # there is none any more
+            self.slurm.run("scancel", "--quiet", f"--name={HOLDER}{ticket_id}")
+
+    def extend(self, ticket_id: str, seconds: int) -> None:
+        """Raises SlurmRefused or SlurmUnavailable."""
+        self.turns()
+        if (job := self._jobs.get(ticket_id)) is None or not job.lives:
+            raise SlurmRefused(why="its job has ended")
+        limit = f"TimeLimit={holder.minutes(seconds)}"
+        self.slurm.run("scontrol", "update", f"JobId={job.id}", limit)
+
+    def turns(self, age: float = EVERY) -> Mapping[str, Turn]:
+        with self._lock:
+            if time.monotonic() - self._answered >= max(age, EVERY):
+                self._look()
+            if self._trouble is not None:
+                raise self._trouble
+            return self._turns
+
+    def living(self) -> list[Job]:
+        """The jobs with which tickets wait and servers run. Raises SlurmUnavailable."""
+        self.turns()
+        return [job for job in self._jobs.values() if job.lives]
+
+    def job(self, ticket_id: str) -> Job | None:
+        """The job of a ticket, as of the last look that named it; with the devices that it had,
+        which Slurm forgets at its end."""
+        return self._jobs.get(ticket_id)
+
+    def _look(self) -> None:
+        began = time.monotonic()
+        self._trouble = None
+        try:
+            jobs = read_jobs(self.slurm)
+        except SlurmUnavailable as error:
+            self._trouble = error
+            return
+        finally:
+            self._answered = time.monotonic()  # also no answer costs Slurm time
+        self._began = began
+        line = sorted((job for job in jobs if job.waits), key=lambda job: (-job.priority, job.id))
+        places = {job.id: place for place, job in enumerate(line, start=1)}
+        found: dict[str, Job] = {}
+        for job in jobs:
+            if job.ticket_id:
+                found[job.ticket_id] = self._better(found.get(job.ticket_id), job)
+        before = self._jobs
+        self._jobs = {name: _with_devices(job, before.get(name)) for name, job in found.items()}
+        self._turns = {
+            name: self._turn(job, places.get(job.id, 0), len(line))
+            for name, job in self._jobs.items()
+        }
+        for name in self._submitted.keys() - self._jobs.keys():
+            if self._submitted[name] < began:
+                del self._submitted[name]
+
+    def _better(self, one: Job | None, other: Job) -> Job:
+        """Which of two jobs of one ticket counts. Two that live are one too many: a submit that
+        was cut off came through after all."""
+        if one is None:
+            return other
+        first, second = sorted((one, other), key=lambda job: job.id)
+        if first.lives and second.lives:
+            self._log.warning("Two jobs for one ticket: cancelling %s", second.id)
+            with suppress(GPUSpawnerError):
+                self.slurm.run("scancel", "--quiet", str(second.id))
+            return first
+        return first if first.lives else second
+
+    def _turn(self, job: Job, place: int, of: int) -> Turn:
+        if job.waits:
+            return Turn(
+                ticket_id=job.ticket_id,
+                place=place,
+                of=of,
+                score=float(job.priority),
+                why=job.why,
+                start=job.started_at,
+            )
+        if not job.lives:
+            return Turn(
+                ticket_id=job.ticket_id,
+                over=job.end,
+                again=job.may_come_again,
+                ended_at=job.ended_at,
+            )
+        return Turn(ticket_id=job.ticket_id, uuids=self._uuids(job), since=job.started_at)
+
+    def _uuids(self, job: Job) -> tuple[str, ...]:
+        """The devices of a job that runs; none while it is being cleared away."""
+        if job.state != "RUNNING" or not job.indices:
+            return ()
+        try:
+            return holder.indices_to_uuids(self.cluster.node(job.node), job.indices)
+        except ConfigError as error:
+            self._log.error("%s", error.message)
+            return ()
+
+    # Devices.
+
+    def observe(self, now: datetime) -> Inventory:
+        """The devices of all nodes; those of a node that gets no jobs are unknown."""
+        with self._lock:
+            if self._nodes is None or time.monotonic() - self._nodes_at >= NODES_EVERY:
+                self._nodes = self._look_at_nodes(now)
+                self._nodes_at = time.monotonic()
+            return replace(self._nodes, observed_at=now)
+
+    def _look_at_nodes(self, now: datetime) -> Inventory:
+        try:
+            states = _states(self.slurm.run("sinfo", "--json"))
+        except GPUSpawnerError as error:
+            devices = self._nodes.devices if self._nodes else ()
+            return Inventory(
+                devices=devices, observed_at=now, source=self.name, error=error.message
+            )
+        node_of = {device.uuid: node for node in self.cluster.nodes for device in node.devices}
+        devices = tuple(
+            _seen(device, node_of[device.uuid], states)
+            for device in holder.devices_of(self.cluster)
+        )
+        return Inventory(devices=devices, observed_at=now, source=self.name)
+
+
+def _seen(device: Device, node: Node, states: Mapping[str, str]) -> Device:
+    why = states.get(node.name, "Slurm does not know it")
+    if not why:
+        return device
+    reason = f"the machine {node.name} gets no work: {why}"
+    return replace(device, status=DeviceStatus.UNKNOWN, reason=reason)
+
+
+def _states(text: str) -> dict[str, str]:
+    """Why each node gets no jobs, empty for one that does. Raises SlurmUnavailable."""
+    try:
+        nodes: list[dict[str, Any]] = json.loads(text)["nodes"]
+        return {str(node["name"]): _why_closed(node) for node in nodes}
+    except (ValueError, KeyError, TypeError) as error:
+        why = f"sinfo --json did not answer as Slurm 22.05 does ({error!r:.80})"
+        raise SlurmUnavailable(why=why) from None
+
+
+def _why_closed(node: Mapping[str, Any]) -> str:
+    flags: Iterable[str] = node.get("state_flags") or ()
+    words = {str(node["state"]).upper(), *(str(flag).upper() for flag in flags)}
+    if not words & _GONE:
+        return ""
+    said = " and ".join(sorted(word.lower().replace("_", " ") for word in words & _GONE))
+    reason = str(node.get("reason") or "")
+    return f"{said} ({reason})" if reason else said
+
+
+def _with_devices(job: Job, before: Job | None) -> Job:
+    """With what it had while it ran: Slurm does not say it of one that has ended."""
+    if job.indices or before is None or before.id != job.id:
+        return job
+    return replace(job, kind=before.kind, indices=before.indices)
+
+
+def _explained(error: SlurmRefused, user: str) -> SlurmRefused:
+    said = str(error.fields.get("why", ""))
+    if "Invalid user" in said or "Invalid account" in said:
+        who = f"the user {user} has no account there" if user else "we have no account there"
+        return SlurmRefused(why=f"{who}. Tell your admin: gpuspawner slurm sync makes them")
+    return error

@@ -1,0 +1,167 @@
+"""The servers on the nodes of a cluster, seen from outside a spawn.
+
+A server ends when its job does: then Slurm's epilog has removed the container, or Slurm holds
+back the node until it has. A container that ended before its job takes the job along.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import docker
+
+from ..engines import LABEL_LEASE, DockerEngine
+from ..engines.docker import sighting_of
+from ..errors import EngineUnavailable, SlurmRefused, SlurmUnavailable
+from ..model import Lease, LeaseState, Sighting
+from .cluster import Node
+from .delegate import SlurmDelegate
+
+LABEL_JOB = "gpuspawner.job"
+"""The label of a container with the number of its job: the epilog looks for it."""
+
+
+QUICK = 3.0
+"""Seconds that a node may take to say what it runs, when it is asked all the time."""
+
+MOST_AT_ONCE = 8
+"""Nodes that are asked at once."""
+
+
+class SlurmEngine:
+    """Containers on all nodes, each with its job."""
+
+    name = "slurm"
+
+    def __init__(self, delegate: SlurmDelegate, log: logging.Logger | Any = None) -> None:
+        self._delegate = delegate
+        self._log = log or logging.getLogger(__name__)
+        self._engines = {
+            node.name: DockerEngine(connector(node)) for node in delegate.cluster.nodes
+        }
+        self._quick = {
+            node.name: DockerEngine(connector(node, QUICK)) for node in delegate.cluster.nodes
+        }
+        self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="gpuspawner-nodes")
+        self._listed: dict[str, dict[str, str]] = {}
+        """Lease and job of each container that runs, by node."""
+        self._away: set[str] = set()
+        self._where: dict[str, tuple[str, str]] = {}
+        """Node and job of each container that was seen."""
+
+    def on(self, node: str) -> DockerEngine:
+        """The engine of a node."""
+        return self._engines[node]
+
+    def sightings(self) -> list[Sighting]:
+        """Every server on a node that answers. Raises EngineUnavailable when Slurm does not:
+        without it nobody can say what has ended."""
+        alive = self._living()
+        self._away.clear()
+        found = []
+        for name, engine in self._engines.items():
+            try:
+                found += self._on_node(name, engine, alive)
+            except EngineUnavailable:
+                self._away.add(name)
+        return found
+
+    def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
+        """Servers that run by the store and were not found: ended with their job, or on a node
+        that did not answer."""
+        there = {sighting.lease_id for sighting in found}
+        more = []
+        for lease in leases:
+            if lease.engine != self.name or lease.id in there or not lease.ticket_id:
+                continue
+            job = self._delegate.job(lease.ticket_id)
+            gone = Sighting(
+                lease_id=lease.id, ref=lease.engine_ref, server=lease.server, alive=False
+            )
+            if job is None or not job.lives:
+                ended = job.ended_at if job else None
+                if lease.state is LeaseState.RUNNING or job is not None:
+                    more.append(replace(gone, ended_at=ended, detail=job.end if job else ""))
+            elif lease.state is LeaseState.RUNNING or job.node in self._away:
+                if job.node not in self._away:
+                    self._cancel(str(job.id))  # its container was removed
+                more.append(replace(gone, alive=True))
+        return more
+
+    def running(self) -> set[str]:
+        """The leases whose container runs, or ran when its node last answered, and whose job
+        lives. Quick, also where a node is lost. Raises EngineUnavailable."""
+        alive = self._living()
+        list(self._threads.map(self._list, self._quick))
+        return {
+            lease for listed in self._listed.values() for lease, job in listed.items()
+            if job in alive
+        }  # fmt: skip
+
+    def end(self, sighting: Sighting) -> None:
+        """End a server that nobody owns any more, and its job. Raises EngineUnavailable."""
+        node, job = self._where.get(sighting.ref, ("", ""))
+        if node:
+            self._engines[node].end(sighting)
+        if job:
+            self._cancel(job)
+
+    # Steps of the above.
+
+    def _on_node(self, name: str, engine: DockerEngine, alive: Collection[str]) -> list[Sighting]:
+        listed = engine.call(
+            lambda client: client.containers(all=True, filters={"label": [LABEL_LEASE, LABEL_JOB]})
+        )
+        found = []
+        for each in listed:
+            state = engine.inspect(each["Id"])
+            if state is None:
+                continue
+            sighting, job = sighting_of(state), str(each["Labels"][LABEL_JOB])
+            self._where[sighting.ref] = name, job
+            if sighting.alive and job not in alive:
+                # Its devices may be somebody else's by now: the epilog missed it.
+                self._log.warning("Ending %s on %s: its job has ended", sighting.server, name)
+                engine.end(sighting)
+            elif not sighting.alive and job in alive:
+                self._cancel(job)
+                sighting = replace(sighting, alive=True, ended_at=None)  # until the job has ended
+            found.append(sighting)
+        return found
+
+    def _list(self, name: str) -> None:
+        with suppress(EngineUnavailable):
+            listed = self._quick[name].call(
+                lambda client: client.containers(filters={"label": [LABEL_LEASE, LABEL_JOB]})
+            )
+            labels = [each["Labels"] for each in listed]
+            self._listed[name] = {each[LABEL_LEASE]: str(each[LABEL_JOB]) for each in labels}
+
+    def _living(self) -> set[str]:
+        """The numbers of the jobs that live."""
+        try:
+            return {str(job.id) for job in self._delegate.living()}
+        except SlurmUnavailable as error:
+            self._log.warning("%s", error.message)
+            raise EngineUnavailable() from error
+
+    def _cancel(self, job: str) -> None:
+        with suppress(SlurmRefused):
+            try:
+                self._delegate.slurm.run("scancel", "--quiet", job)
+            except SlurmUnavailable as error:
+                raise EngineUnavailable() from error
+
+
+def connector(node: Node, timeout: float = 20) -> Callable[[], docker.APIClient]:
+    """What makes a client of a node's engine."""
+
+    def connect() -> docker.APIClient:
+        return docker.APIClient(version="auto", timeout=timeout, **node.client_settings())
+
+    return connect

@@ -1,0 +1,143 @@
+"""The job that holds devices for a ticket, as the words of ``sbatch``. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from ..errors import TooMuchAsked
+from ..model import Device, Request, Ticket
+from ..pool import format_memory, suitable
+from .cluster import Cluster, Node
+from .jobs import HOLDER
+
+SCRIPT = "#!/bin/sh\nexec sleep infinity\n"
+"""The whole job: the server runs beside it, in its cgroup, and the epilog removes that."""
+
+STARTING = 20
+"""Minutes that a job gets beyond the session: a session begins when its server answers."""
+
+
+def devices_of(cluster: Cluster) -> tuple[Device, ...]:
+    """The devices of all nodes, as the pool knows them."""
+    found: list[Device] = []
+    for node in cluster.nodes:
+        for device in node.devices:
+            found.append(
+                Device(
+                    uuid=device.uuid,
+                    index=len(found),
+                    model=device.model,
+                    memory_bytes=device.memory_bytes,
+                    slots=max(1, cluster.shards),
+                )
+            )
+    return tuple(found)
+
+
+def words(ticket: Ticket, cluster: Cluster, *, user: str = "", account: str = "") -> list[str]:
+    """What ``sbatch`` is told. Nothing in it is a member's own word but the comment, which is
+    JSON. Raises TooMuchAsked for what no node has."""
+    request = ticket.request
+    kind, types, without = _wanted(request, cluster)
+    gres = ":".join([kind, *types, str(request.devices)])
+    some = [node for node in cluster.nodes if node.name not in without and node.devices]
+    share = request.devices / max(1, cluster.shards)
+    told = [
+        "--parsable",
+        "--no-requeue",
+        f"--job-name={HOLDER}{ticket.id}",
+        "--comment=" + json.dumps({"server": str(ticket.server)}),
+        f"--partition={cluster.partition}",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--cpus-per-task={max(1, int(share * min(_cpus(node) for node in some)))}",
+        f"--mem={max(1, int(share * min(_megabytes(node) for node in some)))}M",
+        f"--gres={gres}",
+        "--output=/dev/null",
+        "--error=/dev/null",
+        "--chdir=/",
+        "--export=NONE",
+    ]
+    if ticket.seconds is not None:
+        told.append(f"--time={minutes(ticket.seconds)}")
+    if without:
+        told.append("--exclude=" + ",".join(sorted(without)))
+    if user:
+        told.append(f"--uid={user}")
+    if account:
+        told.append(f"--account={account}")
+    return told
+
+
+def minutes(seconds: int) -> int:
+    """The time limit of a job for a session of so many seconds."""
+    return math.ceil(seconds / 60) + STARTING
+
+
+def _wanted(request: Request, cluster: Cluster) -> tuple[str, list[str], Collection[str]]:
+    """The kind of gres, its type if it must be one, and the nodes that would not do."""
+    fitting = {device.uuid for device in suitable(request, devices_of(cluster))}
+    if cluster.shards and request.devices > 1:
+        raise TooMuchAsked(
+            "The GPUs of this cluster are shared in parts, and a server has one part. Ask for 1.",
+            asked=request.devices,
+            most=1,
+        )
+    kind = "shard" if cluster.shards else "gpu"
+    counts = {node.name: _suited(node, fitting) for node in cluster.nodes}
+    most = max((max(count.values(), default=0) for count in counts.values()), default=0)
+    pure = {
+        node.name: sum(counts[node.name].values())
+        for node in cluster.nodes
+        if node.devices and all(device.uuid in fitting for device in node.devices)
+    }
+    most = max(most, max(pure.values(), default=0))
+    if most < request.devices:
+        raise _too_many(request, most)
+    types = {each for count in counts.values() for each in count}
+    if types == {device.gres for node in cluster.nodes for device in node.devices}:
+        return kind, [], ()
+    if len(types) == 1:
+        return kind, sorted(types), ()
+    if max(pure.values(), default=0) >= request.devices:
+        return kind, [], [node.name for node in cluster.nodes if node.name not in pure]
+    # Nodes of several models: the one that most of them have.
+    best = max(sorted(types), key=lambda each: max(count[each] for count in counts.values()))
+    return kind, [best], ()
+
+
+def _suited(node: Node, fitting: Collection[str]) -> Counter[str]:
+    return Counter(device.gres for device in node.devices if device.uuid in fitting)
+
+
+def _too_many(request: Request, most: int) -> TooMuchAsked:
+    what = "GPUs"
+    if request.model:
+        what += f" of model {request.model}"
+    if request.memory_bytes:
+        what += f" with {format_memory(request.memory_bytes)}"
+    if not most:
+        return TooMuchAsked(f"No machine has {what}. Choose another.", asked=request.devices)
+    return TooMuchAsked(
+        f"You asked for {request.devices} {what} for one server, and no machine has more than "
+        f"{most}. Ask for {most} at most.",
+        asked=request.devices,
+        most=most,
+    )
+
+
+def _cpus(node: Node) -> float:
+    return node.cpus / len(node.devices)
+
+
+def _megabytes(node: Node) -> float:
+    """Of each device's share, what Slurm gives out at the most."""
+    return node.memory_bytes / 2**20 * 0.9 / len(node.devices)
+
+
+def indices_to_uuids(node: Node, indices: Sequence[int]) -> tuple[str, ...]:
+    """The devices that Slurm names by number. Raises ConfigError for one the file lacks."""
+    return tuple(node.device_at(index).uuid for index in indices)

@@ -1,0 +1,210 @@
+"""Servers on the nodes of a cluster: Slurm chooses the node and the GPUs, and the container runs
+there beside the job that holds them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import MutableMapping
+from typing import Any
+
+import docker
+from traitlets import Bool, TraitError, Unicode, validate
+
+from ..errors import ConfigError, EngineUnavailable, StartFailed, Unavailable
+from ..model import LeaseState, Request
+from ..slurm.cluster import Node
+from ..slurm.delegate import SlurmDelegate
+from ..slurm.engine import connector
+from ..slurm.jobs import Job
+from ..slurm.nesting import CGROUP_V1, nest
+from .docker import GPUDockerSpawner
+from .gone import Proof
+from .watching import watch_over
+
+ENDING = 30.0
+"""Seconds that Slurm may take to end a job and its epilog to clear away."""
+
+SELDOM = 5.0
+"""Seconds that one answer of Slurm serves everybody who asks whether a server lives."""
+
+
+class GPUSlurmSpawner(GPUDockerSpawner):
+    """Leases GPUs of a cluster to containers on its nodes. Servers without a GPU stay on this
+    machine's Docker Engine."""
+
+    remove = Bool(
+        True,
+        config=True,
+        help="""
+        Whether a server's container is removed when it stops. On a cluster it always is: the next
+        start may be on another node. Example::
+
+            c.GPUSlurmSpawner.remove = True
+        """,
+    )
+
+    job_cgroup = Unicode(
+        CGROUP_V1,
+        config=True,
+        help="""
+        The cgroup that a server's container is put into, with ``{node}``, ``{uid}`` and
+        ``{job}``: that of its job, so that the job's limits hold for it. Empty leaves it to the
+        engine, and the limits are those of the environment alone. Example::
+
+            c.GPUSlurmSpawner.job_cgroup = ""
+        """,
+    )
+
+    _node_name = ""
+
+    @validate("remove")
+    def _must_remove(self, proposal: Any) -> bool:
+        if not proposal["value"]:
+            what = "GPUSlurmSpawner.remove = False cannot be: the next start may be elsewhere"
+            raise TraitError(f"{what}. What members keep belongs into their workspace.")
+        return True
+
+    # Where.
+
+    @property
+    def delegate(self) -> SlurmDelegate:
+        """Slurm, as the broker asks it. Raises ConfigError when the broker does not."""
+        found = self.broker.delegate
+        if not isinstance(found, SlurmDelegate):
+            raise ConfigError(
+                'GPUSlurmSpawner needs c.Broker.cluster = "/etc/jupyterhub/cluster.yaml", which '
+                "gpuspawner slurm config writes."
+            )
+        return found
+
+    def engine_for(self, request: Request) -> str:
+        return self.delegate.engine if request.devices else self.engine_name
+
+    @property
+    def node(self) -> Node | None:
+        """The node of the server; None for one on this machine."""
+        lease = self.lease
+        if lease is not None and lease.devices:
+            found = self.delegate.cluster.device(lease.devices[0].uuid)
+            self._node_name = found[0].name if found else ""
+        elif lease is not None:
+            self._node_name = ""
+        return self.delegate.cluster.node(self._node_name) if self._node_name else None
+
+    def job(self) -> Job | None:
+        """The job beside the server."""
+        if self.lease is None or not self.lease.ticket_id:
+            return None
+        return self.delegate.job(self.lease.ticket_id)
+
+    @property
+    def engine_settings(self) -> MutableMapping[str, Any]:
+        if (node := self.node) is None:
+            return self.hub_settings
+        kept: MutableMapping[str, Any]
+        kept = self.hub_settings.setdefault(f"gpuspawner_node:{node.name}", {})
+        return kept
+
+    def connect(self, timeout: float = 60) -> docker.APIClient:
+        """A client of the engine that the server is on."""
+        if (node := self.node) is None:
+            return super().connect(timeout)
+        return connector(node, timeout)()
+
+    def get_state(self) -> dict[str, Any]:
+        state = super().get_state()
+        if self._node_name:
+            state["node"] = self._node_name
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        self._node_name = state.get("node", "")
+
+    def clear_state(self) -> None:
+        super().clear_state()
+        self._node_name = ""
+
+    # The container, beside its job.
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        node = self.node
+        # Not the throw-away containers that only look at something.
+        if method == "create_container" and node is not None and "labels" in kwargs:
+            if (job := self.job()) is None or not job.lives:
+                raise StartFailed(cause="its job in Slurm has ended")
+            kwargs = nest(kwargs, job, node, self.job_cgroup)
+        return await super()._call(method, *args, **kwargs)
+
+    async def start(self) -> Any:
+        if (node := self.node) is not None:
+            self.said.say(f"On the machine {node.name}", 12)
+        url = await super().start()
+        if node is not None:
+            watch_over(self)
+        return url
+
+    # Gone is a server whose job has ended.
+
+    async def poll(self) -> Any:
+        status = await super().poll()
+        if status is None and self.node is not None and not self._start_pending:
+            watch_over(self)
+            return await self._poll_job()
+        return status
+
+    async def _poll_job(self) -> Any:
+        """None while the job lives or nobody can say: its container may be out of sight."""
+        if self.lease is None or not self.lease.ticket_id:
+            return None
+        try:
+            turns = await self.broker.run(self.delegate.turns, SELDOM)
+        except Unavailable:
+            return None
+        turn = turns.get(self.lease.ticket_id)
+        if turn is not None and not turn.over:
+            return None
+        self.log.warning("%s: %s", self._log_name, turn.over if turn else "its job is gone")
+        return 1
+
+    async def prove_gone(self) -> Proof:
+        """Gone is a server whose container is gone, and then its job; or whose job is gone, where
+        the node does not answer."""
+        lease = self.lease
+        if lease is None or lease.engine != self.delegate.engine or not lease.ticket_id:
+            return await super().prove_gone()
+        over = await self._over(lease.ticket_id)
+        detail = ""
+        if over is None:
+            proof = await super().prove_gone()
+            if not proof.gone:
+                return proof
+            detail = proof.detail
+            over = await self._end_job(lease.ticket_id)
+        if over.ended_at and lease.state is LeaseState.RUNNING:
+            self.stopped_at = over.ended_at
+        return Proof(gone=True, ended_at=over.ended_at, detail=detail or over.detail)
+
+    async def _over(self, ticket_id: str) -> Proof | None:
+        """How the job of a ticket ended; None while it lives. Raises EngineUnavailable."""
+        try:
+            turns = await self.broker.run(self.delegate.turns)
+        except Unavailable as error:
+            raise EngineUnavailable() from error
+        turn = turns.get(ticket_id)
+        if turn is None:
+            return Proof(gone=True)
+        return Proof(gone=True, ended_at=turn.ended_at, detail=turn.over) if turn.over else None
+
+    async def _end_job(self, ticket_id: str) -> Proof:
+        """Cancel the job and wait until Slurm has cleared away behind it."""
+        try:
+            await self.broker.run(self.delegate.cancel, ticket_id)
+        except Unavailable as error:
+            raise EngineUnavailable() from error
+        deadline = asyncio.get_running_loop().time() + ENDING
+        while (over := await self._over(ticket_id)) is None:
+            if asyncio.get_running_loop().time() > deadline:
+                raise EngineUnavailable()
+            await asyncio.sleep(0.25)
+        return Proof(gone=True, ended_at=over.ended_at)
