@@ -34,6 +34,7 @@ from ..store import Store, book, charging, closures, leases, tickets
 from ..store.granter import Granter
 from . import view
 from .admin import Admin
+from .batch import Batch
 from .bulk import BulkGrants
 from .devices_use import DevicesUse
 from .dry import Dry
@@ -71,6 +72,7 @@ class Broker(
     DevicesUse,
     Idle,
     Health,
+    Batch,
 ):
     """Grants leases, charges them and releases them."""
 

@@ -53,6 +53,8 @@ class Core(BrokerSettings, Prices, DryPolicies):
         ) -> Ticket:
             """Take a ticket out of the line, for a reason that stays written."""
 
+        def admit_to_cluster(self, ticket: Ticket) -> None: ...
+
         def _enqueue(self, ticket: Ticket) -> Ticket: ...
 
         def _grant_ticket(

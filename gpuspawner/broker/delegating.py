@@ -66,7 +66,9 @@ class Delegating(Core):
             return None
         cluster = read_cluster(self.cluster)
         slurm = Slurm(conf=cluster.slurm_conf)
-        return SlurmDelegate(cluster, slurm, as_member=self.jobs_of_members, log=self.log)
+        if not self.jobs_of_members:
+            return SlurmDelegate(cluster, slurm, as_member=False, log=self.log)
+        return SlurmDelegate(cluster, slurm, before=self.admit_to_cluster, log=self.log)
 
     def delegated_engine(self) -> Engine | None:
         """What runs the servers whose devices come from there."""

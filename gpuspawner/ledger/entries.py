@@ -42,6 +42,8 @@ class TransferKind(str, Enum):
     """An earlier transfer is undone by its opposite."""
     EXPIRY = "expiry"
     """What was left of credits that end is taken back at their end."""
+    BATCH = "batch"
+    """A job that runs beside servers pays for its time, or gets back what was too much."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ Slurm there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from . import names
@@ -188,6 +188,12 @@ def read(slurm: Slurm, cluster: str) -> Found:
         slurm.run("sacctmgr", *_SHOW, "qos", "format=name,priority"),
         slurm.run("sacctmgr", *_SHOW, "user", "format=user,defaultaccount"),
     )
+
+
+def read_places(slurm: Slurm, cluster: str, users: Collection[str]) -> Found:
+    """The places of these users alone, of what there is."""
+    which = (f"cluster={cluster}", f"user={','.join(users)}")
+    return parse(slurm.run("sacctmgr", *_SHOW, "assoc", *which, f"format={_FORMAT}"), "", "")
 
 
 def parse(associations: str, qos: str, users: str) -> Found:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 
 from ..errors import SlurmRefused
 from . import names
-from .associations import GPU, MOST, QOS, SHARD, Found, Row, Wanted, read
+from .associations import GPU, MOST, QOS, SHARD, Found, Row, Wanted, read, read_places
 from .commands import Slurm
 from .config import TESTED, TESTED_SERIES
 
@@ -81,6 +81,17 @@ def check_version(slurm: Slurm) -> None:
     if numbers not in TESTED_SERIES:
         why = f"it is {said}, and gpuspawner was tried with {' and '.join(TESTED)}"
         raise SlurmRefused(why=f"{why}. Install that one")
+
+
+def is_there(slurm: Slurm, cluster: str, asked: Wanted) -> bool:
+    """Whether the people who are asked for have their places already, by one question: before
+    every start of theirs but the first it is so."""
+    found = read_places(slurm, cluster, asked.users)
+    return not any(
+        step
+        for user, (account, row, qos) in asked.users.items()
+        for step in _user_steps(user, account, row, qos, found, cluster)
+    )
 
 
 def bring(slurm: Slurm, cluster: str, asked: Wanted) -> Plan:

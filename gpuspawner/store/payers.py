@@ -18,6 +18,13 @@ def get(connection: sa.Connection, user: str) -> str:
     return str(rows[0][0]) if rows else ""
 
 
+def every(connection: sa.Connection) -> dict[str, str]:
+    """The usual account of everybody who keeps one."""
+    return {
+        row[0]: row[1] for row in connection.execute(sa.select(payers.c.user, payers.c.account))
+    }
+
+
 def put(connection: sa.Connection, user: str, account: str, at: datetime) -> None:
     """Keep an account as the usual one; nothing: none any more."""
     connection.execute(sa.delete(payers).where(payers.c.user == user))

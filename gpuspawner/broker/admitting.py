@@ -1,0 +1,182 @@
+"""Who may use the cluster beside the hub: members and their groups, as its scheduler has to know
+them. The store and the configuration decide; Slurm is told."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import sqlalchemy as sa
+
+from ..errors import ConfigError, SlurmRefused, SlurmUnavailable
+from ..ledger.payers import accounts_of
+from ..model import Ticket, member_account
+from ..scheduler import Limits, Priority
+from ..slurm import associations, syncing
+from ..slurm.associations import Group, Person, Wanted, read
+from ..slurm.cluster import Cluster, read_cluster
+from ..slurm.commands import Slurm
+from ..store import batch, book, memberships, payers, roster, tickets
+from .delegating import Delegating
+from .queue_settings import QueueSettings
+
+PATIENCE = 5.0
+"""Seconds that the start of a server waits for Slurm's database."""
+
+
+class Admitting(Delegating, QueueSettings):
+    """The part of the broker that knows who may use the cluster."""
+
+    _nodes: Cluster | None = None
+
+    def nodes(self) -> Cluster:
+        """The cluster of the configuration, read once. Raises ConfigError."""
+        if not self.cluster:
+            raise ConfigError(
+                "There is no cluster: write c.Broker.cluster, the cluster.yaml that gpuspawner "
+                "slurm config wrote."
+            )
+        if self._nodes is None:
+            self._nodes = read_cluster(self.cluster)
+        return self._nodes
+
+    def slurm(self) -> Slurm:
+        """Slurm's programs, as they reach the cluster. Raises ConfigError."""
+        return Slurm(conf=self.nodes().slurm_conf)
+
+    # Groups, as the hub says them.
+
+    def groups_with_a_say(self) -> frozenset[str]:
+        """The groups of which the members are asked for: those that the configuration names, and
+        those with an account."""
+        with self.store.read() as connection:
+            found = {account.name for account in book.all_accounts(connection)}
+        paying = {name.removeprefix("group:") for name in found if name.startswith("group:")}
+        return frozenset(paying.union(self.group_weights, self.group_priority, self.group_limits))
+
+    def note_groups(self, members: Mapping[str, Collection[str]]) -> None:
+        """Write down the members of groups; whoever is in none of them is in none at all."""
+        now = self.clock()
+        mine: dict[str, set[str]] = {}
+        for group, users in members.items():
+            for user in users:
+                mine.setdefault(user, set()).add(group)
+        with self.store.write() as connection:
+            known = batch.groups(connection)
+            everybody = known.keys() | set(batch.members(connection))
+            right = {user: frozenset(mine.get(user, ())) for user in everybody | mine.keys()}
+            changed = {user: found for user, found in right.items() if known.get(user) != found}
+            batch.put_groups(connection, changed, now)
+
+    # What Slurm is to know.
+
+    def people(self) -> list[Person]:
+        """Everybody with an account, as the cluster's scheduler has to know them."""
+        with self.store.read() as connection:
+            names = batch.members(connection)
+            groups = self._groups(connection)
+            left = {each.user for each in memberships.former(connection)}
+            dry = self._dry(connection, names, groups)
+        found = []
+        for name in names:
+            group, priority = self.standing_of(groups.get(name, ()))
+            found.append(
+                Person(
+                    member=name,
+                    group=group,
+                    priority=_word(priority),
+                    closed=name in left,
+                    dry=name in dry,
+                )
+            )
+        return found
+
+    def wanted_of(self, people: Collection[Person]) -> Wanted:
+        """What Slurm is to know of them, and of every group that the configuration names."""
+        named = {*self.group_weights, *self.group_priority, *self.group_limits}
+        groups = {
+            group: Group(
+                weight=float(self.group_weights.get(group, 1)),
+                limits=_limits(self.limits_of(group)[1]),
+            )
+            for group in named
+        }
+        points = self._policy().priority_points
+        return associations.wanted(
+            people,
+            groups,
+            _limits(self.limits_of("")[0]),
+            {_word(priority): points[priority] for priority in Priority},
+        )
+
+    def plan_for_cluster(self) -> syncing.Plan:
+        """What is to be done so that Slurm knows everybody and every group. Raises ConfigError,
+        SlurmUnavailable, or SlurmRefused for a Slurm that was not tried."""
+        slurm, cluster = self.slurm(), self.nodes()
+        syncing.check_version(slurm)
+        asked = self.wanted_of(self.people())
+        return syncing.plan(asked, read(slurm, cluster.name), cluster.name)
+
+    def admit_to_cluster(self, ticket: Ticket) -> None:
+        """See to it that Slurm takes jobs of whoever waits with this ticket, on the group that it
+        counts on. What cannot be done is only noted: Slurm's database may be away while its
+        controller knows the member, who says no itself if it does not."""
+        person = Person(
+            member=ticket.server.user, group=ticket.group, priority=_word(ticket.priority)
+        )
+        asked, cluster = self.wanted_of([person]), self.nodes().name
+        slurm = replace(self.slurm(), seconds=PATIENCE)
+        try:
+            if syncing.is_there(slurm, cluster, asked):
+                return
+            syncing.check_version(slurm)
+            problems = syncing.bring(slurm, cluster, asked).problems
+        except (SlurmRefused, SlurmUnavailable) as error:
+            problems = (error.message,)
+        for problem in problems:
+            self.log.warning("Slurm is not told of %s: %s", person.member, problem)
+
+    # Steps of the above.
+
+    def _groups(self, connection: sa.Connection) -> dict[str, frozenset[str]]:
+        """The groups of each member: as the hub said last, else as the roster says."""
+        now = self.clock()
+        found: dict[str, frozenset[str]] = {}
+        for entry in roster.every(connection):
+            if entry.holds(now):
+                found[entry.user] = found.get(entry.user, frozenset()).union(entry.groups)
+        return found | batch.groups(connection)
+
+    def _dry(
+        self,
+        connection: sa.Connection,
+        names: Collection[str],
+        groups: Mapping[str, Collection[str]],
+    ) -> frozenset[str]:
+        """Those whose usual account is empty where GPUs cost something; but nobody who waits for
+        a server: who pays for that was looked at, and it may be another account."""
+        card = self.rates_in(connection).card(self.clock())
+        if not any(card.rate_of(d.model) for node in self.nodes().nodes for d in node.devices):
+            return frozenset()
+        balances = {account.name: account.available for account in book.all_accounts(connection)}
+        waiting = {ticket.server.user for ticket in tickets.waiting(connection)}
+        kept = payers.every(connection)
+        found = set()
+        for name in set(names) - waiting:
+            own = member_account(name)
+            usual = kept.get(name, own)
+            if usual not in accounts_of(name, groups.get(name, ())):
+                usual = own
+            if balances.get(usual, 0) <= 0:
+                found.add(name)
+        return frozenset(found)
+
+
+def _limits(limits: Limits) -> associations.Limits:
+    return associations.Limits(
+        devices=limits.devices, tickets=limits.tickets, gpu_hours=limits.gpu_hours
+    )
+
+
+def _word(priority: int) -> str:
+    return Priority(priority).name.lower()
