@@ -14,8 +14,9 @@ from ..errors import LedgerError, UnknownAccount
 from ..ledger.entries import Posting, Transfer, TransferKind, is_system
 from ..model import Account
 from . import leases as lease_rows
-from .prepared import Prepared
+from .prepared import Prepared, write_plain
 from .schema import accounts, leases, postings, transfers
+from .times import as_text
 
 _HELD = lease_rows.HELD.where(leases.c.account == accounts.c.name).scalar_subquery()
 _ACCOUNT = Prepared(
@@ -54,18 +55,14 @@ _POST_TWO = Prepared(
         """
     ).bindparams(sa.bindparam("at", type_=transfers.c.at.type))
 )
-# The same where a statement is a call: one for both lines, and one for both balances.
-_INSERT_TWO = Prepared(
-    sa.text(
-        "INSERT INTO postings (transfer_id, account, amount, apart)"
-        " VALUES (:id, :one, :a, :apart), (:id, :two, :b, :apart)"
-    )
+# The same on SQLite, where a statement takes less time than what is usually put around it.
+_POST_ROW = (
+    "INSERT INTO transfers (id, key, kind, at, actor, reason, lease_id)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 )
-_MOVE_TWO = Prepared(
-    sa.text(
-        "UPDATE accounts SET balance = balance + CASE name WHEN :one THEN :a ELSE :b END"
-        " WHERE name IN (:one, :two)"
-    )
+_POST_MOVE = "UPDATE accounts SET balance = balance + ? WHERE name = ?"
+_POST_LINES = (
+    "INSERT INTO postings (transfer_id, account, amount, apart) VALUES (?, ?, ?, ?), (?, ?, ?, ?)"
 )
 _TOO_MUCH = "{name} would have more than an account can hold; use a smaller amount"
 _OF_KEY = Prepared(
@@ -130,19 +127,16 @@ def post(connection: sa.Connection, transfer: Transfer) -> bool:
 
     The same key with other postings raises LedgerError: it names another event.
     """
-    plain, sqlite_ = _is_plain(transfer), connection.dialect.name == "sqlite"
-    if plain and not sqlite_ and _post_at_once(connection, transfer):
-        return True
+    if _is_plain(transfer):
+        sqlite_ = connection.dialect.name == "sqlite"
+        if (_post_in_calls if sqlite_ else _post_at_once)(connection, transfer):
+            return True
     if not _insert(connection, transfer):
         known = _postings_of_key(connection, transfer.key)
         if sorted(known) != sorted((p.account, p.amount) for p in transfer.postings):
             what = f"the key {transfer.key!r} was used for another amount or account"
             raise LedgerError(what=what)
         return False
-    if plain and sqlite_:
-        _move_two(connection, transfer)
-        _INSERT_TWO.run(connection, id=transfer.id, **_both(transfer))
-        return True
     for posting in transfer.postings:
         move(connection, posting, transfer.at)
     rows = [
@@ -275,16 +269,31 @@ def _post_at_once(connection: sa.Connection, transfer: Transfer) -> bool:
         raise _too_much(transfer) from None
 
 
-def _move_two(connection: sa.Connection, transfer: Transfer) -> None:
-    """Move both balances. Raises UnknownAccount, and LedgerError for too much."""
+def _post_in_calls(connection: sa.Connection, transfer: Transfer) -> bool:
+    """Write all of it, unless its key says no."""
+    one, two = transfer.postings
+    name, apart = transfer.id, int(transfer.apart)
+    row = (
+        name,
+        transfer.key,
+        transfer.kind.value,
+        as_text(transfer.at),
+        transfer.actor,
+        transfer.reason,
+        transfer.lease_id,
+    )
+    if not write_plain(connection, _POST_ROW, row):
+        return False
     try:
-        if _MOVE_TWO.run(connection, **_both(transfer)) == 2:
-            return
-    except (IntegrityError, DataError):
+        for posting in (one, two):
+            change = (posting.amount, posting.account)
+            if not write_plain(connection, _POST_MOVE, change):
+                move(connection, posting, transfer.at)  # opens it, or says that it is not there
+    except IntegrityError:
         raise _too_much(transfer) from None
-    for posting in transfer.postings:
-        if not find(connection, posting.account):
-            move(connection, posting, transfer.at)
+    lines = (name, one.account, one.amount, apart, name, two.account, two.amount, apart)
+    write_plain(connection, _POST_LINES, lines)
+    return True
 
 
 def _insert(connection: sa.Connection, transfer: Transfer) -> bool:
@@ -294,8 +303,15 @@ def _insert(connection: sa.Connection, transfer: Transfer) -> bool:
 
 
 def _row(transfer: Transfer) -> dict[str, Any]:
-    row = {name: getattr(transfer, name) for name in _COLUMNS}
-    return row | {"kind": transfer.kind.value}
+    return {
+        "id": transfer.id,
+        "key": transfer.key,
+        "kind": transfer.kind.value,
+        "at": transfer.at,
+        "actor": transfer.actor,
+        "reason": transfer.reason,
+        "lease_id": transfer.lease_id,
+    }
 
 
 def _postings_of_key(connection: sa.Connection, key: str) -> list[tuple[str, int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import sqlalchemy as sa
@@ -34,38 +35,40 @@ class Prepared:
 
     def rows(self, connection: sa.Connection, **values: Any) -> list[tuple[Any, ...]]:
         """What a SELECT finds, or what others return, all of it."""
-        plan = self._plan(connection)
-        cursor = _cursor(connection)
+        plan = self._plans.get(connection.dialect.__class__) or self._plan(connection)
+        parameters = plan.parameters(values) if plan.changes else plan.pick(values)
+        cursor = None
         try:
-            cursor.execute(plan.text, plan.parameters(values))
+            cursor = plan.execute(connection.connection.dbapi_connection, plan.text, parameters)
             found: list[tuple[Any, ...]] = cursor.fetchall()
             convert = plan.conversions(cursor.description)
         except plan.error as error:
-            raise _said(error, connection, plan.text) from error
+            raise said(error, connection, plan.text) from error
         finally:
-            cursor.close()
+            if cursor is not None:
+                cursor.close()
         return [_converted(row, convert) for row in found] if convert else found
 
     def run(self, connection: sa.Connection, **values: Any) -> int:
         """The number of rows that an INSERT, UPDATE or DELETE wrote."""
-        plan = self._plan(connection)
-        cursor = _cursor(connection)
+        plan = self._plans.get(connection.dialect.__class__) or self._plan(connection)
+        parameters = plan.parameters(values) if plan.changes else plan.pick(values)
+        driver = connection.connection.dbapi_connection
         try:
-            cursor.execute(plan.text, plan.parameters(values))
-            return int(cursor.rowcount)
+            count: int = plan.execute(driver, plan.text, parameters).rowcount
+            return count
         except plan.error as error:
-            raise _said(error, connection, plan.text) from error
-        finally:
-            cursor.close()
+            raise said(error, connection, plan.text) from error
 
     def run_each(self, connection: sa.Connection, rows: Sequence[Mapping[str, Any]]) -> None:
         """The statement once for each of the rows."""
-        plan = self._plan(connection)
-        cursor = _cursor(connection)
+        plan = self._plans.get(connection.dialect.__class__) or self._plan(connection)
+        parameters = [plan.parameters(row) for row in rows]
+        cursor = connection.connection.cursor()
         try:
-            cursor.executemany(plan.text, [plan.parameters(row) for row in rows])
+            cursor.executemany(plan.text, parameters)
         except plan.error as error:
-            raise _said(error, connection, plan.text) from error
+            raise said(error, connection, plan.text) from error
         finally:
             cursor.close()
 
@@ -82,10 +85,16 @@ class _Plan:
     """A statement as one driver wants it."""
 
     text: str
-    by_position: bool
-    """Whether the driver takes its parameters in their order, and not by name."""
-    parts: Sequence[tuple[str, Convert | None]]
-    """The parameters in that order, and how they are converted if they are."""
+    execute: Callable[..., Any]
+    """Runs a text with its parameters on the driver's connection; the cursor."""
+    changes: bool
+    """Whether parameters are more than what is picked: converted, or set by the statement."""
+    pick: Callable[[Mapping[str, Any]], Any]
+    """From values by name the parameters as the driver wants them: in their order, or by name."""
+    copy: type
+    """What of those can be written to."""
+    converts: Sequence[tuple[Any, Convert]]
+    """Where among them something is converted, and how."""
     constants: dict[str, Any]
     """Parameters that the statement itself sets, as the driver takes them."""
     error: type[Exception]
@@ -95,12 +104,14 @@ class _Plan:
     known: list[tuple[int, Convert]] | None = None
     """The answer of ``from_driver``, which is the same for every row."""
 
-    def parameters(self, values: Mapping[str, Any]) -> Sequence[Any] | dict[str, Any]:
+    def parameters(self, values: Mapping[str, Any]) -> Any:
         """Raises KeyError when one is missing."""
-        given = {**self.constants, **values} if self.constants else values
-        if self.by_position:
-            return [given[name] if to is None else to(given[name]) for name, to in self.parts]
-        return {name: given[name] if to is None else to(given[name]) for name, to in self.parts}
+        given = self.pick({**self.constants, **values} if self.constants else values)
+        if self.converts:
+            given = self.copy(given)
+            for at, convert in self.converts:
+                given[at] = convert(given[at])
+        return given
 
     def conversions(self, description: Any) -> list[tuple[int, Convert]]:
         if self.known is None:
@@ -135,22 +146,71 @@ def _compile(statement: Any, columns: Sequence[str] | None, dialect: Dialect) ->
         return [(at, convert) for at, convert in found if convert]
 
     names = compiled.positiontup if compiled.positional else list(compiled.binds)
-    parts = [(name, converts[name]) for name in names]
+    places = enumerate(names) if compiled.positional else zip(names, names, strict=True)
     driver: Any = dialect.dbapi
-    return _Plan(str(compiled), compiled.positional, parts, constants, driver.Error, from_driver)
+    return _Plan(
+        text=str(compiled),
+        # SQLite's driver makes the cursor in the same call.
+        execute=driver.Connection.execute if dialect.name == "sqlite" else _execute,
+        changes=bool(constants) or any(converts.values()),
+        pick=_in_order(names) if compiled.positional else _by_name,
+        copy=list if compiled.positional else dict,
+        converts=[(at, to) for at, name in places if (to := converts[name])],
+        constants=constants,
+        error=driver.Error,
+        from_driver=from_driver,
+    )
 
 
-def _cursor(connection: sa.Connection) -> Any:
-    """A cursor of the driver itself."""
-    return connection.connection.cursor()
+def _in_order(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Any]:
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda values: tuple(values[name] for name in names)  # itemgetter takes one, or many
 
 
-def _said(error: Any, connection: sa.Connection, text: str) -> DBAPIError:
+def _by_name(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return values
+
+
+def _execute(driver: Any, text: str, parameters: Any) -> Any:
+    cursor = driver.cursor()
+    cursor.execute(text, parameters)
+    return cursor
+
+
+def write_plain(connection: sa.Connection, text: str, values: Sequence[Any]) -> int:
+    """The number of rows that a statement wrote, on SQLite, with nothing in between: its own
+    text, and the values as its driver has them. For what is written all the time."""
+    driver: Any = connection.connection.dbapi_connection
+    try:
+        count: int = driver.execute(text, values).rowcount
+        return count
+    except driver.Error as error:
+        raise said(error, connection, text) from error
+
+
+def commit(connection: sa.Connection) -> None:
+    """Commit what was done on the connection, through SQLAlchemy or beside it.
+
+    Raises DBAPIError, also when the connection was lost on the way.
+    """
+    if connection.in_transaction():
+        connection.commit()
+        return
+    driver: Any = connection.connection.dbapi_connection
+    try:
+        driver.commit()
+    except driver.Error as error:
+        raise said(error, connection, "COMMIT") from error
+
+
+def said(error: Any, connection: sa.Connection, text: str) -> DBAPIError:
     """What the driver said, as SQLAlchemy says it."""
     driver: Any = connection.dialect.dbapi
     gone = connection.dialect.is_disconnect(error, connection.connection, None)
     if gone:
         connection.invalidate(error)
+        connection.close()  # else it would go on with another one, outside of any transaction
     found: Any = DBAPIError.instance(
         text,
         None,

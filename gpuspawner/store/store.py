@@ -12,9 +12,9 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -26,32 +26,53 @@ from sqlalchemy.exc import (
     IntegrityError,
     NoSuchModuleError,
     ProgrammingError,
+    ResourceClosedError,
 )
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import ConfigError, StoreUnavailable
 from .migrate import upgrade
-from .prepared import Prepared
+from .prepared import Prepared, commit
 
 T = TypeVar("T")
 
 BUSY_SECONDS = 10.0
 """How long a writer waits for another before it gives up."""
 
-_LOCK = Prepared(sa.text(f"SELECT pg_advisory_xact_lock({0x67707573})"))
-"""The advisory lock of whoever writes, by the bytes of "gpus"."""
-_BEGIN, _BEGIN_WRITE = Prepared(sa.text("BEGIN")), Prepared(sa.text("BEGIN IMMEDIATE"))
+_FIRST = {
+    "sqlite": (Prepared(sa.text("BEGIN")), Prepared(sa.text("BEGIN IMMEDIATE"))),
+    "postgresql": (
+        # By default each statement of a transaction has a view of its own.
+        Prepared(sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")),
+        # The advisory lock of whoever writes, by the bytes of "gpus".
+        Prepared(sa.text(f"SELECT pg_advisory_xact_lock({0x67707573})")),
+    ),
+}
+"""What comes first in a transaction that reads, and in one that writes."""
+
+_OURS = (IntegrityError, ProgrammingError, DataError)
+"""A rule of ours or a mistake of ours: not the database's absence."""
+_ABSENT = (DBAPIError, PoolTimeout, ResourceClosedError, OSError)
+
+
+class _Kept:
+    """The connection that a thread keeps: to borrow one from the pool for each transaction takes
+    Python as long as the rest of a short one."""
+
+    __slots__ = ("connection", "file", "in_use")
+
+    def __init__(self) -> None:
+        self.connection: sa.Connection | None = None
+        self.file: tuple[int, int] | None = None
+        """The file of SQLite that it is to."""
+        self.in_use = False
 
 
 class _Own(threading.local):
     """What a thread has of a store."""
 
-    keeps = False
-    """Whether it keeps its connection: to borrow one from the pool for each transaction takes
-    Python as long as the rest of a short one. Only the threads of :attr:`Store.executor` do, of
-    which there are few."""
-    connection: sa.Connection | None = None
-    in_use = False
+    kept: _Kept | None = None
+    """Only the threads of :attr:`Store.executor` keep one, of which there are few."""
 
 
 class Store:
@@ -64,12 +85,8 @@ class Store:
         self.url = url
         self.engine = _create_engine(url)
         self.dialect = self.engine.dialect.name
-        self._reading = self.engine
-        if self.dialect == "postgresql":
-            # By default each statement of a transaction has a view of its own.
-            self._reading = self.engine.execution_options(
-                isolation_level="REPEATABLE READ", postgresql_readonly=True
-            )
+        self._first = _FIRST[self.dialect]
+        self._path = self.engine.url.database or "" if self.dialect == "sqlite" else None
         # SQLite has one writer at a time: more threads would only wait for one another.
         workers = 4 if self.dialect == "sqlite" else 8
         self.executor = ThreadPoolExecutor(
@@ -107,85 +124,72 @@ class Store:
 
     def read(self) -> AbstractContextManager[sa.Connection]:
         """A read transaction: one consistent view."""
-        return self._transaction(write=False)
+        return _Transaction(self, False)
 
     def write(self) -> AbstractContextManager[sa.Connection]:
         """A write transaction; all of it happens or none. Writers come one at a time."""
-        return self._transaction(write=True)
+        return _Transaction(self, True)
 
     def write_one(self, statement: Prepared, **values: Any) -> list[tuple[Any, ...]]:
         """What one statement returns that is a write transaction of its own."""
         # SQLite makes it one by itself, which spares BEGIN and COMMIT.
-        with self._transaction(write=True, bare=self.dialect == "sqlite") as connection:
+        with _Transaction(self, True, bare=self.dialect == "sqlite") as connection:
             return statement.rows(connection, **values)
-
-    @contextmanager
-    def _transaction(self, *, write: bool, bare: bool = False) -> Iterator[sa.Connection]:
-        turn = self._turn if write else None
-        if turn and not turn.acquire(timeout=BUSY_SECONDS):
-            raise StoreUnavailable()
-        try:
-            self._migrate()
-            with self._connected(write) as connection:
-                if bare:
-                    yield connection
-                    return
-                with connection.begin():
-                    self.begin(connection, write=write)
-                    yield connection
-        except (IntegrityError, ProgrammingError, DataError):
-            raise  # a rule of ours or a mistake of ours: not the database's absence
-        except (DBAPIError, PoolTimeout, OSError) as error:
-            raise StoreUnavailable() from error
-        finally:
-            if turn:
-                turn.release()
-
-    @contextmanager
-    def _connected(self, write: bool) -> Iterator[sa.Connection]:
-        own = self._own
-        if not own.keeps or own.in_use:
-            with (self.engine if write else self._reading).connect() as connection:
-                yield connection
-            return
-        connection = self._own_connection()
-        own.in_use = True
-        try:
-            yield connection
-        except BaseException:
-            self._let_go(connection)  # maybe it is no good any more: the pool will find out
-            raise
-        finally:
-            own.in_use = False
-
-    def _own_connection(self) -> sa.Connection:
-        """The one that this thread keeps, on the database that is there now."""
-        connection = self._own.connection
-        if connection is not None:
-            if _is_there(connection.connection.info, self.engine.url.database or ""):
-                return connection
-            self._let_go(connection)
-        connection = self._own.connection = self.engine.connect()
-        self._kept.add(connection)
-        return connection
-
-    def _let_go(self, connection: sa.Connection) -> None:
-        self._own.connection = None
-        self._kept.discard(connection)
-        connection.close()
-
-    def _keep(self) -> None:
-        """A thread of the executor begins. PostgreSQL's connections are asked each time whether
-        they still live, which the pool does."""
-        self._own.keeps = self.dialect == "sqlite"
 
     def begin(self, connection: sa.Connection, *, write: bool) -> None:
         """What comes first in a transaction. Writers wait for one another: no deadlocks between
         accounts, no lost race."""
-        if self.dialect == "sqlite":
-            (_BEGIN_WRITE if write else _BEGIN).run(connection)
-        elif write:
-            _LOCK.run(connection)
+        self._first[write].run(connection)
+
+    def _take(self, write: bool, bare: bool) -> tuple[sa.Connection, _Kept | None]:
+        """A connection on which a transaction has begun, unless it is to be ``bare``; and what
+        the thread keeps, if it is that one's."""
+        if not self._migrated:
+            self._migrate()
+        kept = self._own.kept
+        if kept is not None and not kept.in_use:
+            connection = self._connection_of(kept)
+            try:
+                if not bare:
+                    self._first[write].run(connection)
+                kept.in_use = True
+                return connection, kept
+            except BaseException as error:
+                self._let_go(kept)
+                # It was lost while nobody used it, as when PostgreSQL was started again: go on
+                # with one of which the pool has made sure that it lives.
+                if not (isinstance(error, DBAPIError) and error.connection_invalidated):
+                    raise
+        connection = self.engine.connect()
+        try:
+            if not bare:
+                self._first[write].run(connection)
+            return connection, None
+        except BaseException:
+            connection.close()
+            raise
+
+    def _connection_of(self, kept: _Kept) -> sa.Connection:
+        """The one that this thread keeps, on the database that is there now."""
+        connection = kept.connection
+        if connection is not None:
+            if self._path is None or kept.file == _file_at(self._path):
+                return connection
+            self._let_go(kept)
+        connection = kept.connection = self.engine.connect()
+        kept.file = connection.connection.info.get("file")
+        self._kept.add(connection)
+        return connection
+
+    def _let_go(self, kept: _Kept) -> None:
+        connection, kept.connection = kept.connection, None
+        if connection is not None:
+            self._kept.discard(connection)
+            connection.close()
+
+    def _keep(self) -> None:
+        """A thread of the executor begins."""
+        self._own.kept = _Kept()
 
     def _migrate(self) -> None:
         """Bring the schema up to date, once a process."""
@@ -199,6 +203,70 @@ class Store:
                     self.begin(connection, write=True)
                     upgrade(connection)
                 self._migrated = True
+
+
+class _Transaction:
+    """From its begin to its commit, or to its rollback when anything is raised in it.
+
+    A class and no generator, and no transaction of SQLAlchemy's unless a statement of its own
+    makes it begin one: this is what a debit takes beside its rows.
+    """
+
+    __slots__ = ("_bare", "_connection", "_kept", "_store", "_turn", "_write")
+    _connection: sa.Connection
+    _kept: _Kept | None
+
+    def __init__(self, store: Store, write: bool, bare: bool = False) -> None:
+        """``bare``: the one statement in it is a transaction by itself."""
+        self._store, self._write, self._bare = store, write, bare
+        self._turn = store._turn if write else None
+
+    def __enter__(self) -> sa.Connection:
+        turn = self._turn
+        if turn and not turn.acquire(timeout=BUSY_SECONDS):
+            raise StoreUnavailable()
+        try:
+            self._connection, self._kept = self._store._take(self._write, self._bare)
+            return self._connection
+        except BaseException as error:
+            if turn:
+                turn.release()
+            _raise_if_absent(error)
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            try:
+                if error is None and not self._bare:
+                    commit(self._connection)
+            except BaseException:
+                self._give_back(good=False)
+                raise
+            self._give_back(good=error is None)
+        except BaseException as failed:
+            _raise_if_absent(failed)
+            raise
+        finally:
+            if self._turn:
+                self._turn.release()
+        if error is not None:
+            _raise_if_absent(error)
+
+    def _give_back(self, *, good: bool) -> None:
+        """What is not committed is rolled back."""
+        kept = self._kept
+        if kept is None:
+            self._connection.close()
+            return
+        kept.in_use = False
+        if not good:
+            self._store._let_go(kept)  # maybe it is no good any more: the pool will find out
+
+
+def _raise_if_absent(error: BaseException) -> None:
+    """Raises StoreUnavailable for what the database says when it is locked, full or gone."""
+    if isinstance(error, _ABSENT) and not isinstance(error, _OURS):
+        raise StoreUnavailable() from error
 
 
 def default_url() -> str:
@@ -217,7 +285,7 @@ def _create_engine(url: str) -> sa.Engine:
             return sa.create_engine(
                 parsed,
                 pool_size=8,
-                max_overflow=4,
+                max_overflow=8,  # as many as the executor's threads may keep
                 pool_timeout=BUSY_SECONDS,
                 pool_pre_ping=True,
                 connect_args={

@@ -17,7 +17,7 @@ class UTCDateTime(TypeDecorator[datetime]):
 
     def bind_processor(self, dialect: Dialect) -> Callable[[datetime | None], Any] | None:
         """What SQLAlchemy writes into SQLite, in a quarter of the time: a lease writes ten."""
-        return _as_text if dialect.name == "sqlite" else super().bind_processor(dialect)
+        return as_text if dialect.name == "sqlite" else super().bind_processor(dialect)
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         return None if value is None else _in_utc(value)
@@ -30,11 +30,13 @@ class UTCDateTime(TypeDecorator[datetime]):
         return value.astimezone(timezone.utc)
 
 
-def _as_text(value: datetime | None) -> str | None:
+def as_text(value: datetime | None) -> str | None:
     """As SQLAlchemy's own type for SQLite writes it: ``2026-11-01 12:00:00.000000``."""
     if value is None:
         return None
-    return _in_utc(value).replace(tzinfo=None).isoformat(" ", "microseconds")
+    if value.tzinfo is not timezone.utc:
+        value = _in_utc(value)
+    return value.isoformat(" ", "microseconds")[:26]  # without its +00:00
 
 
 def _in_utc(value: datetime) -> datetime:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -194,20 +194,6 @@ def test_the_file_is_deleted_under_threads_that_keep_their_connection(path: Path
         threads.submit(assert_works, broker).result()
 
 
-def test_a_view_within_another_in_a_thread_that_keeps_its_connection(path: Path) -> None:
-    with in_use(f"sqlite:///{path}") as broker:
-
-        def both() -> tuple[int, int]:
-            with broker.store.read() as outer:
-                before = len(leases.open_leases(outer))
-                acquire(broker, "cara")
-                assert len(leases.open_leases(outer)) == before, "one view of the whole"
-                with broker.store.read() as inner:
-                    return before, len(leases.open_leases(inner))
-
-        assert broker.store.executor.submit(both).result() == (1, 2)
-
-
 def test_it_was_never_there(tmp_path: Path) -> None:
     broker = open_broker(f"sqlite:///{tmp_path}/not/yet/gpuspawner.sqlite")
     assert_unavailable(broker)
@@ -316,21 +302,68 @@ def test_postgresql_stops_within_a_transaction(server: PrivatePostgres) -> None:
         assert_works(broker)
 
 
-def test_postgresql_throws_its_clients_out(server: PrivatePostgres) -> None:
-    """A restart between two transactions is not even noticed."""
+OTHERS = sa.text(
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+    "WHERE datname = current_database() AND pid != pg_backend_pid()"
+)
+
+
+ThrowOut = tuple[str, Callable[[], None]]
+
+
+@pytest.fixture
+def throw_out(server: PrivatePostgres) -> Iterator[ThrowOut]:
+    """A database, and what ends all connections to it."""
     url = server.fresh_database()
     admin = sa.create_engine(url, isolation_level="AUTOCOMMIT")
-    others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-    others += "WHERE datname = current_database() AND pid != pg_backend_pid()"
-    with in_use(url) as broker:
+
+    def all_others() -> None:
         with admin.connect() as connection:
-            assert connection.execute(sa.text(others)).all()
+            assert connection.execute(OTHERS).all()
+
+    yield url, all_others
+    admin.dispose()
+
+
+def test_postgresql_throws_its_clients_out(throw_out: ThrowOut) -> None:
+    """A restart between two transactions is not even noticed."""
+    url, all_others = throw_out
+    with in_use(url) as broker:
+        all_others()
         assert_works(broker)
         with pytest.raises(StoreUnavailable), broker.store.write() as mine:
-            with admin.connect() as connection:
-                connection.execute(sa.text(others)).all()
+            all_others()
             mine.execute(sa.text("SELECT 1"))
-    admin.dispose()
+
+
+def test_threads_that_keep_their_connection_do_not_notice_either(throw_out: ThrowOut) -> None:
+    url, all_others = throw_out
+    with in_use(url) as broker:
+        for work in (broker.open_leases, partial(broker.open_account, "bert"), broker.accounts):
+            assert broker.store.executor.submit(work).result()
+            all_others()
+        broker.store.executor.submit(assert_works, broker).result()
+
+
+def test_nothing_goes_on_after_a_transaction_was_lost(throw_out: ThrowOut) -> None:
+    """Not even for somebody who takes no notice: the rest would be written by itself."""
+    url, all_others = throw_out
+    with in_use(url) as broker:
+        (before,) = broker.open_leases()
+
+        def careless() -> None:
+            with broker.store.write() as connection:
+                leases.end(connection, before.id, before.granted_at, "half", charged=0)
+                all_others()
+                with suppress(sa.exc.DBAPIError):
+                    leases.get(connection, before.id)
+                leases.end(connection, before.id, before.granted_at, "half", charged=0)
+
+        for run in (careless, broker.store.executor.submit(careless).result):
+            with pytest.raises(StoreUnavailable):
+                run()
+        assert broker.open_leases() == [before]
+        assert_works(broker)
 
 
 def test_another_writer_of_postgresql_that_does_not_let_go(server: PrivatePostgres) -> None:
