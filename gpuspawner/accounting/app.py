@@ -9,7 +9,7 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +27,7 @@ from ..errors import ConfigError, GPUSpawnerError, Unavailable
 from ..patience import side_by_side
 from ..store.granter import hub_name
 from .ahead import PullsAhead
+from .batch import CLUSTER_EVERY, OnCluster
 from .credits import Credits
 from .hub import Hub
 from .leaving import Leaving
@@ -301,7 +302,18 @@ class Accounting(WatchesContainers, PullsAhead, Application):
             tick.every(REFILLS_EVERY, "Refills", Refilling(tick).round),
             tick.every(MEMBERS_EVERY, "Members", Members(tick, sessions.poke).round),
             tick.every(LEAVING_EVERY, "Folders", Leaving(tick).round),
+            *self._cluster_rounds(tick),
         )
+
+    def _cluster_rounds(self, tick: Tick) -> list[Coroutine[Any, Any, None]]:
+        if not tick.broker.cluster:
+            return []
+        duties = OnCluster(tick)
+        return [
+            tick.every(CLUSTER_EVERY, "Members in Slurm", duties.members),
+            tick.every(CLUSTER_EVERY, "Jobs beside servers", duties.jobs),
+            tick.every(CLUSTER_EVERY, "Audit with Slurm", duties.audit),
+        ]
 
     async def _notices(self, tick: Tick, notifier: Notifier) -> None:
         while True:

@@ -16,6 +16,7 @@ from ..slurm import associations, syncing
 from ..slurm.associations import Group, Person, Wanted, read
 from ..slurm.cluster import Cluster, read_cluster
 from ..slurm.commands import Slurm
+from ..slurm.names import is_system_user
 from ..store import batch, book, memberships, payers, roster, tickets
 from .delegating import Delegating
 from .queue_settings import QueueSettings
@@ -115,7 +116,8 @@ class Admitting(Delegating, QueueSettings):
         slurm, cluster = self.slurm(), self.nodes()
         syncing.check_version(slurm)
         asked = self.wanted_of(self.people())
-        return syncing.plan(asked, read(slurm, cluster.name), cluster.name)
+        found = read(slurm, cluster.name)
+        return syncing.plan(asked, found, cluster.name, is_system_user)
 
     def admit_to_cluster(self, ticket: Ticket) -> None:
         """See to it that Slurm takes jobs of whoever waits with this ticket, on the group that it

@@ -9,7 +9,7 @@ time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
 from ..errors import SlurmRefused
@@ -40,8 +40,16 @@ class Plan:
     """What cannot be done, as sentences; the rest can."""
 
 
-def plan(asked: Wanted, found: Found, cluster: str) -> Plan:
-    """The steps from what is there to what is wanted; none when it is that already."""
+def plan(
+    asked: Wanted,
+    found: Found,
+    cluster: str,
+    is_system: Callable[[str], bool] = lambda user: False,
+) -> Plan:
+    """The steps from what is there to what is wanted; none when it is that already.
+
+    ``is_system``: whether a user is the system's own, whatever a member is called.
+    """
     steps = [*_qos_steps(asked, found)]
     problems = []
     if names.ROOT_ACCOUNT not in found.accounts:
@@ -58,7 +66,12 @@ def plan(asked: Wanted, found: Found, cluster: str) -> Plan:
         if name not in theirs:
             steps += _account_steps(name, row, found, cluster)
     for user, (account, row, qos) in asked.users.items():
-        if account not in theirs:
+        if (account, user) not in found.places and is_system(user):
+            problems.append(
+                f"The member {user} cannot have jobs: on this machine {user} is a user of the "
+                "system. Give the member another name in the hub."
+            )
+        elif account not in theirs:
             steps += _user_steps(user, account, row, qos, found, cluster)
     return Plan(tuple(steps), tuple(problems))
 
@@ -96,7 +109,7 @@ def is_there(slurm: Slurm, cluster: str, asked: Wanted) -> bool:
 
 def bring(slurm: Slurm, cluster: str, asked: Wanted) -> Plan:
     """Bring Slurm to what is wanted; what was done, and what could not be."""
-    found = plan(asked, read(slurm, cluster), cluster)
+    found = plan(asked, read(slurm, cluster), cluster, names.is_system_user)
     apply(slurm, found.steps)
     return found
 

@@ -1,0 +1,67 @@
+"""The service's part in a cluster: its scheduler knows the members, jobs beside servers are paid,
+and once a day Slurm's word on our sessions is held against ours.
+
+Everything is read anew each time: a round can be late, doubled or killed at any point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+from ..broker import Broker
+from ..errors import ConfigError
+from ..ledger.rules import ACTOR_ACCOUNTING
+from ..model import format_credits
+from ..slurm import syncing
+from .tick import Tick
+
+CLUSTER_EVERY = 60.0
+"""Seconds between two looks at the members of a cluster, and at its jobs."""
+
+AUDIT_EVERY = timedelta(days=1)
+SETTLED = timedelta(minutes=10)
+"""After so long both sides know the end of a session."""
+
+
+class OnCluster:
+    """Rounds of these duties, one after the other each."""
+
+    def __init__(self, tick: Tick) -> None:
+        self.tick = tick
+        self.broker: Broker = tick.broker
+
+    async def members(self) -> None:
+        """Tell Slurm of members who came, left, changed groups, or have no credits.
+
+        Raises ConfigError for what only an admin can do.
+        """
+        found = {}
+        for group in sorted(await self.broker.run(self.broker.groups_with_a_say)):
+            found[group] = await self.tick.hub.members_of(group) or frozenset()
+        await self.broker.run(self.broker.note_groups, found)
+        plan = await asyncio.to_thread(self.broker.plan_for_cluster)
+        await asyncio.to_thread(syncing.apply, self.broker.slurm(), plan.steps)
+        for step in plan.steps:
+            self.tick.log.info("Slurm: %s", step.what)
+        if plan.problems:
+            raise ConfigError(" ".join(plan.problems))
+
+    async def jobs(self) -> None:
+        """Charge jobs beside servers for what they used."""
+        done = await asyncio.to_thread(self.broker.debit_cluster)
+        if done.jobs:
+            credits = format_credits(done.amount)
+            self.tick.log.info("Jobs beside servers: %d paid %s credits", done.jobs, credits)
+
+    async def audit(self) -> None:
+        """Once a day: do Slurm's seconds of each session that ended agree with ours?"""
+        broker = self.broker
+        since = await broker.run(broker.audited_until)
+        until = broker.clock() - SETTLED
+        if until - since < AUDIT_EVERY:
+            return
+        count, found = await asyncio.to_thread(broker.audit_cluster, since, until)
+        await broker.run(broker.note_audit, found, until, actor=ACTOR_ACCOUNTING)
+        said = f"{len(found)} differ" if found else "all agree"
+        self.tick.log.info("Sessions held against Slurm's jobs: %d, %s", count, said)
