@@ -6,9 +6,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.processes import wait_for
+from tests.support import processes
+from tests.support.processes import as_root, wait_for
 from tests.support.slurm_files import CGROUPS
-from tests.support.slurm_node import Node, environment, program
+from tests.support.slurm_node import Node, program
 from tests.support.slurm_users import Users
 
 READY = ("idle", "mixed", "allocated")
@@ -25,14 +26,14 @@ class SlurmClient:
 
     def run(self, *command: str, text: str = "", check: bool = True) -> str:
         """One command as root, ``text`` as its input: what it printed, on either stream."""
+        variables = [f"SLURM_CONF={self.conf}", "LC_ALL=C", f"PATH={processes.system_path()}"]
         done = subprocess.run(
-            [program(command[0]), *command[1:]],
+            as_root(["env", *variables, program(command[0]), *command[1:]]),
             input=text,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            env=dict(environment(), SLURM_CONF=str(self.conf), LC_ALL="C"),
             timeout=120,
         )
         if check and done.returncode:

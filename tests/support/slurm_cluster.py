@@ -9,7 +9,6 @@ whatever a killed run left behind is cleared away by the next start.
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import subprocess
@@ -41,6 +40,7 @@ from tests.support.slurm_node import (
 from tests.support.slurm_users import Users
 from tests.support.tls import make_certificates
 
+DAEMONS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "slurmstepd")
 SLOTS = 16
 """How many clusters one machine can run at once."""
 GIB = 2**30
@@ -164,17 +164,13 @@ class SlurmCluster(SlurmClient):
 
     def kill(self, daemon: str, node: Node | None = None) -> None:
         """SIGKILL ``slurmctld``, ``slurmdbd``, ``mariadbd``, ``munged`` or a node's ``slurmd``."""
-        self._daemon(daemon, node).end(signal.SIGKILL)
+        self._daemons[f"{daemon} of {node.name}" if node else daemon].end(signal.SIGKILL)
 
     def restart(self, daemon: str, node: Node | None = None) -> None:
         """Start it again; a running one ends first, as by an admin."""
-        chosen = self._daemon(daemon, node)
-        chosen.end()
-        chosen.start()
-        if daemon in ("slurmctld", "slurmdbd"):
-            chosen.wait(
-                self._controller_answers if daemon == "slurmctld" else self._accounts_answer
-            )
+        name = f"{daemon} of {node.name}" if node else daemon
+        self._daemons[name].end()
+        self._start(name)
 
     def fail_epilog(self, node: Node) -> None:
         """From now on the node's epilog fails, which drains the node."""
@@ -316,9 +312,6 @@ class SlurmCluster(SlurmClient):
         answers = {"slurmctld": self._controller_answers, "slurmdbd": self._accounts_answer}
         self._threads.submit(self._daemons[name].start, answers.get(name)).result()
 
-    def _daemon(self, name: str, node: Node | None) -> Daemon:
-        return self._daemons[f"{name} of {node.name}" if node else name]
-
     def _accounts_answer(self) -> bool:
         return "Cluster" in self.run("sacctmgr", "show", "cluster", check=False)
 
@@ -331,8 +324,8 @@ class SlurmCluster(SlurmClient):
     def _clear(self) -> None:
         """End and remove what is there of this slot, ours or a killed run's."""
         prefix = f"gpu{self.slot}"
-        for process in psutil.process_iter(["cmdline", "environ"]):
-            if process.pid != os.getpid() and self._is_ours(process):
+        for process in psutil.process_iter(["name", "cmdline", "environ"]):
+            if self._is_ours(process):
                 processes.signal_pid(process.pid, signal.SIGKILL)
         for path in Path("/run/netns").glob(f"gpuspawner-{prefix}[a-z]"):
             name = path.name.removeprefix("gpuspawner-")
@@ -346,12 +339,15 @@ class SlurmCluster(SlurmClient):
             processes.run(as_root(["rm", "-rf", *left]))
 
     def _is_ours(self, process: psutil.Process) -> bool:
-        """A daemon of this slot: its command or its environment names a file of ours."""
-        words = [
-            *(process.info["cmdline"] or []),
-            (process.info["environ"] or {}).get("SLURM_CONF", ""),
-        ]
-        return bool(process.info["cmdline"]) and any(f"{self.directory}/" in word for word in words)
+        """A daemon of this slot: its command or its environment names a file of ours.
+
+        Nothing else is: a person's shell may name them, too.
+        """
+        if process.info["name"] not in DAEMONS:
+            return False
+        conf = (process.info["environ"] or {}).get("SLURM_CONF", "")
+        words = [*(process.info["cmdline"] or []), conf]
+        return any(f"{self.directory}/" in word for word in words)
 
 
 def _start_engine(engine: NodeEngine) -> None:

@@ -140,7 +140,7 @@ def munge(folder: Path) -> Daemon:
 
 def mariadb(folder: Path, port: int, password: str) -> Daemon:
     """A MariaDB with a data folder and a port of its own and an empty database, started."""
-    data = folder_of("mysql", folder / "mariadb", "0700")
+    data = folder_of("mysql", folder / "mariadb")
     common = ["--no-defaults", f"--datadir={data}"]
     install = ["mariadb-install-db", *common, "--user=mysql", "--skip-test-db"]
     install.append("--auth-root-authentication-method=normal")

@@ -95,10 +95,10 @@ def slurm_conf(
         "PrologFlags": "Alloc",
         "Epilog": f / "bin/epilog",
         "MailProg": "/bin/true",
-        # A lost node is seen in about 16 s.
-        "SlurmdTimeout": 6,
-        "MessageTimeout": 3,
-        "TCPTimeout": 1,
+        # A lost node is seen in 18 s; one that is only slow for a while is not lost.
+        "SlurmdTimeout": 10,
+        "MessageTimeout": 5,
+        "TCPTimeout": 2,
         "SlurmctldTimeout": 10,
         "KillWait": 2,
         "InactiveLimit": 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -268,8 +267,3 @@ def program(name: str) -> str:
     if not found:
         raise RuntimeError(f"{name} is not installed: run scripts/test_parts.sh")
     return found
-
-
-def environment() -> dict[str, str]:
-    """Ours, with ``sbin`` on the PATH."""
-    return dict(os.environ, PATH=processes.system_path())
