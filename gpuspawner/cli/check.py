@@ -22,6 +22,7 @@ from ..engines.probe import Finding, Status
 from ..errors import ConfigError, GPUSpawnerError, TooMuchAsked
 from ..model import DeviceStatus, Inventory, Request
 from ..pool import must_run
+from ..slurm.cluster import Cluster, read_cluster
 from ..store.health import Known
 from ..telemetry.health import SICK
 from .check_database import check_database
@@ -78,6 +79,7 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[Finding
     # JupyterHub is imported here, after the first words of the other commands: it is slow.
     from .check_hub import check_proxy, check_services
     from .check_servers import check_docker, check_local
+    from .check_slurm import check_slurm
 
     finding, hub = _configuration(settings)
     yield finding
@@ -87,7 +89,12 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[Finding
         yield finding
     finding, readable = check_database(settings.database_url)
     yield finding
-    finding, inventory = _devices(settings, readable)
+    cluster = None
+    if hub is not None and hub.cluster_file:
+        finding, cluster = _cluster(hub)
+        inventory = Inventory(devices=(), observed_at=utcnow(), source="slurm")
+    else:
+        finding, inventory = _devices(settings, readable)
     yield finding
     if catalog is not None and (old := _too_old(catalog, inventory)):
         yield Finding("driver", Status.FAIL, old, "Install a newer driver, or change the entry.")
@@ -99,6 +106,8 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[Finding
         yield from _whatever_happens("servers", check_docker(hub, catalog, inventory, containers))
     else:
         yield from _whatever_happens("servers", check_local(hub))
+    if cluster is not None:
+        yield from _whatever_happens("cluster", check_slurm(hub, catalog, cluster, containers))
     yield from _whatever_happens("proxy", check_proxy(hub))
     yield from _whatever_happens("services", check_services(hub))
 
@@ -150,6 +159,18 @@ def _catalog(hub: Hub) -> tuple[Finding, Catalog | None]:
         return Finding(name, Status.FAIL, error.message, remedy), None
     text = f"{path}: {count(len(catalog.environments), 'environment')}"
     return Finding(name, Status.OK, text), catalog
+
+
+def _cluster(hub: Hub) -> tuple[Finding, Cluster | None]:
+    name, path = "cluster", hub.cluster_file
+    try:
+        cluster = read_cluster(path)
+    except GPUSpawnerError as error:
+        remedy = "Correct it, or write it anew with gpuspawner slurm config."
+        return Finding(name, Status.FAIL, error.message, remedy), None
+    devices = sum(len(node.devices) for node in cluster.nodes)
+    text = f"{path}: {count(len(cluster.nodes), 'node')}, {count(devices, 'device')}"
+    return Finding(name, Status.OK, text), cluster
 
 
 def _too_old(catalog: Catalog, inventory: Inventory) -> str:

@@ -41,7 +41,7 @@ def check_docker(
     image = _first_present(client, images) if containers else ""
     why = "There is no image to try with." if containers else NO_CONTAINERS
     if image:
-        finding, mode = _check_injection(client, image, hub, inventory)
+        finding, mode = check_injection(client, image, hub, inventory)
         yield finding
         if mode:
             yield _check_cgroups(client, mode)
@@ -96,7 +96,7 @@ def _first_present(client: docker.APIClient, images: Sequence[str]) -> str:
 # GPU injection.
 
 
-def _check_injection(
+def check_injection(
     client: docker.APIClient, image: str, hub: Hub, inventory: Inventory
 ) -> tuple[Finding, str]:
     """The finding, and the mode that works; nothing when none was proved to."""

@@ -42,6 +42,11 @@ class Hub:
         return "DockerSpawner" in self.kinds
 
     @property
+    def cluster_file(self) -> str:
+        """Where the nodes are written down that Slurm schedules; empty when servers are here."""
+        return str(self.app.config.Broker.get("cluster", "") or "")
+
+    @property
     def api_url(self) -> str:
         """The Hub's API as servers are told."""
         path = self.app.hub.base_url + "api/"

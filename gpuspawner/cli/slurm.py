@@ -14,16 +14,16 @@ from ..reading.files import read_text
 from ..slurm.cluster import TLS, Cluster, Node, cluster_of
 from ..slurm.config import (
     TESTED,
-    TESTED_SERIES,
     SlurmOptions,
     cgroup_conf,
     cluster_yaml,
     gres_conf,
+    is_tested,
     slurm_conf,
     slurmdbd_conf,
 )
 from ..slurm.inventory import MOST_BYTES, HostInventory, read_inventory, with_gres_types
-from . import slurm_files
+from . import slurm_files, slurm_sync
 from .config import Settings
 from .grammar import changes_of
 from .output import count, note, show
@@ -81,11 +81,12 @@ def grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> Non
     )
     making.add_argument("--dry-run", action="store_true", help="show what would change")
     making.add_argument("--force", action="store_true", help="replace files that were edited")
+    slurm_sync.grammar(add)
 
 
 def slurm(arguments: argparse.Namespace, settings: Settings) -> int:
     """Nothing: say what can be said."""
-    raise ConfigError("Say what: gpuspawner slurm inventory, or gpuspawner slurm config HOST...")
+    raise ConfigError("Say what: gpuspawner slurm config HOST..., inventory, sync or audit.")
 
 
 def config(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -196,12 +197,6 @@ def _check_versions(host: str, found: HostInventory) -> None:
         )
     if not found.engine:
         note(f"No Docker Engine answered on {host}: start it there.")
-
-
-def is_tested(version: str) -> bool:
-    """Whether a version of Slurm, such as ``22.05.8``, belongs to a series that was tried."""
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    return numbers in TESTED_SERIES
 
 
 def _engine(

@@ -154,3 +154,24 @@ def check_directory(client: docker.APIClient, image: str, directory: str) -> Fin
     remedy = "It has to be writable for root on the engine's machine: no read-only mount, and no "
     remedy += "root_squash on NFS."
     return Finding(name, Status.FAIL, text, remedy)
+
+
+def check_sees(
+    client: docker.APIClient, image: str, directory: str, file: str, content: str
+) -> str:
+    """Why a container does not read ``content`` in a file of a directory of the engine's machine;
+    empty when it does."""
+    mount = {"Type": "bind", "Source": directory, "Target": "/there", "ReadOnly": True}
+    script = 'cat "/there/$FILE" 2>&1'
+    config = scratch_config(image, script, {"FILE": file}, {"NetworkMode": "none"})
+    config["HostConfig"]["Mounts"] = [mount]
+    config["User"] = "0"
+    try:
+        with scratch_container(client, config) as container:
+            client.start(container)
+            answer = output_of(client, container).strip()
+    except (DockerException, requests.RequestException) as error:
+        return words_of(error)
+    if answer == content:
+        return ""
+    return answer.splitlines()[0][:200].rstrip(".") if answer else "no answer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,12 @@ class SlurmOptions:
     """How long a job may be asked to run."""
     more: Mapping[str, str] = field(default_factory=dict)
     """Settings of slurm.conf to add, or to have in place of ours."""
+
+
+def is_tested(version: str) -> bool:
+    """Whether a version of Slurm, such as ``22.05.8``, belongs to a series that was tried."""
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    return numbers in TESTED_SERIES
 
 
 def slurm_conf(cluster: Cluster, options: SlurmOptions) -> str:
@@ -138,12 +145,12 @@ def _sections(cluster: Cluster, options: SlurmOptions) -> Iterator[tuple[str, Se
         },
     )
     yield (
-        "A lost node is noticed in about 16 seconds; one that comes back takes work again.",
+        "A lost node is noticed in about 20 seconds; one that comes back takes work again.",
         {
-            "SlurmdTimeout": 6,
+            "SlurmdTimeout": 10,
             "SlurmctldTimeout": 10,
-            "MessageTimeout": 3,
-            "TCPTimeout": 1,
+            "MessageTimeout": 5,
+            "TCPTimeout": 2,
             "InactiveLimit": 0,
             "ReturnToService": 2,
         },

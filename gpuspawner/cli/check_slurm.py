@@ -1,0 +1,337 @@
+"""What a cluster needs beside a hub: Slurm's daemons, and on every node an engine, GPUs, images,
+the way to the hub and members' files."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import docker
+from docker.errors import DockerException, ImageNotFound
+from requests import RequestException
+
+from ..broker.broker import utcnow
+from ..catalog import Catalog
+from ..engines.preflight import check_engine
+from ..engines.probe import Finding, Status, no_answer
+from ..engines.surroundings import check_sees
+from ..errors import GPUSpawnerError
+from ..model import Device, Inventory
+from ..slurm.cluster import Cluster, Node
+from ..slurm.commands import Slurm
+from ..slurm.config import TESTED, is_tested
+from ..slurm.engine import connector
+from .check_hub import check_reachable
+from .check_servers import NO_CONTAINERS, check_injection, images_of, root_of
+from .hub import Hub
+
+READY = frozenset(("idle", "mixed", "allocated", "completing", "planned", "reserved"))
+OFF = "~"
+"""Behind a state: the node is off, to save power."""
+MOST_APART = 30.0
+"""Seconds that a node's clock may be from ours."""
+SOCKET = "/run/munge/munge.socket.2"
+
+_GPUS = re.compile(r"gpu(?::([^:,(]+))?:(\d+)")
+_SECONDS = re.compile(r"\.\d+")
+
+
+def check_slurm(
+    hub: Hub, catalog: Catalog | None, cluster: Cluster, containers: bool
+) -> Iterator[Finding]:
+    """Everything about servers on the nodes of a cluster."""
+    slurm = Slurm(conf=cluster.slurm_conf)
+    yield _check_munge(cluster)
+    finding = _check_controller(slurm)
+    yield finding
+    states: Mapping[str, NodeState] = {}
+    if finding.status is Status.OK:
+        yield _check_accounting(slurm, cluster)
+        with suppress(GPUSpawnerError):
+            states = node_states(slurm)
+        yield from (_check_node(node, states.get(node.name)) for node in cluster.nodes)
+    clients: dict[Node, docker.APIClient] = {}
+    for node in cluster.nodes:
+        if (state := states.get(node.name)) and state.off:
+            text = "The node is off, to save power: what is on it was not looked at."
+            yield Finding(f"engine {node.name}", Status.UNCHECKED, text)
+            continue
+        finding, client = _check_engine(node)
+        yield finding
+        if client is not None:
+            clients[node] = client
+    images = images_of(hub, catalog)
+    yield from (_check_image(image, clients) for image in images if clients)
+    for node, client in clients.items():
+        yield from _check_servers(node, client, hub, images, containers)
+    yield _check_workspaces(hub, clients, images, containers)
+
+
+# Slurm's daemons.
+
+
+def _check_munge(cluster: Cluster) -> Finding:
+    name, socket = "munge", _munge_socket(cluster)
+    try:
+        done = subprocess.run(
+            ["munge", "-S", socket, "-n"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except FileNotFoundError:
+        text = "The program munge is not on this machine."
+        return Finding(name, Status.FAIL, text, "apt-get install munge")
+    except subprocess.TimeoutExpired:
+        done = subprocess.CompletedProcess([], 1, "", "munge: no answer within 10 seconds")
+    if done.returncode:
+        said = done.stderr.strip().partition("\n")[0].removeprefix("munge: ")
+        text = f"munged does not answer at {socket}: {said.rstrip('.')}."
+        return Finding(name, Status.FAIL, text, "sudo systemctl start munge")
+    return Finding(name, Status.OK, f"munged answers at {socket}")
+
+
+def _munge_socket(cluster: Cluster) -> str:
+    path = cluster.slurm_conf or os.environ.get("SLURM_CONF") or "/etc/slurm/slurm.conf"
+    with suppress(OSError):
+        written = Path(path).read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"^AuthInfo=(?:.*,)?socket=([^,\s]+)", written, re.M | re.I):
+            return found[1]
+    return SOCKET
+
+
+def _check_controller(slurm: Slurm) -> Finding:
+    name = "controller"
+    remedy = (
+        "On the controller: systemctl status slurmctld munge. The same /etc/munge/munge.key and "
+        "the right time belong on every machine."
+    )
+    try:
+        version = slurm.run("sinfo", "--version").split()[-1]
+        said = " ".join(slurm.run("scontrol", "ping").split())
+        if "UP" in said.split():
+            slurm.run("sinfo", "--noheader")  # munge has its say here, and with it the clocks
+    except GPUSpawnerError as error:
+        return Finding(name, Status.FAIL, error.message, remedy)
+    if not is_tested(version):
+        text = f"This is Slurm {version}; gpuspawner was tried with {', '.join(TESTED)}."
+        return Finding(name, Status.FAIL, text, "Install one of these (Debian 12 has it).")
+    if "UP" not in said.split():
+        return Finding(name, Status.FAIL, f"{said}.", remedy)
+    return Finding(name, Status.OK, f"Slurm {version}: {said}")
+
+
+def _check_accounting(slurm: Slurm, cluster: Cluster) -> Finding:
+    name = "slurmdbd"
+    try:
+        known = slurm.run("sacctmgr", "--noheader", "--parsable2", "show", "cluster")
+    except GPUSpawnerError as error:
+        remedy = "On the controller: systemctl status slurmdbd mariadb"
+        return Finding(name, Status.FAIL, error.message, remedy)
+    if cluster.name not in [line.partition("|")[0] for line in known.splitlines()]:
+        text = f"The accounting database does not know the cluster {cluster.name}."
+        return Finding(name, Status.FAIL, text, f"sacctmgr -i add cluster {cluster.name}")
+    return Finding(name, Status.OK, f"The accounting database knows the cluster {cluster.name}")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """A node as ``sinfo`` has it."""
+
+    state: str
+    """With its flags: ``idle``, ``down*``, ``idle~``."""
+    reason: str
+    gpus: Mapping[str, int]
+    """By type."""
+    version: str
+
+    @property
+    def off(self) -> bool:
+        return self.state.endswith(OFF)
+
+
+def node_states(slurm: Slurm) -> dict[str, NodeState]:
+    """Every node by name. Raises SlurmUnavailable."""
+    said = slurm.run("sinfo", "--Node", "--noheader", "--format=%N|%T|%v|%G|%E")
+    found = {}
+    for line in said.splitlines():
+        name, state, version, gres, reason = line.split("|", 4)
+        gpus = {kind: int(number) for kind, number in _GPUS.findall(gres)}
+        found[name] = NodeState(state, "" if reason == "none" else reason, gpus, version)
+    return found
+
+
+def _check_node(node: Node, seen: NodeState | None) -> Finding:
+    name = f"node {node.name}"
+    if seen is None:
+        text = "Slurm does not know this node, which is in cluster.yaml."
+        remedy = "Write both anew with gpuspawner slurm config, and copy them to every node."
+        return Finding(name, Status.FAIL, text, remedy)
+    wanted: dict[str, int] = {}
+    for device in node.devices:
+        wanted[device.gres] = wanted.get(device.gres, 0) + 1
+    what = ", ".join(f"{n} {kind}" for kind, n in wanted.items()) or "no GPUs"
+    if seen.state.rstrip(OFF) not in READY:
+        why = f" ({seen.reason})" if seen.reason else ""
+        text = f"It is {seen.state}{why}: it takes no jobs."
+        remedy = f"On {node.name}: systemctl status slurmd. Once it is well: scontrol update "
+        return Finding(
+            name, Status.FAIL, text, f"{remedy}NodeName={node.name} State=RESUME (or gpuspawner"
+            " undrain)."
+        )  # fmt: skip
+    if seen.gpus != wanted:
+        other = ", ".join(f"{n} {kind}" for kind, n in seen.gpus.items()) or "no GPUs"
+        text = f"Slurm counts {other}, and cluster.yaml {what}."
+        remedy = "Write both anew with gpuspawner slurm config, and restart slurmctld and slurmd."
+        return Finding(name, Status.FAIL, text, remedy)
+    if seen.version and not seen.off and not is_tested(seen.version):
+        text = f"Its slurmd is {seen.version}; gpuspawner was tried with {', '.join(TESTED)}."
+        return Finding(name, Status.FAIL, text, "Install one of these there.")
+    return Finding(name, Status.OK, f"{seen.state}, {what}")
+
+
+# Engines.
+
+
+def _check_engine(node: Node) -> tuple[Finding, docker.APIClient | None]:
+    name = f"engine {node.name}"
+    finding, client = check_engine(connector(node), node.engine)
+    if client is None:
+        remedy = {
+            "ssh": f"As the hub's user: ssh {node.engine[6:]} docker version",
+            "htt": f"On {node.name}: journalctl -u docker. Its certificate has to name this host, "
+            "and come from the same CA as the hub's.",
+        }.get(node.engine[:3], f"On {node.name}: systemctl start docker")
+        return replace(finding, name=name, remedy=remedy), None
+    try:
+        wrong = _unfit(client.info())
+    except (DockerException, RequestException) as error:
+        return no_answer(name, error), client
+    if wrong:
+        return Finding(name, Status.FAIL, *wrong), client
+    return replace(finding, name=name), client
+
+
+def _unfit(info: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What is wrong with a node's engine, and the remedy."""
+    if info.get("CgroupDriver") == "systemd":
+        return (
+            "Its containers are in systemd's control groups, so a job's limits do not bind them.",
+            '"exec-opts": ["native.cgroupdriver=cgroupfs"] in its /etc/docker/daemon.json, and '
+            "restart Docker.",
+        )
+    try:
+        told = _SECONDS.sub("", str(info["SystemTime"]))
+        apart = (datetime.fromisoformat(told.replace("Z", "+00:00")) - _now()).total_seconds()
+    except (KeyError, ValueError):
+        return None
+    if abs(apart) > MOST_APART:
+        which = "ahead of" if apart > 0 else "behind"
+        return (
+            f"Its clock is {abs(apart):.0f} s {which} this machine's: munge refuses what is too "
+            "old or not yet.",
+            "Let every machine keep its time by NTP: apt-get install systemd-timesyncd",
+        )
+    return None
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def _check_image(image: str, clients: Mapping[Node, docker.APIClient]) -> Finding:
+    """Whether every node has the very same image."""
+    found: dict[str, list[str]] = {}
+    for node, client in clients.items():
+        try:
+            told = str(client.inspect_image(image)["Id"])
+        except ImageNotFound:
+            told = ""
+        except (DockerException, RequestException) as error:
+            return no_answer("image", error)
+        found.setdefault(told, []).append(node.name)
+    if missing := found.pop("", []):
+        text = f"The image {image} is not on {', '.join(missing)}."
+        return Finding("image", Status.FAIL, text, f"On each of these: docker pull {image}")
+    if len(found) > 1:
+        text = f"The image {image} is not the same on all nodes: " + "; ".join(
+            f"{', '.join(names)} {which[7:19]}" for which, names in found.items()
+        )
+        return Finding("image", Status.FAIL, f"{text}.", f"On each of these: docker pull {image}")
+    return Finding("image", Status.OK, f"{image}: the same on {', '.join(*found.values())}")
+
+
+# What servers find on a node.
+
+
+def _check_servers(
+    node: Node, client: docker.APIClient, hub: Hub, images: Sequence[str], containers: bool
+) -> Iterator[Finding]:
+    names = (f"GPUs {node.name}", f"hub API {node.name}")
+    image = _present(client, images) if containers else ""
+    if not image:
+        why = "There is no image to try with." if containers else NO_CONTAINERS
+        yield from (Finding(name, Status.UNCHECKED, why) for name in names)
+        return
+    finding, _ = check_injection(client, image, hub, inventory_of(node))
+    yield replace(finding, name=names[0])
+    yield replace(check_reachable(client, image, hub), name=names[1])
+
+
+def inventory_of(node: Node) -> Inventory:
+    """The node's devices as those of this machine would be listed."""
+    devices = tuple(
+        Device(uuid=d.uuid, index=i, model=d.model, memory_bytes=d.memory_bytes)
+        for i, d in enumerate(node.devices)
+    )
+    return Inventory(devices=devices, observed_at=utcnow(), source="slurm")
+
+
+def _present(client: docker.APIClient, images: Sequence[str]) -> str:
+    for image in images:
+        with suppress(DockerException, RequestException):
+            client.inspect_image(image)
+            return image
+    return ""
+
+
+def _check_workspaces(
+    hub: Hub,
+    clients: Mapping[Node, docker.APIClient],
+    images: Sequence[str],
+    containers: bool,
+) -> Finding:
+    """Whether what the hub writes in the folder of workspaces is there on every node."""
+    name, template = "workspaces", str(getattr(hub.spawner, "workspace", ""))
+    if not template.startswith("/"):
+        text = "Members' files would stay on the node where they were written."
+        remedy = "Share a folder among all machines (NFS), and set c.GPUDockerSpawner.workspace = "
+        return Finding(name, Status.FAIL, text, f'{remedy}"/srv/workspaces/{{username}}".')
+    root, token = root_of(template), secrets.token_hex(12)
+    tries = {node: (c, _present(c, images)) for node, c in clients.items()}
+    if not containers or not all(image for _, image in tries.values()) or not tries:
+        why = "There is no image to try with." if containers else NO_CONTAINERS
+        return Finding(name, Status.UNCHECKED, why)
+    path = os.path.join(root, f".gpuspawner-check-{token}")
+    try:
+        Path(path).write_text(token, encoding="utf-8")
+    except OSError as error:
+        text = f"The hub's machine cannot write in {root}: {error.strerror}."
+        remedy = "Mount it here as on the nodes, and run this as the hub's user."
+        return Finding(name, Status.FAIL, text, remedy)
+    try:
+        for node, (client, image) in tries.items():
+            if why := check_sees(client, image, root, os.path.basename(path), token):
+                text = f"On {node.name} {root} is not what it is here: {why}."
+                remedy = f"Mount it there too (/etc/fstab): the same folder, at {root}."
+                return Finding(name, Status.FAIL, text, remedy)
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+    names = ", ".join(node.name for node in clients)
+    return Finding(name, Status.OK, f"{root} is the same here and on {names}")

@@ -1,0 +1,171 @@
+"""Real: a Slurm of two nodes on the files that ``gpuspawner slurm config`` wrote, their engines
+over TLS, the scripts around jobs. Stand-in: the GPUs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from traitlets.config import Config
+
+from gpuspawner.cli.check_slurm import check_slurm, node_states
+from gpuspawner.cli.hub import Hub, open_hub
+from gpuspawner.engines.probe import Finding, Status
+from gpuspawner.engines.surroundings import check_sees
+from gpuspawner.slurm.cluster import Cluster
+from gpuspawner.slurm.commands import Slurm
+from gpuspawner.slurm.engine import connector
+from tests.support import images
+from tests.support.configured_cluster import ConfiguredCluster
+from tests.support.engine import PrivateEngine
+from tests.support.processes import free_port, wait_for
+from tests.support.slurm_node import Node
+
+
+@pytest.fixture(scope="module")
+def configured(engine: PrivateEngine, images: Any) -> Iterator[ConfiguredCluster]:
+    with ConfiguredCluster() as cluster:
+        cluster.load_images(engine, images.INSTANT, images.SILENT)
+        cluster.user("ann")
+        yield cluster
+
+
+@pytest.fixture
+def cluster(configured: ConfiguredCluster) -> Iterator[ConfiguredCluster]:
+    configured.mend()
+    yield configured
+    configured.clean()
+
+
+@pytest.fixture
+def described(cluster: ConfiguredCluster) -> Cluster:
+    """As a hub reads it; its Slurm is not in the usual place."""
+    return replace(cluster.described(), slurm_conf=str(cluster.conf))
+
+
+@pytest.fixture
+def hub(cluster: ConfiguredCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """A hub's settings, with members' files where all nodes see them."""
+    monkeypatch.chdir(tmp_path)
+    config = Config()
+    config.JupyterHub.spawner_class = "gpuspawner.spawners.docker.GPUDockerSpawner"
+    config.JupyterHub.hub_ip = cluster.address
+    config.JupyterHub.hub_port = free_port()
+    config.GPUDockerSpawner.image = images.INSTANT
+    config.GPUDockerSpawner.gpu_injection = "device_requests"
+    config.GPUDockerSpawner.workspace = f"{tmp_path}/{{username}}"
+    return open_hub(config)
+
+
+def checked(hub: Hub, described: Cluster, containers: bool = True) -> dict[str, Finding]:
+    return {f.name: f for f in check_slurm(hub, None, described, containers)}
+
+
+def red(found: dict[str, Finding]) -> list[str]:
+    return [f.name for f in found.values() if f.status is not Status.OK]
+
+
+def contain(node: Node, job: int) -> str:
+    """A container of that job on the node."""
+    client = node.engine.client
+    made = client.create_container(images.SILENT, labels={"gpuspawner.job": str(job)})
+    client.start(made["Id"])
+    return str(made["Id"])
+
+
+def containers(node: Node) -> list[str]:
+    return [c["Id"] for c in node.engine.client.containers()]
+
+
+def test_the_device_that_slurm_counts_is_the_one_in_the_file(
+    cluster: ConfiguredCluster, described: Cluster
+) -> None:
+    first = described.nodes[0]
+    kinds = ["--gres=gpu:h100:1", "--gres=gpu:a100:1"]
+    jobs = [cluster.hold("ann", kind, f"--nodelist={first.name}") for kind in kinds]
+    for job in jobs:
+        cluster.wait_state(job, "RUNNING")
+    told = {j["job_id"]: j for j in json.loads(cluster.run("squeue", "--json"))["jobs"]}
+    assert [told[job]["gres_detail"] for job in jobs] == [
+        ["gpu:h100:1(IDX:1)"],
+        ["gpu:a100:1(IDX:0)"],
+    ]
+    assert ["H100" in first.device_at(1).model, "A100" in first.device_at(0).model] == [True, True]
+    states = node_states(Slurm(conf=str(cluster.conf)))
+    assert [dict(states[node.name].gpus) for node in described.nodes] == [
+        {"a100": 1, "h100": 1},
+        {"h100": 1},
+    ]
+
+
+def test_containers_of_jobs_that_are_over_go_before_a_node_takes_work(
+    cluster: ConfiguredCluster,
+) -> None:
+    node = cluster.nodes[0]
+    before = cluster.hold("ann", "--gres=gpu:1", f"--nodelist={node.name}")
+    cluster.wait_state(before, "RUNNING")
+    living, stale = contain(node, before), contain(node, 4_000_000)
+    job = cluster.hold("ann", "--gres=gpu:1", f"--nodelist={node.name}")
+    cluster.wait_state(job, "RUNNING")
+    wait_for(lambda: stale not in containers(node), "the stale container to go")
+    assert living in containers(node)
+
+    cluster.run("scancel", str(before))
+    wait_for(lambda: living not in containers(node), "the container to go with its job")
+    cluster.wait_nodes(node)
+
+
+def test_check_finds_a_cluster_that_is_well(hub: Hub, described: Cluster) -> None:
+    found = checked(hub, described)
+    assert red(found) == [], found
+    for node in described.nodes:
+        assert node.engine in found[f"engine {node.name}"].text
+        assert found[f"GPUs {node.name}"].text.count(node.devices[0].uuid) == 1
+        assert hub.api_url in found[f"hub API {node.name}"].text
+        assert node.name in found["workspaces"].text
+    with connector(described.nodes[0])() as client:
+        why = check_sees(client, images.INSTANT, "/nowhere-at-all", "file", "x")
+        assert "/nowhere-at-all" in why
+
+
+def test_check_names_what_is_wrong_and_where(
+    hub: Hub, described: Cluster, cluster: ConfiguredCluster
+) -> None:
+    first, second = cluster.nodes
+    cluster.run("scontrol", "update", f"nodename={first.name}", "state=drain", "reason=fan broken")
+    first.engine.client.tag(images.SILENT, "gpuspawner-tests-moved", "latest")
+    hub.spawner.image = "gpuspawner-tests-moved:latest"
+    hub.spawner.workspace = "gpuspawner-work-{username}"
+    moved = replace(described.nodes[0].devices[0], uuid="GPU-not-here-any-more")
+    away = replace(described.nodes[1], engine=f"https://{second.address}:9")
+    nodes = (replace(described.nodes[0], devices=(moved,)), away)
+    found = checked(hub, replace(described, nodes=nodes))
+    first.engine.client.remove_image("gpuspawner-tests-moved:latest", noprune=True)
+
+    drained = found[f"node {first.name}"]
+    assert "fan broken" in drained.text and f"NodeName={first.name} State=RESUME" in drained.remedy
+    assert "does not answer" in found[f"engine {second.name}"].text
+    assert "GPU-not-here-any-more" in found[f"GPUs {first.name}"].text
+    assert "NFS" in found["workspaces"].remedy
+    assert found["munge"].status is Status.OK
+
+
+def test_check_says_when_slurm_is_down(
+    hub: Hub, described: Cluster, cluster: ConfiguredCluster
+) -> None:
+    second = cluster.nodes[1]
+    second.engine.client.remove_image(images.INSTANT, force=True, noprune=True)
+    cluster.kill("slurmctld")
+    cluster.kill("munged")
+    found = checked(hub, described, containers=False)
+    second.engine.client.tag(images.SILENT, *images.INSTANT.split(":"))
+    assert found["munge"].remedy == "sudo systemctl start munge"
+    assert found["controller"].status is Status.FAIL
+    assert "systemctl status slurmctld" in found["controller"].remedy
+    assert f"is not on {second.name}" in found["image"].text
+    assert found[f"GPUs {second.name}"].status is Status.UNCHECKED
+    assert not [name for name in found if name.startswith("node ")]

@@ -1,0 +1,102 @@
+"""A cluster on the files that ``gpuspawner slurm config`` writes, as an admin would run it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from gpuspawner.cli import main
+from gpuspawner.slurm.cluster import Cluster, read_cluster
+from gpuspawner.slurm.cluster import NodeDevice as Described
+from gpuspawner.slurm.inventory import HostInventory
+from tests.support import slurm_files
+from tests.support.processes import free_port
+from tests.support.slurm_cluster import A100, H100, SlurmCluster
+from tests.support.slurm_daemons import file_of, folder_of
+from tests.support.slurm_files import Places
+from tests.support.slurm_node import Node
+
+SHARDS = 4
+
+
+class ConfiguredCluster(SlurmCluster):
+    """Two nodes; the second device of the first is of another model than the first one."""
+
+    def __init__(self) -> None:
+        super().__init__((A100, H100))
+
+    @property
+    def file(self) -> Path:
+        """``cluster.yaml``."""
+        return self.directory / "etc/cluster.yaml"
+
+    def described(self) -> Cluster:
+        """The cluster as that file has it."""
+        return read_cluster(self.file)
+
+    def write(self, *more: str) -> int:
+        """Run ``gpuspawner slurm config`` for these nodes; its exit status."""
+        hosts = [f"{n.address}={self._inventory(n)}" for n in self.nodes]
+        settings = [f"--set={name}={value}" for name, value in self._places().items()]
+        controller = f"{self.places.controller}={self.places.address}"
+        words = ["--out", str(self.conf.parent), "--controller", controller]
+        words += ["--name", self.cluster_name, "--shards", str(SHARDS)]
+        words += ["--tls", str(self.directory / "tls"), *settings, *more]
+        return main(["slurm", "config", *words, *hosts])
+
+    def _plan_nodes(self) -> None:
+        super()._plan_nodes()
+        engine = self.nodes[0].engine
+        one, two = engine.devices
+        other = replace(two, model=H100.model, memory_bytes=H100.memory_bytes)
+        engine.devices = (one, other)
+
+    def _inventory(self, node: Node) -> Path:
+        """What the node would have said if it were a machine."""
+        found = HostInventory(
+            hostname=node.name,
+            cpus=2,
+            memory_bytes=4 * 2**30,
+            slurm="22.05.8",
+            engine="20.10.24",
+            devices=tuple(
+                Described(d.uuid, d.model, d.memory_bytes, str(d.file)) for d in node.devices
+            ),
+        )
+        path = self.directory / "etc" / f"{node.name}.json"
+        path.write_text(json.dumps(asdict(found)))
+        return path
+
+    def _places(self) -> dict[str, object]:
+        """What is elsewhere than on an admin's machines."""
+        p, f = self.places, self.directory
+        return {
+            "SlurmctldPort": p.controller_port,
+            "AuthInfo": f"socket={p.munge}",
+            "AccountingStoragePass": p.munge,
+            "AccountingStoragePort": p.accounting_port,
+            "StateSaveLocation": f / "state",
+            "SlurmdSpoolDir": f / "spool/%n",
+            "SlurmctldPidFile": f / "state/slurmctld.pid",
+            "SlurmdPidFile": f / "spool/%n.pid",
+            "SlurmctldLogFile": f / "state/slurmctld.log",
+            "SlurmdLogFile": f / "spool/%n.log",
+            "Epilog": f / "bin/epilog",
+            "Prolog": f / "bin/prolog",
+            "MailProg": "/bin/true",
+        }
+
+    def _write_files(self) -> None:
+        f = self.directory
+        ports = [free_port() for _ in range(3)]
+        self.places = Places(f, f"head{self.slot}", self.address, *ports)
+        folder_of("slurm", f / "state")
+        self._password = secrets.token_hex(12)
+        if self.write():
+            raise RuntimeError("gpuspawner slurm config wrote nothing")
+        # The machine's database is not the admin's: another port, and a password.
+        accounting = slurm_files.slurmdbd_conf(self.places, self._password).encode()
+        file_of("slurm", f / "etc/slurmdbd.conf", accounting, "0600")
+        self._write_scripts()
