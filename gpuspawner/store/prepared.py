@@ -165,7 +165,10 @@ def _compile(statement: Any, columns: Sequence[str] | None, dialect: Dialect) ->
 def _in_order(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Any]:
     if len(names) > 1:
         return itemgetter(*names)
-    return lambda values: tuple(values[name] for name in names)  # itemgetter takes one, or many
+    if names:  # of one, itemgetter gives the value itself
+        (only,) = names
+        return lambda values: (values[only],)
+    return lambda values: ()
 
 
 def _by_name(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -86,7 +86,7 @@ class Store:
         self.engine = _create_engine(url)
         self.dialect = self.engine.dialect.name
         self._first = _FIRST[self.dialect]
-        self._path = self.engine.url.database or "" if self.dialect == "sqlite" else None
+        self._path = self.engine.url.database if self.dialect == "sqlite" else None
         # SQLite has one writer at a time: more threads would only wait for one another.
         workers = 4 if self.dialect == "sqlite" else 8
         self.executor = ThreadPoolExecutor(
@@ -148,7 +148,9 @@ class Store:
             self._migrate()
         kept = self._own.kept
         if kept is not None and not kept.in_use:
-            connection = self._connection_of(kept)
+            connection = kept.connection
+            if connection is None or (self._path and kept.file != _file_at(self._path)):
+                connection = self._connect(kept)
             try:
                 if not bare:
                     self._first[write].run(connection)
@@ -169,13 +171,9 @@ class Store:
             connection.close()
             raise
 
-    def _connection_of(self, kept: _Kept) -> sa.Connection:
-        """The one that this thread keeps, on the database that is there now."""
-        connection = kept.connection
-        if connection is not None:
-            if self._path is None or kept.file == _file_at(self._path):
-                return connection
-            self._let_go(kept)
+    def _connect(self, kept: _Kept) -> sa.Connection:
+        """Another one for a thread to keep, to the database that is there now."""
+        self._let_go(kept)
         connection = kept.connection = self.engine.connect()
         kept.file = connection.connection.info.get("file")
         self._kept.add(connection)
@@ -240,9 +238,13 @@ class _Transaction:
                 if error is None and not self._bare:
                     commit(self._connection)
             except BaseException:
-                self._give_back(good=False)
+                self._give_back()
                 raise
-            self._give_back(good=error is None)
+            kept = self._kept
+            if error is None and kept is not None:
+                kept.in_use = False
+            else:
+                self._give_back()
         except BaseException as failed:
             _raise_if_absent(failed)
             raise
@@ -252,15 +254,14 @@ class _Transaction:
         if error is not None:
             _raise_if_absent(error)
 
-    def _give_back(self, *, good: bool) -> None:
-        """What is not committed is rolled back."""
-        kept = self._kept
-        if kept is None:
+    def _give_back(self) -> None:
+        """To the pool, which rolls back what is not committed and finds out whether it is still
+        any good."""
+        if self._kept is None:
             self._connection.close()
-            return
-        kept.in_use = False
-        if not good:
-            self._store._let_go(kept)  # maybe it is no good any more: the pool will find out
+        else:
+            self._kept.in_use = False
+            self._store._let_go(self._kept)
 
 
 def _raise_if_absent(error: BaseException) -> None:
