@@ -156,13 +156,18 @@ def gres_type(model: str) -> str:
 
 
 def gres_types(models: Iterable[str]) -> dict[str, str]:
-    """Slurm's word for each model. Models that would share one get their whole names."""
-    named = {model: gres_type(model) for model in sorted(set(models))}
-    often = Counter(named.values())
-    return {
-        model: short if often[short] == 1 else "-".join(_words(model))[:63]
-        for model, short in named.items()
-    }
+    """Slurm's word for each model, no two the same. Models that would share one get their whole
+    names."""
+    short = {model: gres_type(model) for model in sorted(set(models))}
+    often = Counter(short.values())
+    found: dict[str, str] = {}
+    for model, word in short.items():
+        wanted = word if often[word] == 1 else "-".join(_words(model))[:58] or word
+        number = 1
+        while (name := wanted if number == 1 else f"{wanted[:58]}-{number}") in found.values():
+            number += 1
+        found[model] = name
+    return found
 
 
 def _words(model: str) -> list[str]:
