@@ -1,0 +1,399 @@
+"""Jobs beside servers are paid once, and sessions are held against Slurm's word on them.
+
+Real: SQLite, PostgreSQL, processes, SIGKILL, the broker. Not real: what sacct says, which is
+written here; tests/slurm has the real one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuspawner.broker import Broker
+from gpuspawner.ledger.batch import cost
+from gpuspawner.model import MICRO, Lease, LeasedDevice, LeaseState, Request, ServerRef, Ticket
+from gpuspawner.slurm.usage import Run
+from gpuspawner.store import book, leases, tickets
+from gpuspawner.store.roster import Entry, put
+from tests.support import racers
+from tests.support.batch_jobs import (
+    A100,
+    CLUSTER,
+    HOURS,
+    debit_together,
+    debit_until_killed,
+    many,
+    open_books,
+    run,
+)
+from tests.support.brokers import T0, Clock, credits_of, open_broker, problems
+from tests.support.processes import wait_for
+
+LATER = timedelta(days=1)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
+    broker = open_books(database_url, clock)
+    broker.open_account("anna")
+    clock.now = T0 + LATER
+    yield broker
+    findings, _ = broker.audit()
+    assert [finding.problem for finding in findings if finding.problem] == []
+    assert problems(broker.store) == []
+    broker.store.close()
+
+
+def lines(broker: Broker, account: str = "member:anna") -> list[str]:
+    found = broker.statement(account, limit=100_000)
+    return [line.reason for line in found if line.kind == "batch"]
+
+
+def open_group(broker: Broker, name: str) -> None:
+    with broker.store.write() as connection:
+        book.open_account(connection, f"group:{name}", T0)
+
+
+# Debits.
+
+
+def test_a_job_is_paid_once_at_the_rate_of_its_devices(broker: Broker) -> None:
+    runs = [run(7, seconds=5400, gpus={"a100": 2})]
+    assert broker.debit(CLUSTER, runs).amount == 12 * MICRO
+    assert broker.debit(CLUSTER, runs).amount == 0
+    assert credits_of(broker) == 88
+    assert lines(broker) == [f"Batch job 7 (train.py) on 2 {A100}, all: 1 h 30 min 00 s"]
+
+
+def test_what_a_job_pays(broker: Broker) -> None:
+    cases: list[tuple[dict[str, Any], float]] = [
+        ({"gpus": {"h100": 1}, "nodes": ("m2",)}, 10),
+        ({"gpus": {"a100": 1, "h100": 1}, "nodes": ("m1", "m2")}, 14),
+        ({"gpus": {}, "shards": {"": 3}}, 3),  # three quarters of an A100
+        ({"gpus": {"": 1}, "nodes": ("gone",)}, 4),  # nobody can say: the lowest
+        ({"gpus": {}}, 0),
+        ({"seconds": 1}, cost(4 * MICRO, 1) / MICRO),
+        ({"seconds": 0}, 0),
+    ]
+    for number, (cells, paid) in enumerate(cases, start=1):
+        assert broker.debit(CLUSTER, [run(number, **cells)]).amount == round(paid * MICRO), cells
+
+
+def test_one_that_goes_on_is_paid_by_the_hour_and_to_the_second_at_its_end(broker: Broker) -> None:
+    for minutes, paid in ((59, 0), (60, 4), (61, 4), (119, 4), (125, 8)):
+        broker.debit(CLUSTER, [run(1, seconds=None, ran=minutes * 60)])
+        assert credits_of(broker) == 100 - paid
+    end = [run(1, seconds=2 * 3600 + 900)]
+    for _ in range(2):
+        broker.debit(CLUSTER, end)
+        assert credits_of(broker) == 91
+    # Slurm found out later that it had ended before.
+    broker.debit(CLUSTER, [run(1, seconds=3600)])
+    assert credits_of(broker) == 96
+    assert lines(broker)[0] == "Charged too much for batch job 1 (train.py): it ran 1 h 00 min 00 s"
+
+
+def test_a_price_that_changes_meanwhile_is_for_others(broker: Broker) -> None:
+    broker.debit(CLUSTER, [run(1, seconds=None, ran=60)])
+    broker.set_rate("40", model="A100", actor="admin")
+    begins = T0 + LATER + timedelta(minutes=1)
+    broker.debit(CLUSTER, [run(1, seconds=3600), run(2, begins, 3600)])
+    assert credits_of(broker) == 100 - 4 - 40
+
+
+def test_what_the_controller_lost_is_not_paid_on_and_on(broker: Broker) -> None:
+    going = [run(1, seconds=None, ran=3600), run(2, seconds=None, ran=3600)]
+    broker.debit(CLUSTER, going, living={"1"})
+    assert credits_of(broker) == 96
+
+
+def test_a_number_that_comes_again_is_another_job(broker: Broker) -> None:
+    broker.debit(CLUSTER, [run(1), run(1, T0 + timedelta(hours=3))])
+    assert credits_of(broker) == 92
+
+
+def test_what_began_before_the_first_look_is_not_ours(broker: Broker) -> None:
+    broker.debit(CLUSTER, [run(1, T0 - timedelta(seconds=1))])
+    assert credits_of(broker) == 100
+
+
+def test_somebody_unknown_pays_nothing_and_is_named(broker: Broker) -> None:
+    runs = [run(1, user="bert"), run(2, user="u-_zz")]
+    assert broker.debit(CLUSTER, runs).unknown == ("bert", "u-_zz")
+    broker.open_account("bert")  # for what comes, not for what was
+    assert broker.debit(CLUSTER, runs) == broker.debit(CLUSTER, [])
+    assert credits_of(broker, "bert") == 100
+    assert {job.user for job in broker.jobs_since("lab", T0) if not job.member} == {"bert", "u-_zz"}
+
+
+def test_a_member_whose_name_linux_does_not_take_pays_too(broker: Broker) -> None:
+    broker.open_account("Ann Lee")
+    broker.debit(CLUSTER, [run(1, user="u-_41nn_20_4cee")])
+    assert credits_of(broker, "Ann Lee") == 96
+
+
+def test_the_group_pays_that_usually_does(broker: Broker) -> None:
+    open_group(broker, "lab")
+    broker.grant("group:lab", 50 * MICRO, actor="admin", reason="start")
+    broker.keep_payer("anna", "group:lab", actor="anna", groups=["lab"])
+    broker.note_groups({"lab": ["anna"]})
+    broker.debit(CLUSTER, [run(1)])
+    assert broker.account("group:lab").balance == 46 * MICRO
+    broker.note_groups({"lab": []})
+    broker.debit(CLUSTER, [run(2)])
+    assert broker.account("group:lab").balance == 46 * MICRO
+    assert credits_of(broker) == 96
+
+
+def test_any_name_can_stand_on_a_statement(broker: Broker) -> None:
+    broker.debit(CLUSTER, [run(1, name="a\nb\x1b[31m" + "x" * 200)])
+    assert lines(broker)[0].startswith("Batch job 1 (a?b?[31mxxx")
+    assert len(lines(broker)[0]) < 200
+
+
+def test_late_news_of_a_job_spends_the_credits_that_were_there_then(
+    broker: Broker, clock: Clock
+) -> None:
+    ends = T0 + LATER + timedelta(hours=1)
+    broker.grant("member:anna", 10 * MICRO, actor="admin", reason="week", until=ends)
+    clock.forward(hours=2)
+    broker.end_lots()
+    assert credits_of(broker) == 100
+    begins = T0 + LATER + timedelta(seconds=60)
+    broker.debit(CLUSTER, [run(1, begins, 1800)])
+    assert credits_of(broker) == 100  # the two credits came out of those that ended
+
+
+# Which jobs are servers'.
+
+
+def wait_in_line(broker: Broker, name: str, user: str = "anna", **fields: Any) -> Ticket:
+    ticket = Ticket(
+        id=name,
+        server=ServerRef(user, name),
+        request=Request(devices=1),
+        engine="slurm",
+        account=f"member:{user}",
+        created_at=T0,
+        **fields,
+    )
+    with broker.store.write() as connection:
+        tickets.insert(connection, ticket)
+    return ticket
+
+
+def test_what_a_server_runs_on_is_no_job_beside_it(broker: Broker) -> None:
+    wait_in_line(broker, "aa")
+    broker.debit(CLUSTER, [run(1, name="gpuspawner-aa", seconds=None, ran=7200)])
+    assert credits_of(broker) == 100
+
+
+def test_a_name_alone_makes_no_job_free(broker: Broker) -> None:
+    ticket = wait_in_line(broker, "aa")
+    with broker.store.write() as connection:
+        tickets.end(connection, ticket.id, T0 + timedelta(minutes=1), "granted", "")
+    late = T0 + timedelta(hours=5)
+    broker.debit(
+        CLUSTER,
+        [
+            run(1, name="gpuspawner-aa"),  # the true one
+            run(2, name="gpuspawner-aa"),  # a second one by its name
+            run(3, name="gpuspawner-bb"),  # of no ticket
+        ],
+    )
+    assert credits_of(broker) == 92
+    broker.debit(CLUSTER, [run(4, late, name="gpuspawner-aa")])  # long after
+    assert credits_of(broker) == 88
+
+
+# Killed, doubled, at the same time.
+
+
+def paid_exactly(broker: Broker) -> None:
+    owed = sum(cost(4 * MICRO, job.seconds) for job in many(HOURS))
+    assert broker.account("member:anna").balance == 100 * MICRO - owed
+
+
+def test_two_services_at_once_charge_once(broker: Broker, database_url: str) -> None:
+    amounts = racers.together(*[(debit_together, database_url)] * 3)
+    paid_exactly(broker)
+    assert sum(amounts) == 100 * MICRO - broker.account("member:anna").balance
+
+
+def test_killed_anywhere_every_job_is_paid_once(broker: Broker, database_url: str) -> None:
+    chance = random.Random(database_url.partition(":")[0])
+    for _ in range(6):
+        ready, theirs = racers.FORKSERVER.Pipe()
+        victim = racers.FORKSERVER.Process(
+            target=debit_until_killed, args=(theirs, database_url), daemon=True
+        )
+        victim.start()
+        assert ready.poll(60) and ready.recv() == "working"
+        before, more = len(lines(broker)), chance.randrange(3)
+        wait_for(lambda more=before + more: len(lines(broker)) >= more, "work", interval=0.002)
+        time.sleep(chance.uniform(0, 0.02))
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        wait_for(lambda victim=victim: not victim.is_alive(), "its end")
+        assert problems(broker.store) == []
+    assert lines(broker), "there was work that could break"
+    broker.debit(CLUSTER, many(HOURS))
+    paid_exactly(broker)
+
+
+# The audit.
+
+
+def session(
+    broker: Broker, ticket: str, begins: int = 0, ends: int = 3600, count: int = 1
+) -> Lease:
+    """One that ended, with its seconds since T0."""
+    devices = tuple(LeasedDevice(f"GPU-{n}", n, n, A100, 1) for n in range(count))
+    lease = Lease(
+        id=f"l{ticket}{begins}",
+        server=ServerRef("anna", ticket),
+        account="member:anna",
+        environment="pytorch",
+        devices=devices,
+        rate=0,
+        hold=0,
+        state=LeaseState.GRANTED,
+        engine="slurm",
+        granted_at=T0 + timedelta(seconds=begins),
+        ticket_id=ticket,
+    )
+    with broker.store.write() as connection:
+        leases.insert(connection, lease)
+        leases.end(connection, lease.id, T0 + timedelta(seconds=ends), "done", 0, 0)
+    return replace(lease, state=LeaseState.ENDED, ended_at=T0 + timedelta(seconds=ends))
+
+
+def holder(ticket: str, number: int = 1, **cells: Any) -> Run:
+    return run(number, name=f"gpuspawner-{ticket}", **cells)
+
+
+def test_a_session_and_its_job(broker: Broker) -> None:
+    wait_in_line(broker, "aa")
+    lease = session(broker, "aa")
+    cases: list[tuple[list[Run], list[str]]] = [
+        ([holder("aa")], []),
+        ([holder("aa", seconds=3601)], []),
+        ([holder("aa", seconds=3602)], ["3600 s here, and 3602 s in Slurm (job 1)"]),
+        ([holder("aa", seconds=3598)], ["3600 s here, and 3598 s in Slurm (job 1)"]),
+        ([], ["it had devices for 3600 s, and Slurm knows no job for it"]),
+        (
+            [holder("aa", gpus={"a100": 2})],
+            ["1 devices here, and 2 in Slurm (job 1)"],
+        ),
+        ([holder("aa", gpus={}, shards={"": 1})], []),
+        (
+            [holder("aa"), holder("aa", 2, seconds=60)],
+            [
+                "Slurm had 2 jobs for it (1, 2), together 3660 s",
+                "3600 s here, and 3660 s in Slurm (job 1, 2)",
+            ],
+        ),
+    ]
+    for runs, said in cases:
+        found = broker.compare([lease], {"aa": runs}, runs)
+        assert [each.what for each in found] == said
+        assert all(each.subject == "lease laa0 of anna/aa" for each in found)
+
+
+def test_one_job_for_two_sessions_of_a_ticket_after_a_crash(broker: Broker) -> None:
+    wait_in_line(broker, "aa")
+    mine = [session(broker, "aa", 0, 100), session(broker, "aa", 160, 3600)]
+    assert broker.compare(mine, {"aa": [holder("aa")]}) == []
+
+
+def test_devices_that_no_session_had(broker: Broker) -> None:
+    wait_in_line(broker, "aa")
+    runs = [holder("aa", seconds=90), holder("unknown", 2)]
+    assert [str(each) for each in broker.compare([], {}, runs)] == [
+        "ticket aa of anna/aa: job 1 had its devices for 90 s, and no session did"
+    ]
+
+
+# Who may use the cluster.
+
+
+@pytest.fixture
+def people(database_url: str, clock: Clock, tmp_path: Path) -> Iterator[Broker]:
+    """A broker that knows the cluster; nobody asks Slurm here."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "name: lab\nnodes:\n  m1:\n    address: 10.0.0.1\n"
+        "    engine: unix:///run/docker.sock\n    cpus: 4\n    memory: 4G\n"
+        f"    devices:\n    - {{uuid: GPU-0001, model: {A100}, memory: 80G}}\n"
+    )
+    broker = open_broker(
+        database_url,
+        clock,
+        cluster=str(file),
+        opening_grant=1,
+        group_weights={"research": 3},
+        group_priority={"course": "course"},
+        group_limits={"research": {"devices": 4, "gpu_hours": 10}},
+        member_limits={"devices": 1, "tickets": 2},
+    )
+    for name in ("anna", "bert", "Ann Lee"):
+        broker.open_account(name)
+    yield broker
+    broker.store.close()
+
+
+def test_members_are_known_by_the_group_that_they_count_on(people: Broker) -> None:
+    with people.store.write() as connection:
+        put(connection, [Entry("bert", groups=("research",))], T0)
+    people.note_groups({"research": ["anna"], "course": ["anna", "Ann Lee"]})
+    people.membership_ended("Ann Lee", "it is over", actor="admin")
+    found = {each.member: each for each in people.people()}
+    assert (found["anna"].group, found["anna"].priority) == ("course", "course")
+    assert found["bert"].group == ""  # the hub's word goes before the roster's
+    assert found["Ann Lee"].closed and not found["anna"].closed
+    asked = people.wanted_of(list(found.values()))
+    assert asked.accounts["g-research"].share == 300
+    assert (asked.accounts["g-research"].gpus, asked.accounts["g-research"].gpu_minutes) == (4, 600)
+    assert asked.users["anna"][2] == "gpuspawner-course"
+    assert asked.users["anna"][1].submits == 3
+    assert asked.qos["gpuspawner-low"] == 0 < asked.qos["gpuspawner-course"]
+
+
+def test_before_the_hub_says_it_the_roster_does(people: Broker) -> None:
+    with people.store.write() as connection:
+        put(connection, [Entry("bert", groups=("research",))], T0)
+    assert {each.member: each.group for each in people.people()}["bert"] == "research"
+
+
+def test_whose_account_is_empty_gets_no_gpu_unless_another_one_pays(people: Broker) -> None:
+    people.grant("member:anna", -MICRO, actor="admin", reason="gone")
+    people.grant("member:bert", -MICRO, actor="admin", reason="gone")
+
+    def dry() -> set[str]:
+        return {each.member for each in people.people() if each.dry}
+
+    assert dry() == {"anna", "bert"}
+    open_group(people, "research")
+    people.grant("group:research", MICRO, actor="admin", reason="start")
+    people.note_groups({"research": ["anna"]})
+    people.keep_payer("anna", "group:research", actor="anna", groups=["research"])
+    wait_in_line(people, "aa", "bert")  # for a server whose payer was looked at
+    assert dry() == set()
+    people.note_groups({"research": []})
+    assert dry() == {"anna"}
+    people.set_rate("0", actor="admin")
+    assert dry() == set()

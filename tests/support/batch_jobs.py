@@ -1,0 +1,101 @@
+"""Jobs beside servers as sacct would tell of them, and who charges for them until they are
+killed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from typing import Any
+
+from gpuspawner.broker import Broker
+from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
+from gpuspawner.slurm.usage import Run
+from tests.support.brokers import T0, Clock, open_broker
+
+GIB = 2**30
+A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
+
+_M1 = Node(
+    name="m1",
+    address="10.0.0.1",
+    engine="unix:///run/docker.sock",
+    devices=(
+        NodeDevice("GPU-00000001", A100, 80 * GIB, gres="a100"),
+        NodeDevice("GPU-00000002", A100, 80 * GIB, gres="a100"),
+    ),
+)
+_M2 = Node(
+    name="m2",
+    address="10.0.0.2",
+    engine="unix:///run/docker.sock",
+    devices=(NodeDevice("GPU-00000003", H100, 80 * GIB, gres="h100"),),
+)
+CLUSTER = Cluster(name="lab", shards=4, nodes=(_M1, _M2))
+
+RATES = {"*": 1, "A100": 4, "H100": 10}
+
+JOBS = 40
+"""Of those who are killed."""
+HOURS = 10 * JOBS + 2
+"""After which all of these have ended."""
+
+
+def open_books(url: str, clock: Clock, **settings: Any) -> Broker:
+    """A broker at these rates whose cluster was looked at for the first time at its clock's now."""
+    broker = open_broker(url, clock, gpu_rates=RATES, opening_grant=100, **settings)
+    broker.debit(CLUSTER, [])
+    return broker
+
+
+def run(number: int, begins: datetime = T0, seconds: int | None = 3600, **cells: Any) -> Run:
+    """A run of a job of ``anna`` on an A100; ``seconds`` None: it goes on, and ``ran`` so long."""
+    so_far = cells.pop("ran", 0)
+    ran = so_far if seconds is None else seconds
+    made = Run(
+        id=str(number),
+        label=str(number),
+        name="train.py",
+        user="anna",
+        account="gpuspawner-members",
+        state="RUNNING" if seconds is None else "COMPLETED",
+        submitted_at=begins - timedelta(seconds=5),
+        started_at=begins,
+        ended_at=None if seconds is None else begins + timedelta(seconds=seconds),
+        seconds=ran,
+        gpus={"a100": 1},
+        shards={},
+        nodes=("m1",),
+        exit="0:0",
+    )
+    return replace(made, **cells)
+
+
+def many(hours: int) -> list[Run]:
+    """Runs after so many hours: each lasts ten times its number, and so some have ended."""
+    found = []
+    for number in range(1, JOBS + 1):
+        lasts = number * 36_007
+        over = lasts <= hours * 3600
+        begins = T0 + timedelta(seconds=number)
+        found.append(run(number, begins, lasts if over else None, ran=hours * 3600))
+    return found
+
+
+def debit_until_killed(ready: Connection, url: str) -> None:
+    """Charge for them as time goes on, all over again, for ever."""
+    broker = open_broker(url, Clock(T0 + timedelta(days=30)), gpu_rates=RATES, opening_grant=100)
+    ready.send("working")
+    while True:
+        for hours in range(HOURS):
+            broker.debit(CLUSTER, many(hours))
+
+
+def debit_together(gate: Barrier, url: str) -> int:
+    """Charge for all of them at the same moment as others; how much this one did."""
+    broker = open_broker(url, Clock(T0 + timedelta(days=30)), gpu_rates=RATES, opening_grant=100)
+    gate.wait(60)
+    amount = broker.debit(CLUSTER, many(HOURS)).amount
+    broker.store.close()
+    return amount
