@@ -90,7 +90,7 @@ class Delegating(Core):
         Hands over those that were not; ends those that the other side gave up."""
         delegate = self._other()
         with self.line.lock:
-            self.store.run(lambda c: self.line.sync(c, self.look(), self.clock()))
+            self._see_line()
             waiting = list(self.line.tickets.values())
             deserted = self.line.deserted()
         if closures.GRANTING in self.line.closed:
@@ -147,6 +147,7 @@ class Delegating(Core):
     def _delegated_standings(self) -> dict[str, Standing]:
         """Where every ticket stands, as the other side says."""
         with self.line.lock:
+            self._see_line()
             waiting = list(self.line.tickets.values())
         with suppress(Unavailable):  # then they stand as somebody last said
             self._said = self._other().turns()
@@ -212,6 +213,10 @@ class Delegating(Core):
             return
         if lease.seconds is not None and lease.state is not LeaseState.ENDED:
             self.delegate.extend(lease.ticket_id, lease.seconds + lease.extended)
+
+    def _see_line(self) -> None:
+        look, now = self.look(), self.clock()
+        self.store.run(lambda connection: self.line.sync(connection, look, now))
 
     def _other(self) -> Delegate:
         assert self.delegate is not None

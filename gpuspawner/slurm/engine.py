@@ -158,10 +158,17 @@ class SlurmEngine:
                 raise EngineUnavailable() from error
 
 
+class _Client(docker.APIClient):
+    """A client that trusts what ``cluster.yaml`` names. requests would put the certificates and
+    proxies in their place that the environment has for the internet."""
+
+    trust_env = property(lambda self: False, lambda self, value: None)
+
+
 def connector(node: Node, timeout: float = 20) -> Callable[[], docker.APIClient]:
     """What makes a client of a node's engine."""
 
     def connect() -> docker.APIClient:
-        return docker.APIClient(version="auto", timeout=timeout, **node.client_settings())
+        return _Client(version="auto", timeout=timeout, **node.client_settings())
 
     return connect

@@ -182,7 +182,8 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             detail = proof.detail
             over = await self._end_job(lease.ticket_id)
         if over.ended_at and lease.state is LeaseState.RUNNING:
-            self.stopped_at = over.ended_at
+            # Slurm counts whole seconds: it is never before the container's own end.
+            self.stopped_at = max(over.ended_at, self.stopped_at or over.ended_at)
         return Proof(gone=True, ended_at=over.ended_at, detail=detail or over.detail)
 
     async def _over(self, ticket_id: str) -> Proof | None:

@@ -1,0 +1,150 @@
+"""Real: Slurm with two nodes and their Docker Engines, JupyterHub, proxy, accounting service.
+Stand-in: the GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.ledger.rules import owed
+from tests.support.processes import wait_for
+from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_hub import SlurmHub
+
+
+@pytest.fixture(scope="module")
+def hub(
+    shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SlurmHub]:
+    with SlurmHub(tmp_path_factory.mktemp("slurm") / "hub", shared_cluster) as hub:
+        yield hub
+
+
+def test_a_server_gets_what_slurm_chose_and_gives_it_back(
+    hub: SlurmHub, cluster: SlurmCluster
+) -> None:
+    hub.ask("ann", gpus=2)
+    lease = hub.wait_lease("ann")
+    node = hub.node_of(lease)
+    assert node is cluster.nodes[0] and len(lease.devices) == 2
+    assert hub.get("ann", "devices").text.split() == ["/dev/nvidia0", "/dev/nvidia1"]
+    (container,) = hub.containers(node)
+    job = int(container["Labels"]["gpuspawner.job"])
+    parent = node.engine.client.inspect_container(container["Id"])["HostConfig"]["CgroupParent"]
+    assert parent.endswith(f"/job_{job}/step_batch")
+    wait_for(lambda: hub.broker.lease(lease.id).charged, "a charge")
+    hub.stop_server("ann")
+    ended = hub.wait_end(lease)
+    assert ended.charged == owed(ended.rate, ended.started_at, ended.ended_at) > 0
+    assert not hub.containers(node)
+    assert cluster.state(job) == "CANCELLED"
+
+
+def test_who_waits_sees_place_and_reason_and_starts_by_itself(
+    hub: SlurmHub, cluster: SlurmCluster
+) -> None:
+    hub.ask("ann", gpus=2)
+    first = hub.wait_lease("ann")
+    hub.ask("bob", gpus=1, gpu_model="H100", wait=True)
+    hub.wait_lease("bob")
+    hub.ask("cara", gpus=1, wait=True)
+    ticket = wait_for(lambda: hub.broker.waiting(), "cara's ticket")[0]
+    standing = wait_for(lambda: hub.broker.standings().get(ticket.id), "where it stands")
+    assert (standing.place, standing.of) == (1, 1)
+    assert "none is free" in standing.why
+    hub.stop_server("ann")
+    hub.wait_end(first)
+    lease = hub.wait_lease("cara")
+    assert lease.ticket_id == ticket.id
+    for user in ("bob", "cara"):
+        hub.stop_server(user)
+
+
+def test_a_server_without_a_gpu_needs_no_job(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    hub.ask("dora", gpus=0)
+    lease = hub.wait_lease("dora")
+    assert lease.engine == "docker" and not cluster.run("squeue", "-h")
+    hub.stop_server("dora")
+
+
+def test_a_container_that_dies_gives_its_gpus_back(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    hub.ask("ann", gpus=2)
+    lease = hub.wait_lease("ann")
+    (container,) = hub.containers(hub.node_of(lease))
+    hub.ask("bob", gpus=2, wait=True)
+    hub.node_of(lease).engine.client.kill(container["Id"])
+    assert hub.wait_end(lease).outcome == ""
+    hub.wait_lease("bob")
+    assert hub.server("ann") is None
+    hub.stop_server("bob")
+
+
+def test_a_job_that_is_cancelled_behind_our_back(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    """One server runs, one waits: both are told, and neither leaves anything."""
+    hub.ask("ann", gpus=2)
+    lease = hub.wait_lease("ann")
+    hub.ask("bob", gpus=2, wait=True)
+    (ticket,) = wait_for(hub.broker.waiting, "bob's ticket")
+    wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending"), "bob's job")
+    cluster.run("scancel", f"--name=gpuspawner-{ticket.id}")
+    cluster.run("scancel", f"--name=gpuspawner-{lease.ticket_id}")
+    ended = wait_for(lambda: hub.broker.ticket(ticket.id).outcome, "the end of bob's ticket")
+    assert ended == "refused"
+    assert "its job in Slurm was cancelled" in hub.broker.ticket(ticket.id).end_reason
+    hub.wait_end(lease)
+    wait_for(lambda: hub.server("ann") is None, "the hub to know")
+    assert not hub.containers(cluster.nodes[0])
+
+
+def test_a_lost_node_ends_its_servers_and_they_start_elsewhere(
+    hub: SlurmHub, cluster: SlurmCluster
+) -> None:
+    hub.ask("ann", gpus=1, gpu_model="H100")
+    lease = hub.wait_lease("ann")
+    node = hub.node_of(lease)
+    cluster.cut(node)
+    ended = hub.wait_end(lease, timeout=90)
+    assert ended.ended_at and ended.started_at
+    wait_for(lambda: hub.server("ann") is None, "the hub to know")
+    hub.ask("ann", gpus=1)
+    again = hub.wait_lease("ann")
+    assert hub.node_of(again) is not node
+    cluster.heal(node)
+    wait_for(lambda: not hub.containers(node), "its stale container to go", timeout=90)
+    hub.stop_server("ann")
+
+
+def test_the_hub_is_killed_while_jobs_wait_and_run(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    hub.ask("ann", gpus=2)
+    lease = hub.wait_lease("ann")
+    hub.ask("bob", gpus=2, wait=True)
+    (ticket,) = wait_for(hub.broker.waiting, "bob's ticket")
+    wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending"), "bob's job")
+    hub.kill9(services=True)
+    assert hub.containers(cluster.nodes[0]), "servers go on"
+    hub.start()
+    assert hub.broker.lease(lease.id).ended_at is None
+    wait_for(lambda: (hub.server("bob") or {}).get("pending"), "bob's spawn to be back")
+    assert cluster.run("squeue", "-h").count("\n") == 2, "no job is doubled"
+    hub.stop_server("ann")
+    assert hub.wait_lease("bob").ticket_id == ticket.id
+    hub.stop_server("bob")
+
+
+def test_a_place_in_line_is_given_up(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    hub.ask("ann", gpus=2)
+    hub.wait_lease("ann")
+    hub.ask("bob", gpus=2, wait=True)
+    wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending"), "bob's job")
+    hub.stop_server("bob")
+    wait_for(lambda: not cluster.run("squeue", "-h", "-t", "pending"), "its job to go")
+    hub.stop_server("ann")
+
+
+def test_what_no_machine_has_is_refused_in_words(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    refused = hub.ask("ann", gpus=3)
+    assert refused.status_code == 400
+    assert "Ask for 2 at most" in refused.json()["message"]
+    assert not cluster.run("squeue", "-h") and not hub.broker.waiting()

@@ -1,0 +1,144 @@
+"""A real hub with its accounting service, whose members' servers run on a cluster's nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import requests
+import yaml
+
+from gpuspawner.broker import Broker
+from gpuspawner.engines.base import LABEL_LEASE
+from gpuspawner.model import Lease, LeaseState, ServerRef
+from tests.support.gpu_hub import CATALOG
+from tests.support.hub import HubProcess
+from tests.support.processes import free_port, wait_for
+from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_node import Node
+
+CONFIG = """
+c.JupyterHub.spawner_class = "gpuspawner.spawners.slurm.GPUSlurmSpawner"
+c.JupyterHub.allow_named_servers = True
+c.JupyterHub.cleanup_servers = False
+c.Broker.database_url = {database_url!r}
+c.Broker.cluster = {cluster!r}
+c.Broker.gpu_rates = {{"*": 3600}}
+c.Broker.opening_grant = 100_000
+c.Broker.hold_minutes = 0.01
+c.Broker.refresh_seconds = 0.5
+c.Accounting.charge_seconds = 1
+c.Accounting.reconcile_seconds = 2
+c.GPUSlurmSpawner.gpu_injection = "device_requests"
+c.GPUSlurmSpawner.catalog = {catalog!r}
+c.GPUSlurmSpawner.host_ip = {host_ip!r}
+{config}
+import gpuspawner
+from jupyterhub.services import service
+class Watched(service._ServiceSpawner):
+    poll_interval = 2
+service._ServiceSpawner = Watched
+gpuspawner.add_services(c, url={url!r})
+"""
+"""A credit a second for each GPU."""
+
+
+class SlurmHub(HubProcess):
+    """``with SlurmHub(folder, cluster) as hub``. Servers without a GPU are on the first node's
+    engine, as if the hub were there too. ``shards`` as in cluster.yaml."""
+
+    def __init__(
+        self, folder: Path, cluster: SlurmCluster, config: str = "", *, shards: int = 0,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        self.cluster = cluster
+        self.database_url = f"sqlite:///{folder}/gpuspawner.sqlite"
+        file = folder / "cluster.yaml"
+        file.write_text(yaml.safe_dump(described(cluster, shards)), encoding="utf-8")
+        (folder / "catalog.yaml").write_text(CATALOG, encoding="utf-8")
+        text = CONFIG.format(
+            database_url=self.database_url,
+            cluster=str(file),
+            catalog=str(folder / "catalog.yaml"),
+            host_ip=cluster.nodes[0].address,
+            config=config,
+            url=f"http://127.0.0.1:{free_port()}",
+        )
+        engine = cluster.nodes[0].engine
+        environment = {"DOCKER_HOST": engine.url}
+        super().__init__(folder, text, hub_ip=cluster.address, environment=environment, **kwargs)
+        self.broker = Broker(database_url=self.database_url, cluster=str(file))
+
+    def stop(self) -> None:
+        super().stop()
+        self.broker.store.close()
+
+    def ask(self, user: str, server: str = "", **options: Any) -> requests.Response:
+        """Ask for a server as this member; a Linux user of that name is made before."""
+        self.cluster.user(user)
+        return self.spawn(user, options, server)
+
+    def wait_lease(self, user: str, server: str = "", timeout: float = 60) -> Lease:
+        """Until the server is up: its lease."""
+        self.wait_server(user, server, timeout=timeout)
+        lease = self.broker.lease_of(ServerRef(user, server))
+        assert lease is not None and lease.state is LeaseState.RUNNING
+        return lease
+
+    def wait_end(self, lease: Lease, timeout: float = 60) -> Lease:
+        """Until the lease has ended: what it came to."""
+
+        def ended() -> Lease | None:
+            now = self.broker.lease(lease.id)
+            return now if now.state is LeaseState.ENDED else None
+
+        return wait_for(ended, "the end of the lease", timeout=timeout)
+
+    def node_of(self, lease: Lease) -> Node:
+        """Where the lease's devices are."""
+        uuid = lease.devices[0].uuid
+        return next(n for n in self.cluster.nodes if uuid in {d.uuid for d in n.engine.devices})
+
+    def containers(self, node: Node) -> list[dict[str, Any]]:
+        """Every container of a lease on a node, also those that have exited."""
+        found: list[dict[str, Any]] = node.engine.client.containers(
+            all=True, filters={"label": LABEL_LEASE}
+        )
+        return found
+
+
+def described(cluster: SlurmCluster, shards: int = 0) -> dict[str, Any]:
+    """``cluster.yaml``, as an admin would have it."""
+    nodes = {}
+    for node in cluster.nodes:
+        machine = node.machine
+        tls = cluster.directory / "tls"
+        nodes[node.name] = {
+            "address": node.address,
+            "engine": f"https://{node.address}:2376",
+            "tls": {
+                "ca": str(tls / "ca.pem"),
+                "certificate": str(tls / "cert.pem"),
+                "key": str(tls / "key.pem"),
+            },
+            "cpus": 4,
+            "memory": "1G",
+            "devices": [
+                {
+                    "uuid": device.uuid,
+                    "model": device.model,
+                    "memory": f"{device.memory_bytes // 2**30}G",
+                    "file": str(device.file),
+                    "gres": machine.gres,
+                }
+                for device in node.engine.devices
+            ],
+        }
+    return {
+        "name": cluster.cluster_name,
+        "hub_address": cluster.address,
+        "slurm_conf": str(cluster.conf),
+        "shards": shards,
+        "nodes": nodes,
+    }
