@@ -64,7 +64,7 @@ def check_slurm(
             text = "The node is off, to save power: what is on it was not looked at."
             yield Finding(f"engine {node.name}", Status.UNCHECKED, text)
             continue
-        finding, client = _check_engine(node)
+        finding, client = _check_engine(node, bool(getattr(hub.spawner, "job_cgroup", "")))
         yield finding
         if client is not None:
             clients[node] = client
@@ -198,18 +198,23 @@ def _check_node(node: Node, seen: NodeState | None) -> Finding:
 # Engines.
 
 
-def _check_engine(node: Node) -> tuple[Finding, docker.APIClient | None]:
+def _check_engine(node: Node, nested: bool) -> tuple[Finding, docker.APIClient | None]:
     name = f"engine {node.name}"
     finding, client = check_engine(connector(node), node.engine)
     if client is None:
-        remedy = {
-            "ssh": f"As the hub's user: ssh {node.engine[6:]} docker version",
-            "htt": f"On {node.name}: journalctl -u docker. Its certificate has to name this host, "
-            "and come from the same CA as the hub's.",
-        }.get(node.engine[:3], f"On {node.name}: systemctl start docker")
+        remedy = f"On {node.name}: systemctl start docker"
+        if "paramiko" in finding.text:
+            remedy = "pip install 'gpuspawner[ssh]', or reach the engine over TLS."
+        elif node.engine.startswith("ssh://"):
+            remedy = f"As the hub's user: ssh {node.engine[6:]} docker version"
+        elif node.tls is not None:
+            remedy = (
+                f"On {node.name}: journalctl -u docker. Its certificate has to name "
+                f"{node.address}, and come from the same CA as the hub's."
+            )
         return replace(finding, name=name, remedy=remedy), None
     try:
-        wrong = _unfit(client.info())
+        wrong = _unfit(client.info(), nested)
     except (DockerException, RequestException) as error:
         return no_answer(name, error), client
     if wrong:
@@ -217,9 +222,16 @@ def _check_engine(node: Node) -> tuple[Finding, docker.APIClient | None]:
     return replace(finding, name=name), client
 
 
-def _unfit(info: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What is wrong with a node's engine, and the remedy."""
-    if info.get("CgroupDriver") == "systemd":
+def _unfit(info: Mapping[str, Any], nested: bool) -> tuple[str, str] | None:
+    """What is wrong with a node's engine, and the remedy. ``nested``: containers are to be in the
+    control groups of their jobs."""
+    if nested and str(info.get("CgroupVersion", "1")) != "1":
+        return (
+            "It has cgroup v2, and containers in their jobs' control groups were tried with v1.",
+            'c.GPUSlurmSpawner.job_cgroup = "" leaves limits to the environments; or start the '
+            "node's kernel with systemd.unified_cgroup_hierarchy=0",
+        )
+    if nested and info.get("CgroupDriver") == "systemd":
         return (
             "Its containers are in systemd's control groups, so a job's limits do not bind them.",
             '"exec-opts": ["native.cgroupdriver=cgroupfs"] in its /etc/docker/daemon.json, and '

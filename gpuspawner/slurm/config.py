@@ -36,7 +36,7 @@ class SlurmOptions:
     epilog: str = "/etc/slurm/gpuspawner-epilog"
     prolog: str = "/etc/slurm/gpuspawner-prolog"
     longest_hours: int = 168
-    """How long a job may be asked to run."""
+    """How long a job may be asked to run; half an hour is added, for servers that start slowly."""
     more: Mapping[str, str] = field(default_factory=dict)
     """Settings of slurm.conf to add, or to have in place of ours."""
 
@@ -65,7 +65,7 @@ def slurm_conf(cluster: Cluster, options: SlurmOptions) -> str:
     names = ",".join(node.name for node in cluster.nodes)
     lines.append(
         f"PartitionName={cluster.partition} Nodes={names} Default=YES State=UP"
-        f" MaxTime={hours // 24}-{hours % 24} DefaultTime=01:00:00 DefMemPerCPU=1024"
+        f" MaxTime={hours // 24}-{hours % 24:02}:30:00 DefMemPerCPU=1024"
     )
     return "\n".join(lines[1:]) + "\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,9 +12,9 @@ from gpuspawner.cli import main
 from gpuspawner.slurm.cluster import Cluster, read_cluster
 from gpuspawner.slurm.cluster import NodeDevice as Described
 from gpuspawner.slurm.inventory import HostInventory
-from tests.support import slurm_files
+from tests.support import processes, slurm_files
 from tests.support.processes import free_port
-from tests.support.slurm_cluster import A100, H100, SlurmCluster
+from tests.support.slurm_cluster import A100, H100, SCRIPTS, SlurmCluster
 from tests.support.slurm_daemons import file_of, folder_of
 from tests.support.slurm_files import Places
 from tests.support.slurm_node import Node
@@ -43,8 +44,22 @@ class ConfiguredCluster(SlurmCluster):
         controller = f"{self.places.controller}={self.places.address}"
         words = ["--out", str(self.conf.parent), "--controller", controller]
         words += ["--name", self.cluster_name, "--shards", str(SHARDS)]
-        words += ["--tls", str(self.directory / "tls"), *settings, *more]
+        words += ["--tls", str(self._certificates), *settings, *more]
         return main(["slurm", "config", *words, *hosts])
+
+    @property
+    def _certificates(self) -> Path:
+        return self.directory / "certificates"
+
+    def _make_certificates(self) -> None:
+        """By the script that sites get; each engine has its own, and this machine's for tests."""
+        hub = self._certificates
+        processes.run([SCRIPTS / "certificates", hub, *(n.address for n in self.nodes)])
+        for node in self.nodes:
+            own = hub / node.address
+            for name in ("cert.pem", "key.pem"):
+                shutil.copy(hub / name, own)
+            node.engine.tls = own
 
     def _plan_nodes(self) -> None:
         super()._plan_nodes()
@@ -52,6 +67,7 @@ class ConfiguredCluster(SlurmCluster):
         one, two = engine.devices
         other = replace(two, model=H100.model, memory_bytes=H100.memory_bytes)
         engine.devices = (one, other)
+        self._make_certificates()
 
     def _inventory(self, node: Node) -> Path:
         """What the node would have said if it were a machine."""

@@ -25,6 +25,7 @@ from gpuspawner.catalog import Catalog, load
 from gpuspawner.spawners.docker import GPUDockerSpawner
 from gpuspawner.spawners.local import GPULocalSpawner
 from gpuspawner.spawners.mixin import GPUSpawnerMixin
+from gpuspawner.spawners.slurm import GPUSlurmSpawner
 from scripts.demo_state import MEMBERS, demo_catalog
 from tests.support.processes import REPO
 
@@ -38,6 +39,7 @@ CLASSES: dict[str, type[HasTraits]] = {
         DockerSpawner,
         GPUDockerSpawner,
         GPULocalSpawner,
+        GPUSlurmSpawner,
         GPUSpawnerMixin,
         JupyterHub,
         MemberOAuthenticator,
@@ -133,6 +135,17 @@ def test_every_image_of_the_catalog_has_its_dockerfile() -> None:
         assert found, environment.image
         text = (REPO / "images" / found[1] / "Dockerfile").read_text()
         assert re.search(r"^ARG BASE_IMAGE\b.*\n+FROM \$\{BASE_IMAGE\}", text, re.MULTILINE)
+
+
+# Several machines.
+
+
+def test_several_machines_say_only_what_there_is(read: Read) -> None:
+    c = read("slurm/nodes.py", CLUSTER_FILE="/srv/cluster.yaml")
+    check_settings(c)
+    assert c.Broker.cluster == "/srv/cluster.yaml"
+    assert "{username}" in c.GPUDockerSpawner.workspace
+    assert not c.DockerSpawner.use_internal_ip
 
 
 # Trying out.
