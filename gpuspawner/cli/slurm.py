@@ -165,8 +165,7 @@ def _cluster(
             )
         _check_versions(host, found)
         engine, tls = _engine(arguments, options, host, found)
-        address = found.hostname if host == "localhost" else host
-        nodes[found.hostname] = found.node(address, engine, tls)
+        nodes[found.hostname] = found.node(_address(host, found, options), engine, tls)
     made = Cluster(
         name=arguments.name,
         partition=arguments.partition,
@@ -212,6 +211,22 @@ def _engine(
             template = "https://{host}:2376"
         return template.replace("{host}", host), TLS(*names)
     return arguments.engine.replace("{host}", host), None
+
+
+def _address(host: str, found: HostInventory, options: SlurmOptions) -> str:
+    """The IP address at which the other machines reach a host. Raises ConfigError."""
+    own = found.hostname == options.controller
+    name = options.address if own and options.address else host
+    try:
+        told = str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
+    except OSError:
+        raise ConfigError(
+            f"The address of {name} cannot be found. Give it in place of the name."
+        ) from None
+    if told.startswith("127."):
+        more = f"--controller {found.hostname}=ADDRESS" if own else "its address in place of it"
+        raise ConfigError(f"{name} is {told} here, which no other machine reaches. Give {more}.")
+    return told
 
 
 # The words of the command.

@@ -7,7 +7,6 @@ import ipaddress
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from ..errors import ConfigError
 from ..reading import Section, read_yaml, shown
 from ..reading.files import read_text
 from ..reading.section import device_memory, size, text, whole
+from .gres import GRES_TYPE, gres_type
 
 MOST_BYTES = 4_000_000
 """The largest file that is read."""
@@ -27,17 +27,12 @@ MOST_SHARDS = 64
 
 NODE_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 CLUSTER_NAME = re.compile(r"[a-z][a-z0-9_]{0,38}")
-GRES_TYPE = re.compile(r"[a-z0-9](?:[a-z0-9_-]{0,62})")
 _PARTITION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{3,94}")
 _FILE = re.compile(r"(?:/[A-Za-z0-9._-]+)+")
 _LAYOUT = re.compile(
     r"(?:(?:Boards|SocketsPerBoard|CoresPerSocket|ThreadsPerCore)=[1-9][0-9]{0,3}(?: |$))+"
-)
-
-_MAKERS_WORDS = frozenset(
-    ("nvidia", "tesla", "geforce", "quadro", "graphics", "device", "generation")
 )
 
 
@@ -69,7 +64,7 @@ class Node:
 
     name: str
     address: str
-    """Where the hub reaches the ports that containers publish."""
+    """The IP address on which containers publish their ports, where the hub reaches it."""
     engine: str
     """``unix://``, ``ssh://`` or ``https://``."""
     tls: TLS | None = None
@@ -145,36 +140,6 @@ class Cluster:
         return tuple(dict.fromkeys(found))
 
 
-def gres_type(model: str) -> str:
-    """Slurm's word for a model: ``a100`` for ``NVIDIA A100-SXM4-80GB``, ``rtx-4090``."""
-    kept: list[str] = []
-    for word in _words(model):
-        kept.append(word)
-        if any(character.isdigit() for character in word):
-            break
-    return "-".join(kept)[:63] or "gpu"
-
-
-def gres_types(models: Iterable[str]) -> dict[str, str]:
-    """Slurm's word for each model, no two the same. Models that would share one get their whole
-    names."""
-    short = {model: gres_type(model) for model in sorted(set(models))}
-    often = Counter(short.values())
-    found: dict[str, str] = {}
-    for model, word in short.items():
-        wanted = word if often[word] == 1 else "-".join(_words(model))[:58] or word
-        number = 1
-        while (name := wanted if number == 1 else f"{wanted[:58]}-{number}") in found.values():
-            number += 1
-        found[model] = name
-    return found
-
-
-def _words(model: str) -> list[str]:
-    words = re.findall(r"[a-z0-9]+", model.lower())
-    return [word for word in words if word not in _MAKERS_WORDS] or words
-
-
 # Reading.
 
 
@@ -221,7 +186,7 @@ def _node(name: str, section: Section) -> Node:
     tls = section.take("tls", lambda value: value, None)
     node = Node(
         name=name,
-        address=section.take("address", address),
+        address=section.take("address", ip_address),
         engine=engine,
         tls=None if tls is None else _tls(section, tls),
         cpus=section.take("cpus", _count),
@@ -330,6 +295,15 @@ def address(value: object) -> str:
     if not _is_address(found):
         raise ValueError(f"is {shown(found)}, neither an IP address nor a host's name.")
     return found
+
+
+def ip_address(value: object) -> str:
+    """An IP address: containers publish their ports on it."""
+    found = text(value)
+    try:
+        return str(ipaddress.ip_address(found))
+    except ValueError:
+        raise ValueError(f"is {shown(found)}, no IP address such as 10.0.0.11.") from None
 
 
 def _is_address(word: str) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 from ..errors import ConfigError
 from ..reading import Origin, Section, shown
 from ..reading.section import text, whole
-from .cluster import NODE_NAME, TLS, Node, NodeDevice, gres_types, layout
+from .cluster import NODE_NAME, TLS, Node, NodeDevice, layout
+from .gres import gres_types
 
 MOST_BYTES = 1_000_000
 """The longest inventory that is read."""

@@ -19,16 +19,14 @@ from gpuspawner.cli.slurm_inventory import node_devices
 from gpuspawner.errors import ConfigError
 from gpuspawner.model import Device, DeviceStatus, Inventory
 from gpuspawner.slurm.cluster import (
-    GRES_TYPE,
     Cluster,
     Node,
     NodeDevice,
     cluster_of,
-    gres_type,
-    gres_types,
     read_cluster,
 )
 from gpuspawner.slurm.config import SlurmOptions, cluster_yaml, gres_conf, is_tested, slurm_conf
+from gpuspawner.slurm.gres import GRES_TYPE, gres_type, gres_types
 from gpuspawner.slurm.inventory import HostInventory, read_inventory
 
 A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
@@ -93,12 +91,16 @@ def test_files_say_what_the_hosts_have(config: Callable[..., int], tmp_path: Pat
     assert cluster.types_of("h100") == ("h100",)
 
 
-def test_the_controllers_own_engine_is_on_its_socket(tmp_path: Path) -> None:
+def test_the_controllers_own_engine_is_on_its_socket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "head.json").write_text(host("head", A100).to_json())
-    words = ["--controller", "head", "--out", str(tmp_path / "out"), f"head={tmp_path}/head.json"]
-    assert main(["slurm", "config", *words]) == 0
-    cluster = read_cluster(tmp_path / "out/cluster.yaml")
-    assert cluster.node("head").engine == "unix:///var/run/docker.sock"
+    words = ["--out", str(tmp_path / "out"), f"head={tmp_path}/head.json"]
+    assert main(["slurm", "config", *words, "--controller", "head=127.0.0.1"]) == 2
+    assert "no other machine reaches" in capsys.readouterr().err
+    assert main(["slurm", "config", *words, "--controller", "head=10.0.0.1"]) == 0
+    node = read_cluster(tmp_path / "out/cluster.yaml").node("head")
+    assert (node.engine, node.address) == ("unix:///var/run/docker.sock", "10.0.0.1")
 
 
 def test_a_second_run_changes_nothing_and_an_edit_is_not_lost(
@@ -214,7 +216,7 @@ nodes:
         ("name: lab", "nam: lab", "line 2: the cluster has an unknown key 'nam'"),
         ("nodes:", "nodes: {}\nothers:", "unknown key"),
         ("gpu1:", "gpu 1:", "letters, digits and -"),
-        ("10.0.0.11\n    engine", "a..b\n    engine", "neither an IP address"),
+        ("10.0.0.11\n    engine", "gpu1\n    engine", "line 5.*no IP address"),
         ("ssh://gpuspawner@10.0.0.11", "tcp://10.0.0.11:2375", "line 6.*everybody root"),
         ("ssh://gpuspawner@10.0.0.11", "http://10.0.0.11:2375", "everybody root"),
         ("ssh://gpuspawner@10.0.0.11", "https://10.0.0.11:2376", "needs 'tls'"),
