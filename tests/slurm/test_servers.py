@@ -4,7 +4,6 @@ Stand-in: the GPUs."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 

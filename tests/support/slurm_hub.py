@@ -21,6 +21,7 @@ CONFIG = """
 c.JupyterHub.spawner_class = "gpuspawner.spawners.slurm.GPUSlurmSpawner"
 c.JupyterHub.allow_named_servers = True
 c.JupyterHub.cleanup_servers = False
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 2}}
 c.Broker.database_url = {database_url!r}
 c.Broker.cluster = {cluster!r}
 c.Broker.gpu_rates = {{"*": 3600}}
