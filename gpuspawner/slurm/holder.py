@@ -87,24 +87,26 @@ def _wanted(request: Request, cluster: Cluster) -> tuple[str, list[str], Collect
             most=1,
         )
     kind = "shard" if cluster.shards else "gpu"
-    counts = {node.name: _suited(node, fitting) for node in cluster.nodes}
+    nodes = [node for node in cluster.nodes if node.devices]
+    counts = {node.name: _suited(node, fitting) for node in nodes}
     most = max((max(count.values(), default=0) for count in counts.values()), default=0)
-    pure = {
-        node.name: sum(counts[node.name].values())
-        for node in cluster.nodes
-        if node.devices and all(device.uuid in fitting for device in node.devices)
-    }
-    most = max(most, max(pure.values(), default=0))
     if most < request.devices:
         raise _too_many(request, most)
     types = {each for count in counts.values() for each in count}
-    if types == {device.gres for node in cluster.nodes for device in node.devices}:
+    # Those of one server are of one model, and Slurm may give what it likes of the others.
+    good = {
+        node.name
+        for node in nodes
+        if sum(counts[node.name].values()) == len(node.devices)
+        and (request.devices == 1 or len(counts[node.name]) == 1)
+    }
+    if len(good) == len(nodes):
         return kind, [], ()
     if len(types) == 1:
         return kind, sorted(types), ()
-    if max(pure.values(), default=0) >= request.devices:
-        return kind, [], [node.name for node in cluster.nodes if node.name not in pure]
-    # Nodes of several models: the one that most of them have.
+    if any(sum(counts[name].values()) >= request.devices for name in good):
+        return kind, [], [node.name for node in nodes if node.name not in good]
+    # Nodes of several models: the one that there is most of.
     best = max(sorted(types), key=lambda each: max(count[each] for count in counts.values()))
     return kind, [best], ()
 

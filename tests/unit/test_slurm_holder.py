@@ -1,0 +1,120 @@
+"""The job that holds a ticket's devices, as the words of sbatch. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import pytest
+
+from gpuspawner.errors import TooMuchAsked
+from gpuspawner.model import Request, ServerRef, Ticket
+from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
+from gpuspawner.slurm.holder import words
+
+GIB = 2**30
+
+
+def node(name: str, *models: tuple[str, str, int]) -> Node:
+    devices = tuple(
+        NodeDevice(f"GPU-{name}-{n}", model, gib * GIB, gres=gres)
+        for n, (model, gres, gib) in enumerate(models)
+    )
+    return Node(
+        name=name,
+        address="10.0.0.1",
+        engine="unix:///run/docker.sock",
+        devices=devices,
+        cpus=16,
+        memory_bytes=64 * GIB,
+    )
+
+
+A100 = ("NVIDIA A100-SXM4-40GB", "a100", 40)
+H100 = ("NVIDIA H100 80GB HBM3", "h100", 80)
+T4 = ("Tesla T4", "t4", 15)
+CLUSTER = Cluster(
+    name="lab", nodes=(node("one", A100, A100), node("two", H100), node("three", T4, H100))
+)
+TICKET = Ticket(
+    id="0a1b",
+    server=ServerRef("ann", "my; server"),
+    request=Request(devices=1),
+    created_at=datetime(2026, 1, 1, tzinfo=timezone.utc),
+)
+
+
+def asked(cluster: Cluster = CLUSTER, **request: object) -> list[str]:
+    given = {"devices": 1, **request}
+    return words(replace(TICKET, request=Request(**given)), cluster)  # type: ignore[arg-type]
+
+
+def gres(told: list[str]) -> str:
+    return next(word.removeprefix("--gres=") for word in told if word.startswith("--gres="))
+
+
+def without(told: list[str]) -> str:
+    found = [word.removeprefix("--exclude=") for word in told if word.startswith("--exclude=")]
+    return "".join(found)
+
+
+def test_any_gpu() -> None:
+    told = asked()
+    assert gres(told) == "gpu:1" and not without(told)
+    assert "--job-name=gpuspawner-0a1b" in told and "--no-requeue" in told
+    (comment,) = (word for word in told if word.startswith("--comment="))
+    assert json.loads(comment.removeprefix("--comment=")) == {"server": "ann/my; server"}
+    assert not any(word.startswith(("--time=", "--uid=")) for word in told)
+
+
+@pytest.mark.parametrize(
+    ("request_", "wanted", "not_on"),
+    [
+        ({"model": "A100", "devices": 2}, "gpu:a100:2", ""),
+        ({"model": "h100"}, "gpu:h100:1", ""),
+        ({"memory_bytes": 80 * GIB}, "gpu:h100:1", ""),
+        ({"memory_bytes": 40 * GIB}, "gpu:1", "three"),
+        ({"models": ("A100", "H100")}, "gpu:1", "three"),
+        ({"models": ("A100", "T4"), "devices": 2}, "gpu:2", "three,two"),
+        ({"devices": 2}, "gpu:2", "three"),
+        ({"models": ("T4", "H100")}, "gpu:1", "one"),
+    ],
+)
+def test_only_what_suits(request_: dict[str, object], wanted: str, not_on: str) -> None:
+    told = asked(**request_)
+    assert (gres(told), without(told)) == (wanted, not_on)
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        ({"devices": 3}, "no machine has more than 2. Ask for 2 at most."),
+        ({"devices": 2, "model": "H100"}, "no machine has more than 1. Ask for 1 at most."),
+        ({"devices": 2, "models": ("T4", "H100")}, "no machine has more than 1. Ask for 1 at"),
+        ({"model": "B200"}, "No machine has GPUs of model B200. Choose another."),
+    ],
+)
+def test_what_no_machine_has(request_: dict[str, object], sentence: str) -> None:
+    with pytest.raises(TooMuchAsked, match=sentence):
+        asked(**request_)
+
+
+def test_a_share_of_a_machine_goes_with_each_gpu() -> None:
+    told = asked(model="A100", devices=1)
+    assert "--cpus-per-task=8" in told and f"--mem={int(64 * 1024 * 0.9 / 2)}M" in told
+    assert "--cpus-per-task=16" in asked(model="A100", devices=2)
+
+
+def test_parts_of_a_gpu() -> None:
+    shared = replace(CLUSTER, shards=4)
+    assert gres(asked(shared)) == "shard:1"
+    assert gres(asked(shared, model="A100")) == "shard:a100:1"
+    assert "--cpus-per-task=2" in asked(shared, model="A100")
+    with pytest.raises(TooMuchAsked, match="shared in parts"):
+        asked(shared, devices=2)
+
+
+def test_the_hours_and_who() -> None:
+    told = words(replace(TICKET, seconds=3601), CLUSTER, user="ann", account="g-course")
+    assert {"--time=81", "--uid=ann", "--account=g-course"} <= set(told)
