@@ -9,6 +9,7 @@ whatever a killed run left behind is cleared away by the next start.
 
 from __future__ import annotations
 
+import re
 import secrets
 import signal
 import subprocess
@@ -172,6 +173,14 @@ class SlurmCluster(SlurmClient):
         self._daemons[name].end()
         self._start(name)
 
+    def reconfigure(self, **settings: object) -> None:
+        """Replace these settings of slurm.conf while everything runs."""
+        text = self.conf.read_text()
+        for key, value in settings.items():
+            text = re.sub(rf"(?m)^{key}=.*$", f"{key}={value}", text)
+        self.conf.write_text(text)
+        self.run("scontrol", "reconfigure")
+
     def fail_epilog(self, node: Node) -> None:
         """From now on the node's epilog fails, which drains the node."""
         self._trap(node).touch()
@@ -292,7 +301,9 @@ class SlurmCluster(SlurmClient):
         controller.start(self._controller_answers)
         for node in self.nodes:
             (self.directory / "spool" / node.name).mkdir()
-            daemon = self._slurm("slurmd", node.name, "-D", "-N", node.name)
+            # Switched on, it says that it has booted just now: this machine has not.
+            booted = ["-b"] if node.machine.spare else []
+            daemon = self._slurm("slurmd", node.name, "-D", *booted, "-N", node.name)
             daemon.command = node.engine.network.around(daemon.command)
             self._daemons[f"slurmd of {node.name}"] = daemon
             if not node.machine.spare:

@@ -92,7 +92,6 @@ def slurm_conf(
         "batch_sched_delay=0,defer_batch_sched_delay=0",
         "LaunchParameters": "disable_send_gids",
         "Prolog": f / "bin/prolog",
-        "PrologFlags": "Alloc",
         "Epilog": f / "bin/epilog",
         "MailProg": "/bin/true",
         # A lost node is seen in 18 s; one that is only slow for a while is not lost.
