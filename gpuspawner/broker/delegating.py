@@ -82,7 +82,7 @@ class Delegating(Core):
             self._must_be_free(ticket)
         with self.line.lock:
             ticket = self._enqueue(ticket)
-        self._hand_over(ticket)
+        self._hand_over(ticket, tell=False)
         return ticket
 
     def _delegated_turns(self, present: frozenset[str]) -> list[str]:
@@ -104,7 +104,8 @@ class Delegating(Core):
                     delegate.cancel(ticket.id)
             elif turn is None or turn.again:
                 if delegate.is_missing(ticket):
-                    self._hand_over(ticket)
+                    with suppress(Refused):  # its member is told, and the others go on
+                        self._hand_over(ticket, tell=True)
             elif turn.over:
                 self.end_ticket(ticket.id, "refused", turn.over)
             elif turn.uuids:
@@ -112,7 +113,7 @@ class Delegating(Core):
         mine.sort(key=lambda turn: (turn.since or self.clock(), turn.ticket_id))
         return [turn.ticket_id for turn in mine if turn.ticket_id in present]
 
-    def _hand_over(self, ticket: Ticket) -> None:
+    def _hand_over(self, ticket: Ticket, *, tell: bool) -> None:
         """Raises Refused, with the ticket ended, when it will never be served; what nobody
         answers to is tried again in the next round."""
         try:
@@ -120,7 +121,7 @@ class Delegating(Core):
         except Unavailable as error:
             self.log.warning("Ticket %s is not handed over yet: %s", ticket.id, error.message)
         except Refused as error:
-            self.end_ticket(ticket.id, "refused", error.message, tell=False)
+            self.end_ticket(ticket.id, "refused", error.message, tell=tell)
             raise
 
     def _must_be_free(self, ticket: Ticket) -> None:

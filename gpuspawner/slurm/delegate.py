@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from ..errors import ConfigError, GPUSpawnerError, SlurmRefused, SlurmUnavailable
@@ -25,6 +25,12 @@ LOG = logging.getLogger(__name__)
 
 EVERY = 1.0
 """Seconds that one answer of Slurm serves everybody who asks: it is asked once in them."""
+
+AT_ONCE = 16
+"""Tickets that are submitted at once."""
+
+OLD = timedelta(seconds=5)
+"""Of this age, a ticket may have a job that we did not submit."""
 
 NODES_EVERY = 15.0
 """Seconds between two looks at the nodes."""
@@ -61,6 +67,7 @@ class SlurmDelegate:
         self._began = self._answered = float("-inf")
         self._trouble: SlurmUnavailable | None = None
         self._submitted: dict[str, float] = {}
+        self._submitting = [threading.Lock() for _ in range(AT_ONCE)]
         self._nodes: Inventory | None = None
         self._nodes_at = float("-inf")
 
@@ -68,6 +75,15 @@ class SlurmDelegate:
 
     def submit(self, ticket: Ticket) -> None:
         """Raises TooMuchAsked, SlurmRefused or SlurmUnavailable."""
+        # Who asks and the round may both find that it has no job.
+        with self._submitting[hash(ticket.id) % len(self._submitting)]:
+            if ticket.id not in self._submitted and _is_old(ticket):
+                self.turns()  # an earlier hub may have submitted it
+            job = self._jobs.get(ticket.id)
+            if self.is_missing(ticket) and (job is None or not job.lives):
+                self._submit(ticket)
+
+    def _submit(self, ticket: Ticket) -> None:
         user = user_of(ticket.server.user) if self._as_member else ""
         words = holder.words(ticket, self.cluster, user=user)
         self._before(ticket)
@@ -82,7 +98,8 @@ class SlurmDelegate:
         self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
 
     def is_missing(self, ticket: Ticket) -> bool:
-        return self._submitted.get(ticket.id, float("-inf")) < self._began
+        submitted = self._submitted.get(ticket.id)
+        return submitted is None or submitted < self._began
 
     def cancel(self, ticket_id: str) -> None:
         """Every job of this ticket, waiting or not. Raises SlurmUnavailable."""
@@ -236,6 +253,10 @@ def _why_closed(node: Mapping[str, Any]) -> str:
     said = " and ".join(sorted(word.lower().replace("_", " ") for word in words & _GONE))
     reason = str(node.get("reason") or "")
     return f"{said} ({reason})" if reason else said
+
+
+def _is_old(ticket: Ticket) -> bool:
+    return datetime.now(timezone.utc) - ticket.created_at > OLD
 
 
 def _with_devices(job: Job, before: Job | None) -> Job:
