@@ -197,6 +197,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+@pytest.hookimpl(optionalhook=True)  # there is no such hook where one process runs everything
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files are shared among processes; those with a Slurm go to one, for its one cluster."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "tests/slurm" if file.startswith("tests/slurm/") else file
+
+    return Files(config, log)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests of real GPUs need one."""
     if item.get_closest_marker("gpu") and not _has_gpu():
