@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from traitlets.config import Config
 
+from gpuspawner.cli import main
 from gpuspawner.cli.check_slurm import check_slurm, node_states
 from gpuspawner.cli.hub import Hub, open_hub
 from gpuspawner.engines.probe import Finding, Status
 from gpuspawner.engines.surroundings import check_sees
 from gpuspawner.slurm.cluster import Cluster
 from gpuspawner.slurm.commands import Slurm
+from gpuspawner.slurm.config import cluster_yaml
 from gpuspawner.slurm.engine import connector
 from tests.support import images
 from tests.support.configured_cluster import ConfiguredCluster
@@ -61,8 +63,8 @@ def hub(cluster: ConfiguredCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return open_hub(config)
 
 
-def checked(hub: Hub, described: Cluster, containers: bool = True) -> dict[str, Finding]:
-    return {f.name: f for f in check_slurm(hub, None, described, containers)}
+def checked(hub: Hub, described: Cluster) -> dict[str, Finding]:
+    return {f.name: f for f in check_slurm(hub, None, described, True)}
 
 
 def red(found: dict[str, Finding]) -> list[str]:
@@ -132,19 +134,26 @@ def test_check_finds_a_cluster_that_is_well(hub: Hub, described: Cluster) -> Non
         assert "/nowhere-at-all" in why
 
 
+@pytest.fixture
+def only_here(cluster: ConfiguredCluster) -> Iterator[str]:
+    """An image that the first node alone has."""
+    client, name = cluster.nodes[0].engine.client, "gpuspawner-tests-only-here"
+    client.tag(images.SILENT, name, "latest")
+    yield f"{name}:latest"
+    client.remove_image(f"{name}:latest", noprune=True)
+
+
 def test_check_names_what_is_wrong_and_where(
-    hub: Hub, described: Cluster, cluster: ConfiguredCluster
+    hub: Hub, described: Cluster, cluster: ConfiguredCluster, only_here: str
 ) -> None:
     first, second = cluster.nodes
     cluster.run("scontrol", "update", f"nodename={first.name}", "state=drain", "reason=fan broken")
-    first.engine.client.tag(images.SILENT, "gpuspawner-tests-moved", "latest")
-    hub.spawner.image = "gpuspawner-tests-moved:latest"
+    hub.spawner.image = only_here
     hub.spawner.workspace = "gpuspawner-work-{username}"
     moved = replace(described.nodes[0].devices[0], uuid="GPU-not-here-any-more")
     away = replace(described.nodes[1], engine=f"https://{second.address}:9")
     nodes = (replace(described.nodes[0], devices=(moved,)), away)
     found = checked(hub, replace(described, nodes=nodes))
-    first.engine.client.remove_image("gpuspawner-tests-moved:latest", noprune=True)
 
     drained = found[f"node {first.name}"]
     assert "fan broken" in drained.text and f"NodeName={first.name} State=RESUME" in drained.remedy
@@ -154,18 +163,35 @@ def test_check_names_what_is_wrong_and_where(
     assert found["munge"].status is Status.OK
 
 
-def test_check_says_when_slurm_is_down(
-    hub: Hub, described: Cluster, cluster: ConfiguredCluster
+def test_the_command_says_when_slurm_is_down(
+    described: Cluster,
+    cluster: ConfiguredCluster,
+    only_here: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    second = cluster.nodes[1]
-    second.engine.client.remove_image(images.INSTANT, force=True, noprune=True)
+    first, second = cluster.nodes
+    (tmp_path / "cluster.yaml").write_text(cluster_yaml(described))
+    (tmp_path / "hub.py").write_text(
+        'c.JupyterHub.spawner_class = "gpuspawner.spawners.slurm.GPUSlurmSpawner"\n'
+        f'c.Broker.cluster = "{tmp_path}/cluster.yaml"\n'
+        f'c.GPUDockerSpawner.image = "{only_here}"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DOCKER_HOST", first.socket)
     cluster.kill("slurmctld")
     cluster.kill("munged")
-    found = checked(hub, described, containers=False)
-    second.engine.client.tag(images.SILENT, *images.INSTANT.split(":"))
-    assert found["munge"].remedy == "sudo systemctl start munge"
-    assert found["controller"].status is Status.FAIL
-    assert "systemctl status slurmctld" in found["controller"].remedy
-    assert f"is not on {second.name}" in found["image"].text
-    assert found[f"GPUs {second.name}"].status is Status.UNCHECKED
+    capsys.readouterr()
+    assert main(["check", "-f", "hub.py", "--no-containers", "--json"]) == 1
+    found: dict[str, list[dict[str, str]]] = {}
+    for check in json.loads(capsys.readouterr().out)["checks"]:
+        found.setdefault(check["name"], []).append(check)
+    assert "2 nodes, 3 devices" in found["cluster"][0]["text"]
+    assert found["munge"][0]["remedy"] == "sudo systemctl start munge"
+    assert found["controller"][0]["status"] == "fail"
+    assert "systemctl status slurmctld" in found["controller"][0]["remedy"]
+    assert f"is not on {second.name}" in found["image"][-1]["text"]
+    assert found[f"engine {second.name}"][0]["status"] == "ok"
+    assert found[f"GPUs {second.name}"][0]["status"] == "unchecked"
     assert not [name for name in found if name.startswith("node ")]
