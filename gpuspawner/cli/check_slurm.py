@@ -180,10 +180,8 @@ def _check_node(node: Node, seen: NodeState | None) -> Finding:
         why = f" ({seen.reason})" if seen.reason else ""
         text = f"It is {seen.state}{why}: it takes no jobs."
         remedy = f"On {node.name}: systemctl status slurmd. Once it is well: scontrol update "
-        return Finding(
-            name, Status.FAIL, text, f"{remedy}NodeName={node.name} State=RESUME (or gpuspawner"
-            " undrain)."
-        )  # fmt: skip
+        remedy += f"NodeName={node.name} State=RESUME"
+        return Finding(name, Status.FAIL, text, remedy)
     if seen.gpus != wanted:
         other = ", ".join(f"{n} {kind}" for kind, n in seen.gpus.items()) or "no GPUs"
         text = f"Slurm counts {other}, and cluster.yaml {what}."

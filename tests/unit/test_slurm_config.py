@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -189,6 +190,37 @@ def test_what_a_host_must_not_say(
     assert config() == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The words that ``ssh`` was called with: a stand-in answers for the host 10.0.0.12."""
+    bin, words = tmp_path / "bin", tmp_path / "words"
+    bin.mkdir()
+    (bin / "ssh").write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" > {words}\n'
+        f'case "$*" in *10.0.0.12*) exec cat {tmp_path}/gpu2.json ;; esac\n'
+        "echo 'ssh: connect to host: No route to host' >&2\nexit 255\n"
+    )
+    (bin / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
+    return words
+
+
+def test_a_host_without_a_file_is_asked_by_ssh(
+    config: Callable[..., int], tmp_path: Path, ssh: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert config(hosts=["10.0.0.12"]) == 0
+    asked = ["--", "10.0.0.12", "gpuspawner", "slurm", "inventory"]
+    assert ssh.read_text().splitlines()[-5:] == asked
+    assert [node.name for node in read_cluster(tmp_path / "out/cluster.yaml").nodes] == ["gpu2"]
+
+    assert config(hosts=["10.0.0.13"]) == 2
+    told = capsys.readouterr().err
+    assert "No route to host" in told and "10.0.0.13=FILE" in told
+    ssh.unlink()
+    assert config(hosts=["-oProxyCommand=id"]) == 2
+    assert not ssh.exists()
 
 
 @pytest.mark.parametrize("written", ["", "[]", "{", "<html>", "9" * 10_000, "[" * 100_000])
