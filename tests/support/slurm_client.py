@@ -8,8 +8,9 @@ from pathlib import Path
 
 from tests.support import processes
 from tests.support.processes import as_root, wait_for
+from tests.support.slurm_daemons import program
 from tests.support.slurm_files import CGROUPS
-from tests.support.slurm_node import Node, program
+from tests.support.slurm_node import Node
 from tests.support.slurm_users import Users
 
 READY = ("idle", "mixed", "allocated")

@@ -25,7 +25,7 @@ from tests.support import processes, slurm_daemons, slurm_files
 from tests.support.engine import PrivateEngine
 from tests.support.processes import LIVE, as_root, free_port, take_slot, wait_for
 from tests.support.slurm_client import READY, SlurmClient
-from tests.support.slurm_daemons import Daemon, file_of, folder_of, on_machine
+from tests.support.slurm_daemons import Daemon, file_of, folder_of, on_machine, program
 from tests.support.slurm_files import Machine, Places
 from tests.support.slurm_images import import_quick_images
 from tests.support.slurm_node import (
@@ -34,7 +34,6 @@ from tests.support.slurm_node import (
     NodeDevice,
     NodeEngine,
     ip,
-    program,
     remove_groups,
     share_images,
 )
@@ -90,8 +89,6 @@ class SlurmCluster(SlurmClient):
         self.nodes: tuple[Node, ...] = ()
         self.users = Users()
         self._lock: IO[str] | None = None
-        # The kernel ends a daemon with the thread that started it: these live as long as we.
-        self._threads = ThreadPoolExecutor(8)
         self._daemons: dict[str, Daemon] = {}
 
     def __enter__(self) -> SlurmCluster:
@@ -124,6 +121,8 @@ class SlurmCluster(SlurmClient):
         self.slot, self.directory, self._lock = take_slot("gpuspawner-slurm", SLOTS)
         self.cluster_name = f"lab{self.slot}"
         self.conf = self.directory / "etc/slurm.conf"
+        # The kernel ends a daemon with the thread that started it: these live as long as we.
+        self._threads = ThreadPoolExecutor(8)
         self._clear()
         LIVE.append(self)
         for name in ("etc", "log", "bin", "spool", "nodes"):
@@ -181,6 +180,14 @@ class SlurmCluster(SlurmClient):
         self.conf.write_text(text)
         self.run("scontrol", "reconfigure")
 
+    def save(self, user: str) -> None:
+        """Wait until the controller has written down what happened so far: what happens in its
+        last seconds is lost when it is killed."""
+        self.hold(user, "--hold", "--job-name=the-last-word")
+        look = as_root(["grep", "-q", "the-last-word", str(self.directory / "state/job_state")])
+        wait_for(lambda: subprocess.run(look, check=False).returncode == 0, "it to be saved")
+        self.run("scancel", "--name=the-last-word")
+
     def fail_epilog(self, node: Node) -> None:
         """From now on the node's epilog fails, which drains the node."""
         self._trap(node).touch()
@@ -190,12 +197,12 @@ class SlurmCluster(SlurmClient):
         self._trap(node).unlink(missing_ok=True)
         self.run("scontrol", "update", f"nodename={node.name}", "state=resume", check=False)
 
-    def load_images(self, source: PrivateEngine, *tags: str) -> None:
-        """Give every node these images of another engine; quick when they have them.
+    def load_images(self, source: PrivateEngine, *tags: str, nodes: Sequence[Node] = ()) -> None:
+        """Give every node, or these, the images of another engine; quick when they have them.
 
         What is in :mod:`tests.support.slurm_images` they have anyway.
         """
-        share_images(source, tags, [node.engine for node in self.nodes])
+        share_images(source, tags, [node.engine for node in nodes or self.nodes])
 
     def mend(self) -> None:
         """Every part runs, is connected, and takes jobs again."""

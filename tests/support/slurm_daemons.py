@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import secrets
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -97,6 +98,14 @@ def on_machine(name: str, command: Sequence[str | Path]) -> list[str]:
     """The command on a machine that is called so; started by root."""
     words = [str(word) for word in command]
     return ["unshare", "--uts", "--", "sh", "-c", 'hostname "$0" && exec "$@"', name, *words]
+
+
+def program(name: str) -> str:
+    """Where Debian put it, also for who has no ``sbin`` on their PATH."""
+    found = shutil.which(name, path=processes.system_path())
+    if not found:
+        raise RuntimeError(f"{name} is not installed: run scripts/test_parts.sh")
+    return found
 
 
 def folder_of(user: str, path: Path, mode: str = "0755") -> Path:

@@ -79,7 +79,7 @@ def slurm_conf(
         "EnforcePartLimits": "ALL",
         "AccountingStoreFlags": "job_comment",
         "JobAcctGatherType": "jobacct_gather/cgroup",
-        "JobAcctGatherFrequency": 2,
+        "JobAcctGatherFrequency": 30,
         "PriorityType": "priority/multifactor",
         "PriorityDecayHalfLife": "00:10:00",
         "PriorityCalcPeriod": 1,
@@ -145,7 +145,6 @@ def cgroup_conf() -> str:
     )
     lines += [
         f"CgroupMountpoint={CGROUPS}",
-        "CgroupAutomount=no",
         "ConstrainCores=no",
         "ConstrainRAMSpace=yes",
         "ConstrainDevices=no",

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import docker
 import docker.tls
 
-from tests.support import processes
+from tests.support import images, processes
 from tests.support.engine import PrivateEngine
 from tests.support.processes import as_root, signal_pid
 from tests.support.slurm_daemons import on_machine
@@ -232,19 +232,26 @@ def ip(*words: str, check: bool = True) -> None:
 def share_images(
     source: PrivateEngine, tags: Iterable[str], engines: Iterable[PrivateEngine]
 ) -> None:
-    """Give the engines what the source has, unless they have the very same."""
+    """Give the engines what the source has, side by side, unless they have the very same."""
     for tag in tags:
         wanted = source.client.inspect_image(tag)["Id"]
         missing = [e for e in engines if not _has(e, tag, wanted)]
         if not missing:
             continue
-        kept = source.directory / "shared.tar"
-        with open(kept, "wb") as tar:
-            tar.writelines(source.client.get_image(tag))
-        for engine in missing:
-            with open(kept, "rb") as tar:
-                engine.client.load_image(tar)
-        kept.unlink()
+        kept = images._kept(tag, images._content(source, tag))
+        copy = kept if kept.exists() else source.directory / "shared.tar"
+        if copy != kept:
+            with open(copy, "wb") as tar:
+                tar.writelines(source.client.get_image(tag))
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_load, missing, [copy] * len(missing)))
+        if copy != kept:
+            copy.unlink()
+
+
+def _load(engine: PrivateEngine, copy: Path) -> None:
+    with open(copy, "rb") as tar:
+        engine.client.load_image(tar)
 
 
 def _has(engine: PrivateEngine, tag: str, wanted: str) -> bool:
@@ -259,11 +266,3 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().split()
     except OSError:
         return []  # gone meanwhile
-
-
-def program(name: str) -> str:
-    """Where Debian put it, also for who has no ``sbin`` on their PATH."""
-    found = shutil.which(name, path=processes.system_path())
-    if not found:
-        raise RuntimeError(f"{name} is not installed: run scripts/test_parts.sh")
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import pwd
 import subprocess
@@ -12,6 +11,7 @@ from typing import IO
 
 from tests.support import processes
 from tests.support.processes import as_root, one_at_a_time
+from tests.support.slurm_daemons import program
 
 
 class Users:
@@ -28,20 +28,15 @@ class Users:
         if name in self._locks:
             return
         with one_at_a_time("linux-users"):
-            lock = open(self._folder / name, "a")  # noqa: SIM115 - held until the end
+            mark = self._folder / name
+            if not mark.exists() and _is_there(name):
+                return  # of this machine, and not ours to remove
+            lock = open(mark, "a")  # noqa: SIM115 - held until the end
             fcntl.flock(lock, fcntl.LOCK_SH)
             self._locks[name] = lock
-            with contextlib.suppress(KeyError):
-                pwd.getpwnam(name)
-                return
-            words = [
-                "useradd",
-                "--no-create-home",
-                "--no-user-group",
-                "--shell",
-                "/usr/sbin/nologin",
-            ]
-            processes.run(as_root(["env", f"PATH={processes.system_path()}", *words, name]))
+            if not _is_there(name):
+                options = ["--no-create-home", "--no-user-group", "--shell", "/usr/sbin/nologin"]
+                processes.run(as_root([program("useradd"), *options, name]))
 
     def remove_all(self) -> None:
         """Ours, and those of runs that were killed."""
@@ -55,6 +50,14 @@ class Users:
                         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     except OSError:
                         continue  # another run needs the user
-                    remove = ["env", f"PATH={processes.system_path()}", "userdel", path.name]
-                    subprocess.run(as_root(remove), capture_output=True, check=False)
+                    remove = as_root([program("userdel"), path.name])
+                    subprocess.run(remove, capture_output=True, check=False)
                     path.unlink()
+
+
+def _is_there(name: str) -> bool:
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True
