@@ -1,0 +1,130 @@
+"""Tickets as jobs, raced and killed. Real: Slurm with two nodes, processes, kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpuspawner.errors import SlurmUnavailable
+from gpuspawner.model import Request, ServerRef, Ticket
+from gpuspawner.scheduler.delegated import Turn
+from gpuspawner.slurm.cluster import read_cluster
+from gpuspawner.slurm.commands import Slurm
+from gpuspawner.slurm.delegate import SlurmDelegate
+from tests.support.processes import wait_for
+from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_hub import described
+
+
+@pytest.fixture
+def delegate(cluster: SlurmCluster, tmp_path: Path) -> SlurmDelegate:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(described(cluster)), encoding="utf-8")
+    cluster.user("ann")
+    return made(file)
+
+
+def made(file: Path) -> SlurmDelegate:
+    cluster = read_cluster(file)
+    return SlurmDelegate(cluster, Slurm(conf=cluster.slurm_conf, seconds=60))
+
+
+def ticket(number: int, *, age: float = 0.0) -> Ticket:
+    return Ticket(
+        id=f"{number:016x}",
+        server=ServerRef("ann", f"s{number}"),
+        request=Request(devices=1),
+        created_at=datetime.now(timezone.utc) - timedelta(seconds=age),
+    )
+
+
+def devices(delegate: SlurmDelegate, ticket: Ticket) -> tuple[str, ...]:
+    turn = delegate.turns().get(ticket.id)
+    return turn.uuids if turn else ()
+
+
+def names(cluster: SlurmCluster) -> list[str]:
+    return sorted(cluster.run("squeue", "-h", "-o", "%j").split())
+
+
+def test_many_submit_the_same_tickets(delegate: SlurmDelegate, cluster: SlurmCluster) -> None:
+    """Who asks and the rounds race for each of ten tickets: ten jobs."""
+    tickets = [ticket(number) for number in range(10)]
+    with ThreadPoolExecutor(12) as threads:
+        for _ in threads.map(delegate.submit, tickets * 4):
+            pass
+    assert names(cluster) == [f"gpuspawner-{each.id}" for each in tickets]
+
+    def three() -> list[Turn]:
+        turns = list(delegate.turns().values())
+        return turns if sum(bool(turn.uuids) for turn in turns) == 3 else []
+
+    turns = wait_for(three, "three that run")
+    given = [uuid for turn in turns for uuid in turn.uuids]
+    assert len(given) == len(set(given)) == 3
+    places = sorted(turn.place for turn in turns if turn.place)
+    assert places == list(range(1, 8)) and {turn.of for turn in turns if turn.place} == {7}
+
+
+def _submit(file: Path, tickets: list[Ticket]) -> None:
+    delegate = made(file)
+    for each in tickets:
+        delegate.submit(each)
+
+
+def test_killed_in_the_middle_of_submits(
+    delegate: SlurmDelegate, cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """However often a hub is killed while it hands tickets over, each has one job in the end."""
+    tickets = [ticket(number, age=60) for number in range(8)]
+    for pause in (0.02, 0.1, 0.2, 0.35):
+        process = get_context("fork").Process(
+            target=_submit, args=(tmp_path / "cluster.yaml", tickets)
+        )
+        process.start()
+        time.sleep(pause)
+        assert process.pid
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    for each in tickets:
+        delegate.submit(each)
+
+    def one_each() -> bool:
+        delegate.turns()  # takes back what came through twice
+        return names(cluster) == [f"gpuspawner-{each.id}" for each in tickets]
+
+    wait_for(one_each, "one job for each ticket", interval=0.5)
+
+
+def test_no_answer_is_no_end(delegate: SlurmDelegate, cluster: SlurmCluster) -> None:
+    """While the controller is away nothing has ended, and afterwards all is as it was."""
+    one = ticket(1)
+    delegate.submit(one)
+    wait_for(lambda: devices(delegate, one), "its device")
+    cluster.save("ann")
+    cluster.kill("slurmctld")
+    quick = SlurmDelegate(delegate.cluster, Slurm(conf=delegate.slurm.conf, seconds=2))
+    with pytest.raises(SlurmUnavailable):
+        quick.turns()
+    with pytest.raises(SlurmUnavailable):
+        quick.submit(ticket(2))
+    cluster.restart("slurmctld")
+    time.sleep(1)  # the last answer, that there is none, is good for a second
+    assert devices(delegate, one)
+
+
+def test_it_is_asked_once_a_second_at_most(delegate: SlurmDelegate) -> None:
+    delegate.turns()
+    first = delegate._began
+    with ThreadPoolExecutor(8) as threads:
+        for _ in threads.map(lambda _: delegate.turns(0), range(40)):
+            pass
+    assert delegate._began == first or delegate._began - first >= 1.0
