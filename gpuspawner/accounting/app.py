@@ -9,7 +9,7 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,7 +27,7 @@ from ..errors import ConfigError, GPUSpawnerError, Unavailable
 from ..patience import side_by_side
 from ..store.granter import hub_name
 from .ahead import PullsAhead
-from .batch import CLUSTER_EVERY, OnCluster
+from .batch import LooksAtCluster
 from .credits import Credits
 from .hub import Hub
 from .leaving import Leaving
@@ -59,7 +59,7 @@ LEAVING_EVERY = 600.0
 ENGINES: dict[str, Callable[[], Engine]] = {"docker": DockerEngine, "local": LocalEngine}
 
 
-class Accounting(WatchesContainers, PullsAhead, Application):
+class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
     """Charges, warns, stops what nobody pays for, reconciles, tells members, serves the pages.
 
     The Hub runs it as a service; ``gpuspawner.add_services(c)`` says so in its configuration.
@@ -302,18 +302,8 @@ class Accounting(WatchesContainers, PullsAhead, Application):
             tick.every(REFILLS_EVERY, "Refills", Refilling(tick).round),
             tick.every(MEMBERS_EVERY, "Members", Members(tick, sessions.poke).round),
             tick.every(LEAVING_EVERY, "Folders", Leaving(tick).round),
-            *self._cluster_rounds(tick),
+            *self.cluster_rounds(tick),
         )
-
-    def _cluster_rounds(self, tick: Tick) -> list[Coroutine[Any, Any, None]]:
-        if not tick.broker.cluster:
-            return []
-        duties = OnCluster(tick)
-        return [
-            tick.every(CLUSTER_EVERY, "Members in Slurm", duties.members),
-            tick.every(CLUSTER_EVERY, "Jobs beside servers", duties.jobs),
-            tick.every(CLUSTER_EVERY, "Audit with Slurm", duties.audit),
-        ]
 
     async def _notices(self, tick: Tick, notifier: Notifier) -> None:
         while True:

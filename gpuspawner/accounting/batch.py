@@ -7,7 +7,12 @@ Everything is read anew each time: a round can be late, doubled or killed at any
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from datetime import timedelta
+from typing import Any
+
+from traitlets import Float
+from traitlets.config import SingletonConfigurable
 
 from ..broker import Broker
 from ..errors import ConfigError
@@ -16,12 +21,38 @@ from ..model import format_credits
 from ..slurm import syncing
 from .tick import Tick
 
-CLUSTER_EVERY = 60.0
-"""Seconds between two looks at the members of a cluster, and at its jobs."""
-
 AUDIT_EVERY = timedelta(days=1)
 SETTLED = timedelta(minutes=10)
 """After so long both sides know the end of a session."""
+
+
+class LooksAtCluster(SingletonConfigurable):
+    """A service that keeps a cluster's scheduler and the books in agreement."""
+
+    cluster_seconds = Float(
+        60.0,
+        min=1.0,
+        config=True,
+        help="""
+        Seconds between two looks at a cluster: at who may use it, and at the jobs beside servers.
+        What those cost does not depend on it.
+
+        Example::
+
+            c.Accounting.cluster_seconds = 300
+        """,
+    )
+
+    def cluster_rounds(self, tick: Tick) -> list[Coroutine[Any, Any, None]]:
+        """The duties of this kind; none where there is no cluster."""
+        if not tick.broker.cluster:
+            return []
+        duties, every = OnCluster(tick), self.cluster_seconds
+        return [
+            tick.every(every, "Members in Slurm", duties.members),
+            tick.every(every, "Jobs beside servers", duties.jobs),
+            tick.every(every, "Audit with Slurm", duties.audit),
+        ]
 
 
 class OnCluster:

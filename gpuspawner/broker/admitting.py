@@ -3,6 +3,7 @@ them. The store and the configuration decide; Slurm is told."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -24,11 +25,16 @@ from .queue_settings import QueueSettings
 PATIENCE = 5.0
 """Seconds that the start of a server waits for Slurm's database."""
 
+KNOWN = 300.0
+"""Seconds for which a member who is known to Slurm is believed to be: it is asked as seldom."""
+
 
 class Admitting(Delegating, QueueSettings):
     """The part of the broker that knows who may use the cluster."""
 
     _nodes: Cluster | None = None
+    _admitted: Mapping[str, tuple[object, float]] = {}
+    """What Slurm knows of members, and when that was so."""
 
     def nodes(self) -> Cluster:
         """The cluster of the configuration, read once. Raises ConfigError."""
@@ -127,14 +133,19 @@ class Admitting(Delegating, QueueSettings):
             member=ticket.server.user, group=ticket.group, priority=_word(ticket.priority)
         )
         asked, cluster = self.wanted_of([person]), self.nodes().name
+        known, at = self._admitted.get(person.member, (None, 0.0))
+        if known == person and time.monotonic() - at < KNOWN:
+            return
         slurm = replace(self.slurm(), seconds=PATIENCE)
+        problems: tuple[str, ...] = ()
         try:
-            if syncing.is_there(slurm, cluster, asked):
-                return
-            syncing.check_version(slurm)
-            problems = syncing.bring(slurm, cluster, asked).problems
+            if not syncing.is_there(slurm, cluster, asked):
+                syncing.check_version(slurm)
+                problems = syncing.bring(slurm, cluster, asked).problems
         except (SlurmRefused, SlurmUnavailable) as error:
             problems = (error.message,)
+        if not problems:
+            self._admitted = {**self._admitted, person.member: (person, time.monotonic())}
         for problem in problems:
             self.log.warning("Slurm is not told of %s: %s", person.member, problem)
 

@@ -8,18 +8,20 @@ time.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from ..errors import SlurmRefused
 from . import names
 from .associations import GPU, MOST, QOS, SHARD, Found, Row, Wanted, read, read_places
 from .commands import Slurm
-from .config import TESTED, TESTED_SERIES
+from .config import TESTED, is_tested
 
 _DO = ("-i", "-Q")
 _NOTHING_NEW = "nothing new added"
+
+AT_ONCE = 100
+"""Users whom one step is about: the database takes as long for one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def plan(
     steps = [*_qos_steps(asked, found)]
     problems = []
     if names.ROOT_ACCOUNT not in found.accounts:
-        words = ("description=made by gpuspawner", "organization=gpuspawner")
+        words = ("description=gpuspawner", "organization=gpuspawner")
         steps.append(_add_account(names.ROOT_ACCOUNT, cluster, *words))
     theirs = {name for name in asked.accounts if name in found.accounts and not found.is_ours(name)}
     for name in sorted(theirs):
@@ -65,6 +67,7 @@ def plan(
     for name, row in asked.accounts.items():
         if name not in theirs:
             steps += _account_steps(name, row, found, cluster)
+    changes: list[_Change] = []
     for user, (account, row, qos) in asked.users.items():
         if (account, user) not in found.places and is_system(user):
             problems.append(
@@ -72,7 +75,8 @@ def plan(
                 "system. Give the member another name in the hub."
             )
         elif account not in theirs:
-            steps += _user_steps(user, account, row, qos, found, cluster)
+            changes += _changes(user, account, row, qos, found)
+    steps += _together(changes, cluster)
     return Plan(tuple(steps), tuple(problems))
 
 
@@ -90,8 +94,7 @@ def apply(slurm: Slurm, steps: Iterable[Step]) -> None:
 def check_version(slurm: Slurm) -> None:
     """Raises SlurmRefused for a Slurm whose words may be others than those that were tried."""
     said = slurm.run("sacctmgr", "--version").strip()
-    numbers = tuple(int(number) for number in re.findall(r"\d+", said)[:2])
-    if numbers not in TESTED_SERIES:
+    if not is_tested(said):
         why = f"it is {said}, and gpuspawner was tried with {' and '.join(TESTED)}"
         raise SlurmRefused(why=f"{why}. Install that one")
 
@@ -101,9 +104,9 @@ def is_there(slurm: Slurm, cluster: str, asked: Wanted) -> bool:
     every start of theirs but the first it is so."""
     found = read_places(slurm, cluster, asked.users)
     return not any(
-        step
+        change
         for user, (account, row, qos) in asked.users.items()
-        for step in _user_steps(user, account, row, qos, found, cluster)
+        for change in _changes(user, account, row, qos, found)
     )
 
 
@@ -118,7 +121,7 @@ def _qos_steps(asked: Wanted, found: Found) -> Iterable[Step]:
     for name, priority in asked.qos.items():
         said = f"QOS {name}: priority {priority}"
         if name not in found.qos:
-            new = (f"priority={priority}", "description=made by gpuspawner")
+            new = (f"priority={priority}", "description=gpuspawner")
             yield Step(("add", "qos", name, *new), f"{said}, new")
         elif found.qos[name] != priority:
             words = ("where", f"name={name}", "set", f"priority={priority}")
@@ -133,7 +136,7 @@ def _add_account(name: str, cluster: str, *words: str) -> Step:
 
 def _account_steps(name: str, row: Row, found: Found, cluster: str) -> Iterable[Step]:
     if name not in found.accounts:
-        words = ("description=made by gpuspawner", "organization=gpuspawner")
+        words = ("description=gpuspawner", "organization=gpuspawner")
         parent = f"parent={names.ROOT_ACCOUNT}"
         yield _add_account(name, cluster, *words, parent, *_settings(row, Row(share=0), "Grp"))
     elif changes := _settings(row, found.accounts[name], "Grp"):
@@ -142,17 +145,26 @@ def _account_steps(name: str, row: Row, found: Found, cluster: str) -> Iterable[
         yield Step(("modify", "account", *where, "set", *changes), what)
 
 
-def _user_steps(
-    user: str, account: str, row: Row, qos: str, found: Found, cluster: str
-) -> Iterable[Step]:
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What becomes of a user, alike for many."""
+
+    stage: int
+    """Those of an earlier one are done first."""
+    user: str
+    verb: str
+    words: tuple[str, ...]
+    what: str
+
+
+def _changes(user: str, account: str, row: Row, qos: str, found: Found) -> Iterator[_Change]:
     there = found.places.get((account, user))
     if there is None:
         settings = _settings(row, Row(), "Max")
-        words = (f"account={account}", f"cluster={cluster}", "fairshare=1", *settings)
         many = (f"qos={qos}", f"defaultqos={qos}")
         said = f", {', '.join(settings)}" if settings else ""
-        what = f"{user}: in {account} with {qos}{said}, new"
-        yield Step(("add", "user", user, *words, *many), what)
+        words = (f"account={account}", "fairshare=1", *settings, *many)
+        yield _Change(0, user, "add", words, f"in {account} with {qos}{said}, new")
     else:
         # What an admin added stays; of ours there is one.
         right = (*(name for name in there.qos if not name.startswith(QOS)), qos)
@@ -162,24 +174,36 @@ def _user_steps(
         if there.default_qos != qos:
             changes += (f"defaultqos={qos}",)
         if changes:
-            yield _change_user(user, account, cluster, *changes)
+            yield _in_account(1, user, account, changes)
     default = found.defaults.get(user, account)
     if default != account and found.is_ours(default):
         # By itself it is set when a user is new; one of the site's own stays.
-        where = ("where", f"name={user}", f"cluster={cluster}")
-        what = f"{user}: {account} by default (was {default})"
-        yield Step(("modify", "user", *where, "set", f"defaultaccount={account}"), what)
+        words = ("set", f"defaultaccount={account}")
+        yield _Change(2, user, "modify", words, f"{account} by default (was {default})")
     for (other, name), place in found.places.items():
         if name == user and other != account and found.is_ours(other):
             over = replace(row, share=place.row.share, submits=0)
             if changes := _settings(over, place.row, "Max"):
-                yield _change_user(user, other, cluster, *changes)
+                yield _in_account(3, user, other, changes)
 
 
-def _change_user(user: str, account: str, cluster: str, *changes: str) -> Step:
-    where = ("where", f"name={user}", f"account={account}", f"cluster={cluster}")
-    what = f"{user} in {account}: {', '.join(changes)}"
-    return Step(("modify", "user", *where, "set", *changes), what)
+def _in_account(stage: int, user: str, account: str, changes: tuple[str, ...]) -> _Change:
+    words = (f"account={account}", "set", *changes)
+    return _Change(stage, user, "modify", words, f"in {account}: {', '.join(changes)}")
+
+
+def _together(changes: Iterable[_Change], cluster: str) -> Iterator[Step]:
+    """The steps: what is the same for many users is one."""
+    alike: dict[_Change, list[str]] = {}
+    for change in sorted(changes, key=lambda change: change.stage):
+        alike.setdefault(replace(change, user=""), []).append(change.user)
+    for change, users in alike.items():
+        for first in range(0, len(users), AT_ONCE):
+            some = users[first : first + AT_ONCE]
+            named = ",".join(some)
+            which = (named,) if change.verb == "add" else ("where", f"name={named}")
+            words = (change.verb, "user", *which, f"cluster={cluster}", *change.words)
+            yield Step(words, f"{', '.join(some)}: {change.what}")
 
 
 def _settings(row: Row, there: Row, submits: str) -> tuple[str, ...]:

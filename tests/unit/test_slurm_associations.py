@@ -4,6 +4,7 @@ tables that sacctmgr prints; tests/slurm has the real one."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -55,6 +56,11 @@ class Database:
             return
         assert named.pop("cluster") == "lab"
         name = named.pop("name", words[0])
+        if "," in name:  # of many at once
+            for each in name.split(","):
+                other = [w.replace(name, each) for w in words]
+                self.do(Step((verb, what, *other), step.what))
+            return
         if account := named.pop("defaultaccount", ""):
             assert (account, name) in self.rows
             self.defaults[name] = account
@@ -168,9 +174,17 @@ def test_what_an_admin_added_to_ours_stays() -> None:
     assert mine["GrpTRES"] == "cpu=8,gres/gpu=2"
     assert (mine["fairshare"], mine["qos"]) == ("5", "long,gpuspawner-normal")
     assert said == [
-        "ada in g-research: GrpTRES=gres/gpu=2, qos=long,gpuspawner-normal, "
+        "ada: in g-research: GrpTRES=gres/gpu=2, qos=long,gpuspawner-normal, "
         "defaultqos=gpuspawner-normal"
     ]
+
+
+def test_what_is_the_same_for_many_is_one_step() -> None:
+    database = Database()
+    crowd = [Person(member=f"m{number}") for number in range(250)]
+    bring(database, wanted())
+    assert len(bring(database, wanted(crowd))) == 3
+    assert len(bring(database, wanted([replace(each, dry=True) for each in crowd]))) == 3
 
 
 def test_no_word_of_a_member_is_a_word_of_sacctmgr() -> None:
