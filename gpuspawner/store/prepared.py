@@ -150,8 +150,7 @@ def _compile(statement: Any, columns: Sequence[str] | None, dialect: Dialect) ->
     driver: Any = dialect.dbapi
     return _Plan(
         text=str(compiled),
-        # SQLite's driver makes the cursor in the same call.
-        execute=driver.Connection.execute if dialect.name == "sqlite" else _execute,
+        execute=_execute_sqlite if dialect.name == "sqlite" else _execute,
         changes=bool(constants) or any(converts.values()),
         pick=_in_order(names) if compiled.positional else _by_name,
         copy=list if compiled.positional else dict,
@@ -173,6 +172,10 @@ def _in_order(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Any]:
 
 def _by_name(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values
+
+
+def _execute_sqlite(driver: Any, text: str, parameters: Any) -> Any:
+    return driver.execute(text, parameters)  # makes the cursor in the same call
 
 
 def _execute(driver: Any, text: str, parameters: Any) -> Any:

@@ -68,6 +68,10 @@ def test_times_in_sqlite_are_written_as_sqlalchemy_writes_them(moment: datetime)
     assert theirs is not None and ours is not None
     plain = moment.astimezone(timezone.utc).replace(tzinfo=None)
     assert ours(moment) == theirs(plain) and ours(None) is None
+    back = UTCDateTime().dialect_impl(dialect).result_processor(dialect, None)
+    assert back is not None and back(None) is None
+    assert back(theirs(plain)) == moment and back(theirs(plain)).tzinfo is timezone.utc
+    assert back("2025-03-01 12:00:00") == datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
     with pytest.raises(ValueError, match="carry a time zone"):
         ours(plain)
 

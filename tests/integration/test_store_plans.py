@@ -58,6 +58,9 @@ class RecordingConnection(sqlite3.Connection):
     def cursor(self, *_: Any) -> Any:
         return super().cursor(Recording)
 
+    def execute(self, statement: str, parameters: Any = ()) -> Any:
+        return self.cursor().execute(statement, parameters)
+
 
 def steps(store: Store, question: Callable[[sa.Connection], Any]) -> list[tuple[str, str]]:
     """What is asked, and each step of how it is found."""
