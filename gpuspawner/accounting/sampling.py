@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ..devices.base import LooksLost, Sampler
 from ..model import DeviceProcess
 from ..telemetry import DeviceUse, Rollups, Sample
+from ..telemetry.values import FarProcess
 
 if TYPE_CHECKING:
     from ..engines.owners import Owners
@@ -141,6 +142,8 @@ class Sampling:
 
     def _is_strange(self, process: DeviceProcess) -> bool:
         """Whether it belongs to no lease; asked of ``/proc`` once for each set of open leases."""
+        if isinstance(process, FarProcess):
+            return process.strange
         if (owners := self.owners) is None:
             return False  # whose they are is not known yet
         asked = self._strange.get(process.pid)

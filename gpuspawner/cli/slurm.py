@@ -6,6 +6,7 @@ import argparse
 import re
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..slurm.config import (
     slurmdbd_conf,
 )
 from ..slurm.inventory import MOST_BYTES, HostInventory, read_inventory, with_gres_types
-from . import slurm_files, slurm_sync
+from . import slurm_files, slurm_sampler, slurm_sync
 from .config import Settings
 from .grammar import changes_of
 from .output import count, note, show
@@ -72,6 +73,13 @@ def grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> Non
         "--tls", default="", metavar="DIR", help="of ca.pem, cert.pem and key.pem for the engines"
     )
     making.add_argument(
+        "--sampler",
+        default="",
+        metavar="URL",
+        help="where gpuspawner slurm sampler tells on each node what its GPUs do: "
+        "https://{host}:9401, with --tls; on the hub's own machine it is http://127.0.0.1:9401",
+    )
+    making.add_argument(
         "--set",
         action="append",
         default=[],
@@ -82,11 +90,14 @@ def grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> Non
     making.add_argument("--dry-run", action="store_true", help="show what would change")
     making.add_argument("--force", action="store_true", help="replace files that were edited")
     slurm_sync.grammar(add)
+    slurm_sampler.grammar(add)
 
 
 def slurm(arguments: argparse.Namespace, settings: Settings) -> int:
     """Nothing: say what can be said."""
-    raise ConfigError("Say what: gpuspawner slurm config HOST..., inventory, sync or audit.")
+    raise ConfigError(
+        "Say what: gpuspawner slurm config HOST..., inventory, sampler, sync or audit."
+    )
 
 
 def config(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -165,7 +176,8 @@ def _cluster(
             )
         _check_versions(host, found)
         engine, tls = _engine(arguments, options, host, found)
-        nodes[found.hostname] = found.node(_address(host, found, options), engine, tls)
+        node = found.node(_address(host, found, options), engine, tls)
+        nodes[found.hostname] = replace(node, sampler=_sampler(arguments.sampler, node, host))
     made = Cluster(
         name=arguments.name,
         partition=arguments.partition,
@@ -211,6 +223,12 @@ def _engine(
             template = "https://{host}:2376"
         return template.replace("{host}", host), TLS(*names)
     return arguments.engine.replace("{host}", host), None
+
+
+def _sampler(template: str, node: Node, host: str) -> str:
+    if template and node.engine == LOCAL_ENGINE:
+        return f"http://127.0.0.1:{template.rstrip('/').rpartition(':')[2]}"
+    return template.replace("{host}", host)
 
 
 def _address(host: str, found: HostInventory, options: SlurmOptions) -> str:

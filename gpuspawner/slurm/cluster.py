@@ -68,6 +68,8 @@ class Node:
     engine: str
     """``unix://``, ``ssh://`` or ``https://``."""
     tls: TLS | None = None
+    sampler: str = ""
+    """Where ``gpuspawner slurm sampler`` tells what its devices do; empty where none runs."""
     devices: tuple[NodeDevice, ...] = ()
     """In the order of Slurm's indices."""
     cpus: int = 1
@@ -184,11 +186,14 @@ def _node(name: str, section: Section) -> Node:
         )
     engine = section.take("engine", engine_address)
     tls = section.take("tls", lambda value: value, None)
+    sampler = section.take("sampler", sampler_address, "")
+    secure = [url for url in (engine, sampler) if url.startswith("https://")]
     node = Node(
         name=name,
         address=section.take("address", ip_address),
         engine=engine,
         tls=None if tls is None else _tls(section, tls),
+        sampler=sampler,
         cpus=section.take("cpus", _count),
         memory_bytes=section.take("memory", size),
         layout=section.take("layout", layout, ""),
@@ -201,7 +206,9 @@ def _node(name: str, section: Section) -> Node:
             f"the engine of {section.label} needs 'tls' with 'ca', 'certificate' and 'key': who "
             "reaches an engine that asks for no certificate is root on the node.",
         )
-    if tls is not None and not engine.startswith("https://"):
+    if secure and tls is None:
+        raise section.error("sampler", f"the https:// sampler of {section.label} needs 'tls', too.")
+    if tls is not None and not secure:
         raise section.error("tls", f"'tls' of {section.label} belongs to an https:// engine.")
     return node
 
@@ -274,6 +281,25 @@ def engine_address(value: object) -> str:
         raise ValueError(
             f"is {shown(found)}. Write unix:///var/run/docker.sock, ssh://USER@NODE or "
             "https://NODE:2376."
+        )
+    return found.rstrip("/")
+
+
+def sampler_address(value: object) -> str:
+    """Where a sampler is, if only the hub reaches it."""
+    found = text(value)
+    parts = urlsplit(found)
+    good = (
+        bool(_FILE.fullmatch(parts.path)) and not parts.netloc
+        if parts.scheme == "unix"
+        else parts.scheme in ("http", "https") and parts.path in ("", "/") and _is_netloc(parts)
+    )
+    if not good or parts.query or parts.fragment:
+        raise ValueError(f"is {shown(found)}. Write https://10.0.0.11:9401, or unix:///PATH.")
+    if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "::1", "localhost"):
+        raise ValueError(
+            f"is {shown(found)}: without TLS everybody on the network could answer in its place. "
+            "Write https://; http:// is for 127.0.0.1, on the hub's own machine."
         )
     return found.rstrip("/")
 

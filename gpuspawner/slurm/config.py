@@ -239,6 +239,8 @@ def _node_yaml(node: Node) -> dict[str, Any]:
     if node.tls:
         tls = node.tls
         found["tls"] = {"ca": tls.ca, "certificate": tls.certificate, "key": tls.key}
+    if node.sampler:
+        found["sampler"] = node.sampler
     found |= {"cpus": node.cpus, "memory": node.memory_bytes}
     if node.layout:
         found["layout"] = node.layout

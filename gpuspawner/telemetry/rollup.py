@@ -72,6 +72,8 @@ class Rollups:
         done, latest = [], None
         for sample in samples:
             latest = beginning(sample.at, MINUTE)
+            if sample.silent:
+                continue
             current = self._open.get(sample.uuid)
             if current is not None and current.since != latest:
                 done.append(current)

@@ -131,6 +131,8 @@ class Signs:
         return (*self._happened.values(), *lasting)
 
     def _add(self, it: Sample) -> None:
+        if it.silent:
+            return  # nothing was found of it, well or sick
         step = timedelta(0)
         if self._at is not None:
             step = min(max(it.at - self._at, timedelta(0)), LONGEST_STEP)

@@ -44,6 +44,14 @@ class Condition:
     """The power that it may take as it is sold."""
 
 
+@dataclass(frozen=True, slots=True)
+class FarProcess(DeviceProcess):
+    """A process of another machine, whose id says nothing here."""
+
+    strange: bool = False
+    """Whether it is of no container and of no job there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A device at one moment. None is what the device or its driver does not tell."""
@@ -73,12 +81,14 @@ class Sample:
     """As read last, up to a minute ago."""
     error: str = ""
     """Why it does not answer; then there is nothing else."""
+    silent: str = ""
+    """Why nobody could ask it, as a sentence; then there is nothing else. It may be quite well."""
 
     @property
     def busy(self) -> bool | None:
         """Whether it works; None when that cannot be told. Where use is not known, as of a MIG
         instance, one with a compute process counts as busy."""
-        if self.error:
+        if self.error or self.silent:
             return None
         if self.use is not None:
             return self.use > 0

@@ -51,6 +51,8 @@ class Doing:
     warm: bool = False
     error: str = ""
     """Why it does not answer."""
+    silent: str = ""
+    """Why nobody could ask it."""
     xids: tuple[int, ...] = ()
     """Errors of the last minutes."""
 
@@ -83,6 +85,8 @@ class Tile:
         told, doing = [], self.doing
         if doing.error:
             told.append(f"does not answer: {doing.error}" if _full(sight) else "does not answer")
+        if doing.silent:
+            told.append(doing.silent if _full(sight) else "its machine does not tell what it does")
         if doing.xids and _full(sight):
             told.append("Xid " + ", ".join(map(str, doing.xids)))
         if doing.slowed and _full(sight):
@@ -151,6 +155,7 @@ def doing_of(samples: Sequence[Sample], minute: DeviceUse | None, now: datetime)
             slowed=_slowed(sample.throttle),
             warm=bool(sample.throttle & TOO_WARM),
             error=sample.error,
+            silent=sample.silent,
             xids=xids,
         )
     if minute is None:

@@ -87,6 +87,7 @@ def test_every_reading_of_a_healthy_gpu(machine: Machine) -> None:
                 "usual_milliwatts": 400_000,
             },
             "error": "",
+            "silent": "",
         }
     ]
 

@@ -71,6 +71,13 @@ def test_a_name_is_told_to_whom_it_may_be_told() -> None:
         ),
         (tile(Doing(slowed=("power cap",))), "", "slowed: power cap"),
         (
+            tile(
+                Doing(silent="the machine gpu2 does not tell what its GPUs do: Connection refused")
+            ),
+            "its machine does not tell what it does",
+            "the machine gpu2 does not tell what its GPUs do: Connection refused",
+        ),
+        (
             tile(state="draining", detail="lease abc123; drained by kim: a loud fan."),
             "",
             "drained by kim: a loud fan",
@@ -99,6 +106,8 @@ def test_the_newest_second_counts_before_the_last_minute() -> None:
     assert doing_of([old, fresh], minute, NOW).use == 73
     assert doing_of([old], minute, NOW).use == 10
     assert doing_of([old], None, NOW) == doing_of([], None, NOW) == Doing()
+    silent = Sample(uuid="GPU-1", index=0, at=NOW, silent="nobody asked it")
+    assert doing_of([fresh, silent], minute, NOW) == Doing(silent="nobody asked it")
     ahead = Sample(uuid="GPU-1", index=0, at=NOW + timedelta(hours=1), use=73)
     assert doing_of([ahead], minute, NOW).use == 10, "the clock was set back"
 

@@ -256,6 +256,10 @@ nodes:
         ("ssh://gpuspawner@10.0.0.11", "ssh://-oProxyCommand=x", "ssh://USER@NODE"),
         ("ssh://gpuspawner@10.0.0.11", "unix://run/docker.sock", "unix:///var"),
         ("cpus: 16", "cpus: 0", "line 7"),
+        ("cpus: 16", "cpus: 16\n    sampler: http://10.0.0.11:9401", "line 8.*without TLS"),
+        ("cpus: 16", "cpus: 16\n    sampler: 10.0.0.11:9401", "line 8.*https://10.0.0.11:9401"),
+        ("cpus: 16", "cpus: 16\n    sampler: https://a:b@10.0.0.11:9401", "line 8.*Write https"),
+        ("cpus: 16", "cpus: 16\n    sampler: https://10.0.0.11:9401", "line 8.*needs 'tls', too"),
         ("GPU-1111", "'GPU 1'", "letters, digits and -"),
         ("memory: 80G", "memory: 80", "less than 1M"),
         ("memory: 80G", "memory: 80G, file: '/dev/x y'", "whole path"),
@@ -286,6 +290,20 @@ def test_keys_of_tls_are_there_and_private(tmp_path: Path) -> None:
     node = read_cluster(path).nodes[0]
     assert node.tls is not None and node.tls.key == str(tmp_path / "key.pem")
     assert cluster_of(cluster_yaml(replace(read_cluster(path)))).nodes[0] == node
+
+
+def test_a_sampler_is_told_over_tls_or_on_the_hubs_own_machine(
+    config: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ca.pem", "cert.pem", "key.pem"):
+        (tmp_path / name).touch(mode=0o600)
+    sampler = ["--sampler", "https://{host}:9401"]
+    assert config(*sampler, "--controller", "gpu1=10.0.0.11") == 2
+    assert "needs 'tls', too" in capsys.readouterr().err
+    assert config(*sampler, "--controller", "gpu1=10.0.0.11", "--tls", str(tmp_path)) == 0
+    nodes = read_cluster(tmp_path / "out/cluster.yaml").nodes
+    assert [node.sampler for node in nodes] == ["http://127.0.0.1:9401", "https://10.0.0.12:9401"]
+    assert cluster_of(cluster_yaml(read_cluster(tmp_path / "out/cluster.yaml"))).nodes == nodes
 
 
 def test_what_slurm_names_and_the_file_does_not() -> None:

@@ -1,0 +1,245 @@
+"""What the devices of all nodes do, asked of the sampler of each.
+
+All are asked at once, each by a thread of its own. Nobody waits for a node that does not answer:
+its devices are silent, which says nothing of how they are, and those of the others are as ever.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from ..telemetry import Sample
+from .cluster import Cluster, Node
+from .holder import devices_of
+from .samples import MOST_BYTES, Nonsense, Said, read
+
+LOG = logging.getLogger(__name__)
+
+WAIT = 0.5
+"""Seconds that a look waits, for all nodes together that answered before."""
+SILENT_AFTER = 5.0
+"""Seconds without an answer after which a node is silent."""
+SECONDS = 2.0
+"""Seconds that a node may take for each step of an answer."""
+LONGEST = 10.0
+"""Seconds that it may take for all of it."""
+
+
+class NodesSampler:
+    """Samples of all nodes' devices; see :class:`gpuspawner.devices.base.Sampler`. For one
+    thread."""
+
+    def __init__(self, cluster: Cluster, log: logging.Logger | Any = LOG) -> None:
+        self._log = log
+        indices = {device.uuid: device.index for device in devices_of(cluster)}
+        self._sources = [_Source(node, indices) for node in cluster.nodes if node.sampler]
+
+    def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
+        """What came since the last look, in the order in which it was seen, and a silent sample of
+        each device that nobody could ask. ``monotonic`` is not needed."""
+        for source in self._sources:
+            source.ask()
+        until = time.monotonic() + WAIT
+        found: list[Sample] = []
+        for source in self._sources:
+            answer = source.take(until)
+            if answer is not None:
+                found += _told(source, answer, now)
+            self._say(source)
+            found += source.silent(now)
+        return tuple(sorted(found, key=lambda sample: sample.at))
+
+    def _say(self, source: _Source) -> None:
+        if source.why and not source.said:
+            self._log.warning("%s", source.sentence)
+        elif source.said and not source.why:
+            self._log.info("the machine %s tells again what its GPUs do", source.node.name)
+        source.said = source.why
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What became of a question: the text of the answer, or why there is none."""
+
+    body: bytes = b""
+    why: str = ""
+
+
+class _Source:
+    """The sampler of one node."""
+
+    def __init__(self, node: Node, indices: Mapping[str, int]) -> None:
+        self.node = node
+        self.indices = {device.uuid: indices[device.uuid] for device in node.devices}
+        self.said = ""
+        """What was said of its silence last; empty when nothing."""
+        self.of, self.last = "", 0
+        self._why = "it has not answered yet"
+        self._heard_at = time.monotonic()
+        self._missing: frozenset[str] = frozenset()
+        self._answer: _Answer | None = None
+        self._done = threading.Event()
+        self._done.set()
+        self._connection: http.client.HTTPConnection | None = None
+
+    @property
+    def why(self) -> str:
+        """Why it is silent; empty while it is not, and for the first few seconds."""
+        return self._why if time.monotonic() - self._heard_at >= SILENT_AFTER else ""
+
+    @property
+    def sentence(self) -> str:
+        """The same, with its name."""
+        name, why = self.node.name, self.why.rstrip(".")
+        return f"the machine {name} does not tell what its GPUs do: {why}"
+
+    def ask(self) -> None:
+        """Ask, unless an answer is still to come or to be taken."""
+        if self._done.is_set() and self._answer is None:
+            self._done.clear()
+            threading.Thread(target=self._fetch, name="node-sampler", daemon=True).start()
+
+    def take(self, until: float) -> _Answer | None:
+        """The answer, if there is one; waited for only where the last one came."""
+        if not self._why:
+            self._done.wait(max(0.0, until - time.monotonic()))
+        if not self._done.is_set():
+            return None
+        answer, self._answer = self._answer, None
+        return answer
+
+    def heard(self, said: Said | None, why: str) -> None:
+        """It told ``said``; or there is a reason why it tells nothing."""
+        self._why = why
+        if said is None:
+            return
+        self.of, self.last = said.of, said.last
+        self._why = said.trouble
+        if not said.trouble:
+            self._heard_at = time.monotonic()
+        if said.newest:
+            self._missing = frozenset(self.indices) - said.newest
+
+    def silent(self, now: datetime) -> list[Sample]:
+        """A sample of each device of which it does not tell."""
+        why, missing = self.sentence, frozenset(self.indices)
+        if not self.why:
+            why, missing = f"the machine {self.node.name} does not list it", self._missing
+        return [
+            Sample(uuid=uuid, index=self.indices[uuid], at=now, silent=why)
+            for uuid in sorted(missing)
+        ]
+
+    # In the thread of a question.
+
+    def _fetch(self) -> None:
+        try:
+            self._answer = _Answer(body=self._asked())
+        except (OSError, http.client.HTTPException, Nonsense) as error:
+            self._answer = _Answer(why=_in_words(error))
+            self._close()
+        except Exception as error:  # whatever a node says, it costs its own devices only
+            LOG.exception("Asking the sampler of %s failed", self.node.name)
+            self._answer = _Answer(why=f"{error!r:.200}")
+            self._close()
+        finally:
+            self._done.set()
+
+    def _asked(self) -> bytes:
+        end = time.monotonic() + LONGEST
+        if self._connection is None:
+            self._connection = _connection(self.node)
+        words = urlencode({"of": self.of, "after": self.last})
+        self._connection.request("GET", f"/samples?{words}")
+        response = self._connection.getresponse()
+        body = b""
+        while chunk := response.read1(65_536):
+            body += chunk
+            if len(body) > MOST_BYTES:
+                raise Nonsense(f"it says more than {MOST_BYTES} bytes")
+            if time.monotonic() > end:
+                raise Nonsense(f"it takes longer than {LONGEST:.0f} s to say anything")
+        if response.status != 200:
+            raise Nonsense(f"it says {response.status} where samples should be")
+        return body
+
+    def _close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+def _told(source: _Source, answer: _Answer, now: datetime) -> tuple[Sample, ...]:
+    if answer.why:
+        source.heard(None, answer.why)
+        return ()
+    try:
+        said = read(answer.body, now, source.indices)
+    except Nonsense as error:
+        source.heard(None, str(error))
+        return ()
+    source.heard(said, "")
+    return said.samples
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not to be trusted ({error.verify_message})"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed ({error.reason or error})"
+    if isinstance(error, TimeoutError):
+        return "nothing came in time"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error) or type(error).__name__
+
+
+# How a node is reached.
+
+
+def _connection(node: Node) -> http.client.HTTPConnection:
+    """A connection that is not open yet. Proxies of the environment are for the internet."""
+    parts = urlsplit(node.sampler)
+    if parts.scheme == "unix":
+        return _UnixConnection(parts.path)
+    host = parts.hostname or ""
+    if parts.scheme == "http":
+        return http.client.HTTPConnection(host, parts.port or 80, timeout=SECONDS)
+    if node.tls is None:
+        raise Nonsense("cluster.yaml names no certificates for it")
+    context = ssl.create_default_context(cafile=node.tls.ca)
+    context.load_cert_chain(node.tls.certificate, node.tls.key)
+    return http.client.HTTPSConnection(host, parts.port or 443, timeout=SECONDS, context=context)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(SECONDS)
+        self.sock.connect(self._path)
+
+
+class SamplesNodes:
+    """A source of the devices of a cluster that also tells what they do; see
+    :class:`gpuspawner.devices.base.Sampled`."""
+
+    cluster: Cluster
+    _log: logging.Logger | Any
+
+    def sampler(self, processes_every: float = 60.0) -> NodesSampler:
+        """What tells it. How often processes are listed, each node's own sampler knows."""
+        return NodesSampler(self.cluster, self._log)
