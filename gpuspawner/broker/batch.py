@@ -166,7 +166,7 @@ class Batch(Admitting):
             by_ticket.setdefault(lease.ticket_id or "", []).append(lease)
         found = []
         for ticket_id, mine in by_ticket.items():
-            runs = [run for run in holders.get(ticket_id, ()) if run.uses_devices]
+            runs = [run for run in holders.get(ticket_id, ()) if run.started_at]
             found += _compared(mine, runs)
         held = {run.ticket_id: run for run in others if run.ticket_id and run.uses_devices}
         with self.store.read() as connection:
@@ -344,8 +344,9 @@ def _compared(mine: list[Lease], runs: list[Run]) -> list[Difference]:
     if abs(ours - theirs) > TOLERANCE:
         what = f"{ours} s here, and {theirs} s in Slurm (job {labels})"
         found.append(Difference(subject, what, ours, theirs))
-    counts = {run.devices or sum(run.shards.values()) for run in runs}
-    if counts != {len(last.devices)}:
+    # What a job had is written down some seconds after the rest of it.
+    counts = {run.devices or sum(run.shards.values()) for run in runs if run.uses_devices}
+    if counts - {len(last.devices)}:
         said = " and ".join(str(count) for count in sorted(counts))
         what = f"{len(last.devices)} devices here, and {said} in Slurm (job {labels})"
         found.append(Difference(subject, what, ours, theirs))
