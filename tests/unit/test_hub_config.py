@@ -6,6 +6,7 @@ import configparser
 import os
 import re
 import shutil
+import ssl
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +147,44 @@ def test_several_machines_say_only_what_there_is(read: Read) -> None:
     assert c.Broker.cluster == "/srv/cluster.yaml"
     assert "{username}" in c.GPUDockerSpawner.workspace
     assert not c.DockerSpawner.use_internal_ip
+
+
+@pytest.mark.parametrize("name", ["epilog", "prolog"])
+def test_an_engine_that_does_not_answer_proves_nothing(name: str, tmp_path: Path) -> None:
+    """Slurm drains the node then, and gives its GPUs to nobody."""
+    silent = {"DOCKER_HOST": f"unix://{tmp_path}/none", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n"}
+    script = HERE / f"slurm/gpuspawner-{name}"
+    done = subprocess.run([script], env=silent, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"gpuspawner-{name}: cannot ask Docker" in done.stderr
+
+
+@pytest.mark.parametrize("job", ["", "7; reboot", "-1", "7 8"])
+def test_the_epilog_takes_numbers_of_jobs_only(job: str) -> None:
+    script = HERE / "slurm/gpuspawner-epilog"
+    done = subprocess.run(
+        [script], env={"SLURM_JOB_ID": job}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "no job is named" in done.stderr) == (1, True)
+
+
+def test_certificates_name_their_machine_and_are_kept(tmp_path: Path) -> None:
+    script, folder = HERE / "slurm/certificates", tmp_path / "tls"
+
+    def run(*addresses: str) -> int:
+        return subprocess.run([script, folder, *addresses], capture_output=True).returncode
+
+    assert run("10.0.0.11", "gpu2") == 0
+    kept = {path: path.read_bytes() for path in folder.rglob("*.pem")}
+    assert run("gpu2", "gpu3") == 0
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    for address in ("10.0.0.11", "gpu2", "gpu3"):
+        key = folder / address / "server-key.pem"
+        assert key.stat().st_mode & 0o077 == 0
+        context = ssl.create_default_context(cafile=str(folder / address / "ca.pem"))
+        context.load_cert_chain(folder / address / "server-cert.pem", key)
+    assert (folder / "key.pem").stat().st_mode & 0o077 == 0
+    assert run("gpu2;id") == run("-x") == run() == 2
 
 
 # Trying out.
