@@ -62,8 +62,8 @@ class Said:
     """The number of its newest look; 0 before there is one."""
     samples: tuple[Sample, ...]
     """The oldest first."""
-    newest: frozenset[str]
-    """The devices of the newest look that was told; empty when there was no new one."""
+    newest: frozenset[str] | None
+    """The devices of the newest look that was told; None when there was no new one."""
     trouble: str
     """Why it sees nothing just now; empty when it does."""
 
@@ -117,7 +117,7 @@ def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> Said:
     try:
         looks = _listed(told["looks"], MOST_LOOKS)
         samples: list[Sample] = []
-        seen: frozenset[str] = frozenset()
+        seen: frozenset[str] | None = None
         for look in looks:
             found = list(_look(look, now, indices))
             samples += found

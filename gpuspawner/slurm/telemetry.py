@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -127,7 +128,7 @@ class _Source:
         self._why = said.trouble
         if not said.trouble:
             self._heard_at = time.monotonic()
-        if said.newest:
+        if said.newest is not None:
             self._missing = frozenset(self.indices) - said.newest
 
     def silent(self, now: datetime) -> list[Sample]:
@@ -161,14 +162,14 @@ class _Source:
             self._connection = _connection(self.node)
         words = urlencode({"of": self.of, "after": self.last})
         self._connection.request("GET", f"/samples?{words}")
-        response = self._connection.getresponse()
         body = b""
-        while chunk := response.read1(65_536):
-            body += chunk
-            if len(body) > MOST_BYTES:
-                raise Nonsense(f"it says more than {MOST_BYTES} bytes")
-            if time.monotonic() > end:
-                raise Nonsense(f"it takes longer than {LONGEST:.0f} s to say anything")
+        with closing(self._connection.getresponse()) as response:
+            while chunk := response.read1(65_536):
+                body += chunk
+                if len(body) > MOST_BYTES:
+                    raise Nonsense(f"it says more than {MOST_BYTES} bytes")
+                if time.monotonic() > end:
+                    raise Nonsense(f"it takes longer than {LONGEST:.0f} s to say anything")
         if response.status != 200:
             raise Nonsense(f"it says {response.status} where samples should be")
         return body
