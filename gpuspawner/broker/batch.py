@@ -317,12 +317,21 @@ def _shown(name: str) -> str:
 
 
 def _reason(job: BatchJob, run: Run, amount: int) -> str:
-    hours, rest = divmod(run.seconds, 3600)
-    lasted = f"{hours} h {rest // 60:02} min {rest % 60:02} s"
-    what = f"Batch job {job.label} ({job.name}) on {job.devices}"
     if amount < 0:
-        return f"Charged too much for batch job {job.label} ({job.name}): it ran {lasted}"
-    return f"{what}, {'all' if run.ended_at else 'up to now'}: {lasted}"
+        said = f"Charged too much for batch job {job.label} ({job.name}): it ran"
+        return f"{said} {_lasted(run.seconds)}"
+    what = f"Batch job {job.label} ({job.name}) on {job.devices}"
+    if run.ended_at is None:
+        return f"{what}: the first {_lasted(run.seconds // pure.HOUR * pure.HOUR)}"
+    return f"{what}: {_lasted(run.seconds)}{' in all' if job.charged else ''}"
+
+
+def _lasted(seconds: int) -> str:
+    """``1 h 30 min``, ``2 h 5 s``: exact."""
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [(hours, "h"), (minutes, "min"), (seconds, "s")]
+    return " ".join(f"{number} {unit}" for number, unit in parts if number) or "0 s"
 
 
 def _compared(mine: list[Lease], runs: list[Run]) -> list[Difference]:

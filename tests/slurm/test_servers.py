@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from gpuspawner.ledger.rules import owed
+from gpuspawner.model import MICRO
+from gpuspawner.store.book import Line
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import SlurmHub
@@ -17,7 +19,8 @@ from tests.support.slurm_hub import SlurmHub
 def hub(
     shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmHub]:
-    with SlurmHub(tmp_path_factory.mktemp("slurm") / "hub", shared_cluster) as hub:
+    settings = "c.Accounting.cluster_seconds = 5"
+    with SlurmHub(tmp_path_factory.mktemp("slurm") / "hub", shared_cluster, settings) as hub:
         yield hub
 
 
@@ -147,3 +150,21 @@ def test_what_no_machine_has_is_refused_in_words(hub: SlurmHub, cluster: SlurmCl
     assert refused.status_code == 400
     assert "Ask for 2 at most" in refused.json()["message"]
     assert not cluster.run("squeue", "-h") and not hub.broker.waiting()
+
+
+def test_a_job_beside_servers_is_paid_by_its_member(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    hub.ask("ann", gpus=0)
+    hub.wait_lease("ann")
+    job = cluster.hold("ann", "--gres=gpu:h100:1", script="#!/bin/sh\nexec sleep 2\n")
+
+    def line() -> Line | None:
+        lines = hub.broker.statement("member:ann")
+        return next((line for line in lines if line.kind == "batch"), None)
+
+    paid = wait_for(line, "the debit", timeout=60)
+    assert f"Batch job {job} " in paid.reason
+    seconds = cluster.run("sacct", "-X", "-n", "-P", "-j", str(job), "-o", "elapsedraw")
+    assert paid.amount == -int(seconds) * MICRO
+    known = ("sacctmgr", "-n", "-P", "show", "assoc", "user=ann", "account=gpuspawner-members")
+    wait_for(lambda: cluster.run(*known), "Slurm to know the member", timeout=60)
+    hub.stop_server("ann")
