@@ -6,7 +6,9 @@ Members and groups in Slurm, jobs beside servers on members' accounts, and the a
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -21,6 +23,9 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
+from gpuspawner.accounting.batch import OnCluster
+from gpuspawner.accounting.hub import Hub
+from gpuspawner.accounting.tick import Tick
 from gpuspawner.broker import Broker
 from gpuspawner.broker.batch import Debited
 from gpuspawner.broker.queue import Terms
@@ -41,6 +46,7 @@ c.Broker.group_weights = {{"research": 3}}
 c.Broker.group_priority = {{"research": "course"}}
 """
 LONG = "dana.of-the-very-long-name@mathematics.example.org"
+LOG = logging.getLogger(__name__)
 QUICK = "#!/bin/sh\nexec sleep 2\n"
 
 
@@ -92,14 +98,27 @@ class Books:
 
     def ended(self, job: int) -> int:
         """When sacct knows of the job's end: its seconds."""
+        return self._ended("-j", str(job))
+
+    def holder_ended(self, lease: Lease) -> int:
+        """The same of the job of a session."""
+        return self._ended(f"--name=gpuspawner-{lease.ticket_id}")
+
+    def _ended(self, *which: str) -> int:
 
         def look() -> str:
-            words = ("sacct", "-X", "-n", "-P", "-j", str(job), "-o", "state,end,elapsedraw")
+            words = (
+                "sacct",
+                *"-a -X -n -P -S now-1hour".split(),
+                *which,
+                "-o",
+                "state,end,elapsedraw",
+            )
             state, end, seconds = (self.cluster.run(*words).strip() or "|Unknown|").split("|")
             done = state.partition(" ")[0] in ("COMPLETED", "CANCELLED") and end != "Unknown"
             return seconds if done else ""
 
-        return int(wait_for(look, f"the end of job {job} in the database", interval=0.2))
+        return int(wait_for(look, f"the end of {which[-1]} in the database", interval=0.2))
 
     def debit(self) -> Debited:
         """As soon as there is something to pay: what a job had is known some seconds later."""
@@ -149,8 +168,8 @@ def test_sync_is_shown_first_killed_anywhere_and_done_once(
     killed.communicate(timeout=30)
     left = books.slurm("sync")
     assert left["done"] and 0 < len(left["steps"]) < len(planned["steps"])
-    again = books.slurm("sync")
-    assert again == {"done": True, "steps": [], "problems": []}
+    again = books.broker.plan_for_cluster()
+    assert (again.steps, again.problems) == ((), ())
 
     found = associations(books)
     assert "g-research||300|||" in found
@@ -276,7 +295,7 @@ def test_sessions_are_held_against_slurms_jobs_to_the_second(
     lease = session(books, "gsgil")
     assert lease.ended_at is not None
     assert associations(books, "user=gsgil", "account=gpuspawner-members"), "made for its ticket"
-    books.ended(int(cluster.run("sacct", "-a", "-X", "-n", "-P", "-o", "jobid").split()[-1]))
+    books.holder_ended(lease)
     said = books.slurm("audit")
     assert (said["ok"], said["sessions"], said["differences"]) == (True, 1, [])
     assert books.broker.debit_cluster().jobs == 0  # it is no job beside servers
@@ -289,3 +308,14 @@ def test_sessions_are_held_against_slurms_jobs_to_the_second(
     (found,) = said["differences"]
     assert found["ours"] - found["slurm"] in (6, 7, 8)
     assert lease.id in found["subject"] and "in Slurm (job " in found["what"]
+
+    # The service does it once a day.
+    tick = Tick(broker=books.broker, hub=Hub("http://127.0.0.1:9", ""), engines={}, log=LOG)
+    asyncio.run(OnCluster(tick).audit())
+    assert books.broker.trail() == []
+    now = books.broker.clock() + timedelta(days=1, hours=1)
+    books.broker.clock = lambda: now
+    for _ in range(2):
+        asyncio.run(OnCluster(tick).audit())
+        (change,) = books.broker.trail()
+        assert (change.action, lease.id in change.subject) == ("slurm audit", True)
