@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from datetime import date
 from typing import Any
 
 import docker
+from docker.errors import DockerException
+from requests import RequestException
 
 from ..catalog import Catalog, Environment, load
 from ..engines.contents import packages_of
@@ -20,10 +23,12 @@ from ..engines.images import (
     removable,
     remove,
 )
-from ..engines.probe import Finding, Status
-from ..engines.pulls import pull
+from ..engines.probe import Finding, Status, words_of
+from ..engines.pulls import Connect, pull
 from ..engines.smoke import passed, smoke
 from ..errors import ConfigError, EngineUnavailable, ImageUnavailable
+from ..slurm.cluster import read_cluster
+from ..slurm.reaching import reach
 from .catalog_edit import CatalogFile, entry_text
 from .catalog_entry import entry_of
 from .catalog_file import catalog_file
@@ -37,6 +42,9 @@ Add = Callable[[str, Callable[..., int], str], argparse.ArgumentParser]
 
 REMOVAL_SECONDS = 600.0
 """How long the engine may take to remove a large image."""
+
+ENGINE_SECONDS = 20.0
+"""How long an engine may take to say whether it has an image."""
 
 _CATALOG = "the catalog (default: the one of the hub's configuration)"
 
@@ -92,22 +100,41 @@ def add_entry(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def pull_images(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Pull the images of environments, one after the other."""
+    """Pull the images of environments, one after the other, onto this machine and every node."""
     chosen = _chosen(load(catalog_file(arguments, settings)), arguments.slugs)
-    client, hub = _engine(settings)
-    told = []
-    for image in dict.fromkeys(image for each in chosen for image in each.images):
-        if local(client, image):
-            told.append({"image": image, "state": "here", "why": ""})
-            continue
-        try:
-            follow(image, pull(hub.connect, image))
-            told.append({"image": image, "state": "pulled", "why": ""})
-        except ImageUnavailable as error:
-            told.append({"image": image, "state": "failed", "why": error.message})
-    lines = [each["why"] or f"{each['image']}: {each['state']}" for each in told]
+    images = dict.fromkeys(image for each in chosen for image in each.images)
+    _, hub = _engine(settings)
+    told = [_pulled(image, node, connect) for node, connect in _engines(hub) for image in images]
+    lines = [each["why"] or f"{_on(each['image'], each)}: {each['state']}" for each in told]
     show(arguments.json, told, "\n".join(lines))
     return int(any(each["state"] == "failed" for each in told))
+
+
+def _engines(hub: Any) -> list[tuple[str, Connect]]:
+    """Every engine that servers run on: the hub's own, and each node's with its name."""
+    nodes = read_cluster(hub.cluster_file).nodes if hub.cluster_file else ()
+    return [("", hub.connect), *((node.name, reach(node)) for node in nodes)]
+
+
+def _pulled(image: str, node: str, connect: Connect) -> dict[str, str]:
+    """What became of an image on one engine."""
+    told = {"image": image, "state": "here", "why": ""} | ({"node": node} if node else {})
+    try:
+        with closing(connect(ENGINE_SECONDS)) as client:
+            here = local(client, image)
+        if not here:
+            follow(_on(image, told), pull(connect, image))
+            told["state"] = "pulled"
+    except (ImageUnavailable, EngineUnavailable) as error:
+        told |= {"state": "failed", "why": f"{node}: {error.message}" if node else error.message}
+    except (DockerException, RequestException, OSError) as error:
+        why = f"{node}: its Docker Engine does not answer: {words_of(error)}."
+        told |= {"state": "failed", "why": why}
+    return told
+
+
+def _on(image: str, told: dict[str, str]) -> str:
+    return f"{image} on {told['node']}" if "node" in told else image
 
 
 # smoke

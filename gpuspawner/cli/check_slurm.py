@@ -28,7 +28,7 @@ from ..model import Device, Inventory
 from ..slurm.cluster import Cluster, Node
 from ..slurm.commands import Slurm
 from ..slurm.config import TESTED, is_tested
-from ..slurm.engine import connector
+from ..slurm.reaching import connector
 from .check_hub import check_reachable
 from .check_servers import NO_CONTAINERS, check_injection, images_of, root_of
 from .hub import Hub
@@ -267,7 +267,8 @@ def _check_image(image: str, clients: Mapping[Node, docker.APIClient]) -> Findin
         found.setdefault(told, []).append(node.name)
     if missing := found.pop("", []):
         text = f"The image {image} is not on {', '.join(missing)}."
-        return Finding("image", Status.FAIL, text, f"On each of these: docker pull {image}")
+        remedy = f"gpuspawner catalog pull (or, on each of these: docker pull {image})"
+        return Finding("image", Status.FAIL, text, remedy)
     if len(found) > 1:
         text = f"The image {image} is not the same on all nodes: " + "; ".join(
             f"{', '.join(names)} {which[7:19]}" for which, names in found.items()

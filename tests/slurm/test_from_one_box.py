@@ -17,11 +17,13 @@ from gpuspawner.cli.check_slurm import check_slurm, node_states
 from gpuspawner.cli.hub import Hub, open_hub
 from gpuspawner.engines.probe import Finding, Status
 from gpuspawner.engines.surroundings import check_sees
+from gpuspawner.model import Request, ServerRef, Ticket
 from gpuspawner.slurm.cluster import Cluster
 from gpuspawner.slurm.commands import Slurm
 from gpuspawner.slurm.config import cluster_yaml
-from gpuspawner.slurm.engine import connector
+from gpuspawner.slurm.reaching import connector
 from tests.support import images
+from tests.support.brokers import open_broker, problems, running
 from tests.support.configured_cluster import ConfiguredCluster
 from tests.support.engine import PrivateEngine
 from tests.support.processes import free_port, wait_for
@@ -195,3 +197,72 @@ def test_the_command_says_when_slurm_is_down(
     assert found[f"engine {second.name}"][0]["status"] == "ok"
     assert found[f"GPUs {second.name}"][0]["status"] == "unchecked"
     assert not [name for name in found if name.startswith("node ")]
+
+
+def test_images_are_pulled_onto_every_node(
+    described: Cluster,
+    cluster: ConfiguredCluster,
+    only_here: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """These nodes reach no registry: what a pull itself does is tried on one engine."""
+    first, second = cluster.nodes
+    moved = replace(described.nodes[1], name="moved", devices=())
+    away = replace(moved, name="away", engine=f"https://{second.address}:9")
+    nodes = replace(described, nodes=(described.nodes[0], moved, away))
+    (tmp_path / "cluster.yaml").write_text(cluster_yaml(nodes))
+    (tmp_path / "catalog.yaml").write_text(
+        f"environments: [{{slug: lab, display_name: Lab, image: {only_here!r}}}]"
+    )
+    (tmp_path / "hub.py").write_text(
+        'c.JupyterHub.spawner_class = "gpuspawner.spawners.slurm.GPUSlurmSpawner"\n'
+        f'c.Broker.cluster = "{tmp_path}/cluster.yaml"\n'
+        f'c.GPUSpawnerMixin.catalog = "{tmp_path}/catalog.yaml"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DOCKER_HOST", first.socket)
+    capsys.readouterr()
+    assert main(["catalog", "pull", "-f", "hub.py"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{only_here}: here"
+    assert lines[1] == f"{only_here} on {first.name}: here"
+    assert lines[2].startswith("moved: ") and only_here in lines[2]
+    assert lines[3].startswith("away: its Docker Engine does not answer")
+
+
+def test_there_and_back_again(
+    described: Cluster, cluster: ConfiguredCluster, tmp_path: Path
+) -> None:
+    """One database: one box, then two machines, then the one box. Nobody loses anything."""
+    url, file = f"sqlite:///{tmp_path}/hub.sqlite", tmp_path / "cluster.yaml"
+    file.write_text(cluster_yaml(described))
+    box = open_broker(url)
+    box.release(running(box, "ann").id, reason="stopped")
+    before = box.member("ann").balance
+    box.store.close()
+
+    several = open_broker(url, cluster=str(file))
+    ticket = several.ask(ServerRef("ann"), Request(devices=1), engine="slurm")
+    assert isinstance(ticket, Ticket)
+    mine = frozenset({ticket.id})
+    wait_for(lambda: several.turns(mine), "ann's turn")
+    lease = several.confirm(several.start_ticket(ticket.id).id, "container")
+    assert described.device(lease.devices[0].uuid) is not None
+    assert several.delegate is not None
+    several.delegate.cancel(ticket.id)
+    wait_for(lambda: several.delegate.turns()[ticket.id].over, "the end of the job")
+    several.release(lease.id, reason="stopped")
+    assert problems(several.store) == []
+    several.store.close()
+
+    back = open_broker(url)
+    here = {device.uuid for device in back.look(fresh=True).inventory.devices}
+    lease = running(back, "ann")
+    assert lease.devices[0].uuid in here
+    back.release(lease.id, reason="stopped")
+    assert 0 < back.member("ann").balance <= before
+    assert len(back.leases_of(None)) == 3
+    assert problems(back.store) == []
+    back.store.close()
