@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
@@ -13,8 +13,8 @@ from .cluster import Cluster
 from .commands import Slurm
 from .jobs import HOLDER
 
-DAY = timedelta(days=1)
-"""The longest stretch of time that is asked for at once."""
+AT_ONCE = timedelta(days=7)
+"""The longest stretch of time of which all jobs are asked for at once."""
 
 NAMES_AT_ONCE = 200
 
@@ -92,9 +92,15 @@ class Part:
 
 
 def read_usage(slurm: Slurm, since: datetime, until: datetime) -> list[Run]:
-    """Every run of which a part lies between the two moments, those that go on included, a day at
-    a time. Raises SlurmUnavailable or SlurmRefused."""
-    return _newest(_read(slurm, since, until, ()))
+    """Every run of which a part lies between the two moments, those that go on included, a
+    week at a time. Raises SlurmUnavailable or SlurmRefused."""
+    runs: list[Run] = []
+    start = since
+    while start < until:
+        end = min(start + AT_ONCE, until)
+        runs += _ask(slurm, start, end)
+        start = end
+    return _newest(runs)
 
 
 def read_holders(
@@ -105,7 +111,7 @@ def read_holders(
     runs: list[Run] = []
     for first in range(0, len(names), NAMES_AT_ONCE):
         some = ",".join(HOLDER + ticket for ticket in names[first : first + NAMES_AT_ONCE])
-        runs += _read(slurm, since, until, (f"--name={some}",))
+        runs += _ask(slurm, since, until, f"--name={some}")
     found: dict[str, list[Run]] = {}
     for run in _newest(runs):
         found.setdefault(run.ticket_id, []).append(run)
@@ -115,7 +121,7 @@ def read_holders(
 def read_runs(slurm: Slurm, numbers: Collection[str], since: datetime) -> list[Run]:
     """Every run of these jobs since a moment, however long ago."""
     words = ("-j", ",".join(sorted(numbers)))
-    return _newest(_ask(slurm, since, datetime.now(timezone.utc), words)) if numbers else []
+    return _newest(_ask(slurm, since, datetime.now(timezone.utc), *words)) if numbers else []
 
 
 def living(slurm: Slurm) -> frozenset[str]:
@@ -124,15 +130,7 @@ def living(slurm: Slurm) -> frozenset[str]:
     return frozenset(slurm.run("squeue", "-h", "-a", "-r", "-o", "%A").split())
 
 
-def _read(slurm: Slurm, since: datetime, until: datetime, more: Sequence[str]) -> Iterator[Run]:
-    start = since
-    while start < until:
-        end = min(start + DAY, until)
-        yield from _ask(slurm, start, end, more)
-        start = end
-
-
-def _ask(slurm: Slurm, since: datetime, until: datetime, more: Sequence[str]) -> list[Run]:
+def _ask(slurm: Slurm, since: datetime, until: datetime, *more: str) -> list[Run]:
     # A job's name can hold anything but what nobody can guess.
     delimiter = secrets.token_hex(8)
     said = slurm.run(

@@ -87,9 +87,14 @@ class Books:
 
     def slurm(self, *words: str, code: int = 0) -> Any:
         """The same to its end, as JSON."""
-        done = PRELOADED.run(("slurm", *words, "--json"), self.folder, self._environment, "")
+        return json.loads(self.printed(*words, "--json", code=code))
+
+    def printed(self, *words: str, code: int = 0) -> str:
+        """What it says to people."""
+        done = PRELOADED.run(("slurm", *words), self.folder, self._environment, "")
         assert done.returncode == code, done.stdout + done.stderr
-        return json.loads(done.stdout)
+        assert "Traceback" not in done.stderr
+        return done.stdout + done.stderr
 
     def sync(self) -> list[str]:
         plan = self.broker.plan_for_cluster()
@@ -107,14 +112,10 @@ class Books:
     def _ended(self, *which: str) -> int:
 
         def look() -> str:
-            words = (
-                "sacct",
-                *"-a -X -n -P -S now-1hour".split(),
-                *which,
-                "-o",
-                "state,end,elapsedraw",
-            )
-            state, end, seconds = (self.cluster.run(*words).strip() or "|Unknown|").split("|")
+            asked = ("-a", "-X", "-n", "-P", "-S", "now-1hour", "-o", "state,end,elapsedraw")
+            state, end, seconds = (
+                self.cluster.run("sacct", *asked, *which).strip() or "|Unknown|"
+            ).split("|")
             done = state.partition(" ")[0] in ("COMPLETED", "CANCELLED") and end != "Unknown"
             return seconds if done else ""
 
@@ -208,6 +209,9 @@ def test_jobs_beside_servers_are_paid_from_the_members_account(
         return [job["user"] for job in audit["of_nobody"]]
 
     assert wait_for(strangers, "the job of nobody", interval=0.5) == ["gsbob"]
+    text = books.printed("audit")
+    assert "Jobs of users who are no members; nobody was charged:" in text
+    assert f"1 batch job of members paid {2 * seconds}.000000 credits." in text
 
 
 def test_what_happens_while_the_database_is_away_is_paid_afterwards(
@@ -308,6 +312,10 @@ def test_sessions_are_held_against_slurms_jobs_to_the_second(
     (found,) = said["differences"]
     assert found["ours"] - found["slurm"] in (6, 7, 8)
     assert lease.id in found["subject"] and "in Slurm (job " in found["what"]
+    since = f"{lease.ended_at - timedelta(days=1):%Y-%m-%d}"
+    text = books.printed("audit", "--since", since, code=1)
+    assert text.startswith(f"DIFFERS  lease {lease.id} of gsgil: ")
+    assert "--since: 'soon' is no date" in books.printed("audit", "--since", "soon", code=1)
 
     # The service does it once a day.
     tick = Tick(broker=books.broker, hub=Hub("http://127.0.0.1:9", ""), engines={}, log=LOG)

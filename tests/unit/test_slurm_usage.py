@@ -174,3 +174,33 @@ def test_devices_are_known_by_their_type_or_else_by_their_node(
 ) -> None:
     (run,) = parse(changed(**cells))
     assert usage.parts_of(run, CLUSTER) == parts
+
+
+class Recorder:
+    """A Slurm that says nothing, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, ...]] = []
+
+    def run(self, program: str, *words: str) -> str:
+        self.asked.append((program, *words))
+        return ""
+
+    def values(self, word: str) -> list[str]:
+        return [asked[asked.index(word) + 1] for asked in self.asked]
+
+
+def test_a_long_time_is_asked_for_in_weeks_without_a_gap() -> None:
+    slurm, start = Recorder(), datetime(2026, 3, 1, tzinfo=timezone.utc)
+    assert usage.read_usage(slurm, start, start + timedelta(days=15, hours=1)) == []  # type: ignore[arg-type]
+    assert slurm.values("-S") == [f"2026-03-{day:02}T00:00:00" for day in (1, 8, 15)]
+    ends = ["2026-03-08T00:00:01", "2026-03-15T00:00:01", "2026-03-16T01:00:01"]
+    assert slurm.values("-E") == ends
+
+
+def test_many_holders_are_asked_for_by_name_some_at_once() -> None:
+    slurm, start = Recorder(), datetime(2026, 3, 1, tzinfo=timezone.utc)
+    tickets = [f"{number:04}" for number in range(450)]
+    assert usage.read_holders(slurm, tickets, start, start + timedelta(days=99)) == {}  # type: ignore[arg-type]
+    named = [word for asked in slurm.asked for word in asked if word.startswith("--name=")]
+    assert [word.count("gpuspawner-") for word in named] == [200, 200, 50]
