@@ -23,6 +23,7 @@ from traitlets.config import Config, HasTraits, PyFileConfigLoader
 from gpuspawner.auth import MemberOAuthenticator, MemberSharedPasswordAuthenticator
 from gpuspawner.broker import Broker
 from gpuspawner.catalog import Catalog, load
+from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.spawners.docker import GPUDockerSpawner
 from gpuspawner.spawners.local import GPULocalSpawner
 from gpuspawner.spawners.mixin import GPUSpawnerMixin
@@ -147,6 +148,13 @@ def test_several_machines_say_only_what_there_is(read: Read) -> None:
     assert c.Broker.cluster == "/srv/cluster.yaml"
     assert "{username}" in c.GPUDockerSpawner.workspace
     assert not c.DockerSpawner.use_internal_ip
+
+
+def test_the_example_of_a_cluster_can_be_read() -> None:
+    cluster = read_cluster(HERE / "slurm/cluster.yaml")
+    assert [node.name for node in cluster.nodes] == ["head", "gpu2"]
+    assert cluster.types_of("H100") == ("h100",)
+    assert cluster.node("gpu2").device_at(0).file == "/dev/nvidia0"
 
 
 @pytest.mark.parametrize("name", ["epilog", "prolog"])
