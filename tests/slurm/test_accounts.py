@@ -230,6 +230,25 @@ def test_what_happens_while_the_database_is_away_is_paid_afterwards(
     assert books.broker.debit_cluster().amount == 0
 
 
+def test_an_end_that_becomes_known_late_is_looked_for(books: Books, cluster: SlurmCluster) -> None:
+    user = member(books, "gshal")
+    books.sync()
+    job = cluster.hold(user, "--gres=gpu:1")
+
+    def seen() -> bool:
+        books.broker.debit_cluster()
+        started = books.broker.clock() - timedelta(hours=1)
+        return bool(books.broker.jobs_since(cluster.cluster_name, started))
+
+    wait_for(seen, "the job", interval=0.5)
+    later = books.broker.clock() + timedelta(hours=3)
+    books.broker.clock = lambda: later
+    books.broker.debit_cluster()
+    cluster.run("scancel", str(job))
+    assert books.ended(job) < 600  # long before the last look, as it says
+    assert books.debit().amount == books.ended(job) * MICRO
+
+
 def test_an_empty_account_keeps_gpu_jobs_waiting_and_no_others(
     books: Books, cluster: SlurmCluster
 ) -> None:
