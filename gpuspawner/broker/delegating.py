@@ -26,6 +26,9 @@ from ..store import closures, leases, tickets
 from .core import Core
 from .standing import Standing, waits_for
 
+LEAST = 0.05
+"""Seconds between two looks at the line, however much happens."""
+
 
 class Delegating(Core):
     """The part of the broker that knows a scheduler beside its own. ``delegate`` is None where
@@ -85,6 +88,10 @@ class Delegating(Core):
         self._hand_over(ticket, tell=False)
         return ticket
 
+    def next_look(self, most: float) -> float:
+        """Seconds, at most so many, after which another look at the line may show something."""
+        return most if self.delegate is None else min(most, max(LEAST, self.delegate.soon()))
+
     def _delegated_turns(self, present: frozenset[str]) -> list[str]:
         """The tickets that got devices and that a spawn waits with, the first of them first.
         Hands over those that were not; ends those that the other side gave up."""
@@ -127,11 +134,14 @@ class Delegating(Core):
     def _must_be_free(self, ticket: Ticket) -> None:
         """Raises NoDeviceFree for who does not want to wait, when somebody does already or all
         that suits is in use."""
-        others = sum(turn.place > 0 for turn in self._other().turns().values())
         look = self.look()
+        with self.line.lock:
+            self._see_line()
+            said = (self._said.get(ticket_id) for ticket_id in self.line.tickets)
+            others = sum(turn is not None and turn.place > 0 for turn in said)
         look.fleet.choose(ticket.request, self.store.run(leases.places_taken))
         if others:
-            who = "1 job waits" if others == 1 else f"{others} jobs wait"
+            who = "1 server waits" if others == 1 else f"{others} servers wait"
             sentence = f"{who} for a GPU before you. Start without a GPU, or wait in line."
             raise NoDeviceFree(sentence, waiting=others)
 

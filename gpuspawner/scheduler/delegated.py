@@ -60,6 +60,10 @@ class Delegate(Protocol):
         """Every ticket that was handed over and not forgotten yet, by id; at most so many seconds
         old, and never asked for more than once a second. Raises Unavailable."""
 
+    def soon(self) -> float:
+        """Seconds until :meth:`turns` may say something new: less than a second when it was told
+        something of late."""
+
     def is_missing(self, ticket: Ticket) -> bool:
         """Whether a ticket that :meth:`turns` did not name was lost, and not only handed over
         since."""

@@ -32,11 +32,16 @@ AT_ONCE = 16
 OLD = timedelta(seconds=5)
 """Of this age, a ticket may have a job that we did not submit."""
 
+SETTLING = 0.5
+"""Seconds that Slurm gets to act on what it was told, before it is asked what came of it."""
+
 NODES_EVERY = 15.0
 """Seconds between two looks at the nodes."""
 
-_GONE = frozenset({"DOWN", "NOT_RESPONDING", "DRAIN", "FAIL", "POWERED_DOWN", "POWERING_DOWN"})
-"""What Slurm calls nodes that get no jobs now."""
+_GONE = frozenset({"DOWN", "NOT_RESPONDING", "DRAIN", "FAIL"})
+"""What Slurm calls nodes that get no jobs now. One that is off is switched on for a job."""
+
+SWITCHED_ON = "its machine is being switched on"
 
 
 class SlurmDelegate:
@@ -66,6 +71,8 @@ class SlurmDelegate:
         self._turns: dict[str, Turn] = {}
         self._began = self._answered = float("-inf")
         self._trouble: SlurmUnavailable | None = None
+        self._told: float | None = None
+        """When Slurm was first told something since the last look."""
         self._submitted: dict[str, float] = {}
         self._submitting = [threading.Lock() for _ in range(AT_ONCE)]
         self._nodes: Inventory | None = None
@@ -95,6 +102,7 @@ class SlurmDelegate:
             raise _explained(error, user) from None
         finally:
             self._submitted[ticket.id] = time.monotonic()
+            self._has_news()
         self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
 
     def is_missing(self, ticket: Ticket) -> bool:
@@ -105,6 +113,7 @@ class SlurmDelegate:
         """Every job of this ticket, waiting or not. Raises SlurmUnavailable."""
         with suppress(SlurmRefused):  # there is none any more
             self.slurm.run("scancel", "--quiet", f"--name={HOLDER}{ticket_id}")
+            self._has_news()
 
     def extend(self, ticket_id: str, seconds: int) -> None:
         """Raises SlurmRefused or SlurmUnavailable."""
@@ -116,11 +125,26 @@ class SlurmDelegate:
 
     def turns(self, age: float = EVERY) -> Mapping[str, Turn]:
         with self._lock:
-            if time.monotonic() - self._answered >= max(age, EVERY):
+            if time.monotonic() >= max(self._answered + max(age, EVERY), self._settled()):
                 self._look()
             if self._trouble is not None:
                 raise self._trouble
             return self._turns
+
+    def soon(self) -> float:
+        now = time.monotonic()
+        if self._settled() < now - EVERY:  # nobody was told anything, or nobody wants to know
+            return EVERY
+        return max(0.0, self._answered + EVERY - now, self._settled() - now)
+
+    def _has_news(self) -> None:
+        if self._told is None:
+            self._told = time.monotonic()
+
+    def _settled(self) -> float:
+        """When a look shows what came of what Slurm was told."""
+        told = self._told
+        return float("-inf") if told is None else told + SETTLING
 
     def living(self) -> list[Job]:
         """The jobs with which tickets wait and servers run. Raises SlurmUnavailable."""
@@ -134,7 +158,7 @@ class SlurmDelegate:
 
     def _look(self) -> None:
         began = time.monotonic()
-        self._trouble = None
+        self._trouble = self._told = None
         try:
             jobs = read_jobs(self.slurm)
         except SlurmUnavailable as error:
@@ -189,7 +213,8 @@ class SlurmDelegate:
                 again=job.may_come_again,
                 ended_at=job.ended_at,
             )
-        return Turn(ticket_id=job.ticket_id, uuids=self._uuids(job), since=job.started_at)
+        why = SWITCHED_ON if job.state == "CONFIGURING" else ""
+        return Turn(ticket_id=job.ticket_id, uuids=self._uuids(job), since=job.started_at, why=why)
 
     def _uuids(self, job: Job) -> tuple[str, ...]:
         """The devices of a job that runs; none while it is being cleared away."""

@@ -157,7 +157,7 @@ class Queueing:
             rest = min(ROUND, REST * (time.monotonic() - began))
             await asyncio.sleep(rest)
             with suppress(asyncio.TimeoutError):
-                await within(ROUND - rest, self._wake.wait())
+                await within(max(0.0, self.broker.next_look(ROUND) - rest), self._wake.wait())
 
     async def _round(self) -> None:
         await self._end_tickets()

@@ -173,7 +173,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         lease = self.lease
         if lease is None or lease.engine != self.delegate.engine or not lease.ticket_id:
             return await super().prove_gone()
-        over = await self._over(lease.ticket_id)
+        over = await self._over(lease.ticket_id, SELDOM)
         detail = ""
         if over is None:
             proof = await super().prove_gone()
@@ -186,10 +186,10 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             self.stopped_at = max(over.ended_at, self.stopped_at or over.ended_at)
         return Proof(gone=True, ended_at=over.ended_at, detail=detail or over.detail)
 
-    async def _over(self, ticket_id: str) -> Proof | None:
+    async def _over(self, ticket_id: str, age: float = 1.0) -> Proof | None:
         """How the job of a ticket ended; None while it lives. Raises EngineUnavailable."""
         try:
-            turns = await self.broker.run(self.delegate.turns)
+            turns = await self.broker.run(self.delegate.turns, age)
         except Unavailable as error:
             raise EngineUnavailable() from error
         turn = turns.get(ticket_id)
