@@ -22,6 +22,8 @@ from ..devices.simulated_samples import SimulatedSampler
 from ..engines.device_probe import Probed, Untried, probe_by_process, probe_in_container
 from ..engines.injection import MODES
 from ..errors import GPUSpawnerError, Unavailable
+from ..slurm.delegate import SlurmDelegate
+from ..slurm.engine import connector
 from ..telemetry import Sample
 from ..telemetry.symptoms import Signs
 from .sampling import Sampling
@@ -86,8 +88,7 @@ class ProbesDevices(SingletonConfigurable):
     def _in_container(self, tick: Tick, uuid: str) -> Probed:
         try:
             images = [self.probe_image, *self._images(tick)]
-            arguments = {"version": "auto", "timeout": ENGINE_SECONDS, **kwargs_from_env()}
-            client = docker.APIClient(**arguments)
+            client = _engine_of(tick, uuid)
         except (GPUSpawnerError, DockerException, OSError) as error:
             raise Untried(str(error)) from error
         try:
@@ -181,6 +182,16 @@ class HealthDuty:
                 self.tick.log.warning("Device %s failed its probe: %s", uuid, found.failure)
             elif done:
                 self.tick.log.warning("Device %s is given out again: %s", uuid, found.text)
+
+
+def _engine_of(tick: Tick, uuid: str) -> docker.APIClient:
+    """A client of the engine on the machine that the device is in. Raises DockerException or
+    OSError."""
+    delegate = tick.broker.delegate
+    if isinstance(delegate, SlurmDelegate) and (found := delegate.cluster.device(uuid)):
+        return connector(found[0], ENGINE_SECONDS)()
+    arguments = {"version": "auto", "timeout": ENGINE_SECONDS, **kwargs_from_env()}
+    return docker.APIClient(**arguments)
 
 
 def _after(samples: Sequence[Sample], last: Sample | None) -> Sequence[Sample]:
