@@ -228,6 +228,12 @@ class ImageUnavailable(Unavailable):
     reason = "image"
 
 
+class ImageAwaited(Unavailable):
+    """It waits for its image: {why}."""
+
+    reason = "image_awaited"
+
+
 class NotReconciled(Unavailable):
     """The hub is still finding out which GPUs are in use. Try again in a moment."""
 

@@ -254,7 +254,7 @@ def _environment(c: Config) -> dict[str, str]:
 def _catalog_to_pull(c: Config) -> str:
     """The catalog of a Docker spawner that pulls images; empty when there is none."""
     found: dict[str, Any] = {}
-    for section in ("DockerSpawner", "GPUSpawnerMixin", "GPUDockerSpawner"):
+    for section in ("DockerSpawner", "GPUSpawnerMixin", "GPUDockerSpawner", "GPUSlurmSpawner"):
         found |= c.get(section, {})
     pulls = str(found.get("pull_policy", "")).lower() not in ("never", "skip")
     local = "local" in str(c.JupyterHub.get("spawner_class", "")).lower()
@@ -269,7 +269,7 @@ def _probe_settings(c: Config) -> dict[str, str]:
     if "local" in str(c.JupyterHub.get("spawner_class", "")).lower():
         return {"probe_injection": "process"}
     found: dict[str, Any] = {}
-    for section in ("DockerSpawner", "GPUDockerSpawner"):
+    for section in ("DockerSpawner", "GPUDockerSpawner", "GPUSlurmSpawner"):
         found |= c.get(section, {})
     settings = {"probe_image": found.get("image"), "probe_injection": found.get("gpu_injection")}
     return {name: text for name, text in settings.items() if isinstance(text, str) and text}

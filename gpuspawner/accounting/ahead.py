@@ -54,9 +54,14 @@ class PullsAhead(SingletonConfigurable):
     )
 
     def pull_ahead(self, broker: Broker) -> None:
-        """Begin, and go on until the service ends."""
-        if self.catalog:
-            PullAhead(WatchedCatalog(self.catalog, self.log), broker, self.log).start()
+        """Begin, here and on every machine that servers run on, and go on until the service
+        ends."""
+        if not self.catalog:
+            return
+        catalog = WatchedCatalog(self.catalog, self.log)
+        PullAhead(catalog, broker, self.log).start()
+        for name, connect in broker.engines_elsewhere().items():
+            PullAhead(catalog, broker, self.log, connect, where=name).start()
 
 
 class PullAhead:
@@ -72,11 +77,17 @@ class PullAhead:
         broker: Broker,
         log: logging.Logger | Any,
         connect: Connect | None = None,
+        *,
+        where: str = "",
     ) -> None:
+        """``where`` names the machine of the engine; empty is this one, whose registry is asked
+        what is newer."""
         self._catalog = catalog
         self._broker = broker
         self._log = log
         self._connect = connect or _client
+        self._where = where
+        self._on = f" on {where}" if where else ""
         self._failed: dict[str, tuple[int, float]] = {}
         self._asked: dict[str, float] = {}
         self._problem = ""
@@ -93,7 +104,7 @@ class PullAhead:
             except (GPUSpawnerError, DockerException, requests.RequestException, OSError) as error:
                 if str(error) != self._problem:  # said once, and not every half minute
                     self._problem = str(error)
-                    self._log.warning("No image is pulled ahead: %s", error)
+                    self._log.warning("No image is pulled ahead%s: %s", self._on, error)
             except Exception:
                 self._log.exception("Pulling images ahead failed; it is tried again")
             time.sleep(EVERY)
@@ -109,7 +120,7 @@ class PullAhead:
                     self._failed.pop(image, None)
                 elif self._is_due(image) and not self._pull(client, image):
                     return
-            for environment in environments:
+            for environment in () if self._where else environments:
                 self._ask(client, environment)
         finally:
             client.close()
@@ -124,7 +135,7 @@ class PullAhead:
                     if time.monotonic() - looked_at < LOOK_AROUND:
                         continue
                     if looked_at == 0.0:
-                        self._log.info("Pulling %s ahead of its first server", image)
+                        self._log.info("Pulling %s ahead of its first server%s", image, self._on)
                     looked_at = time.monotonic()
                     if waited := self._waited_for(client):
                         self._log.info("A member waits for %s: %s can wait", waited, image)
@@ -133,9 +144,12 @@ class PullAhead:
                 tries = self._failed.get(image, (0, 0.0))[0]
                 pause = AGAIN[min(tries, len(AGAIN) - 1)]
                 self._failed[image] = tries + 1, time.monotonic() + pause
-                self._log.warning("%s It is tried again in %.0f minutes.", error, pause / 60)
+                self._log.warning(
+                    "%s It is tried again%s in %.0f minutes.", error, self._on, pause / 60
+                )
                 return True
-        self._log.info("%s is here after %.0f s", image, time.monotonic() - began)
+        here = self._on or " here"
+        self._log.info("%s is%s after %.0f s", image, here, time.monotonic() - began)
         return True
 
     def _is_due(self, image: str) -> bool:

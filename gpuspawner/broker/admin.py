@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import InvalidRequest, TicketEnded
@@ -10,6 +12,7 @@ from ..model import Device, Ticket
 from ..store import closures, devices, health, tickets
 from ..store.closures import GRANTING, HEALTH, LEAK, Closure
 from .core import Core
+from .view import DeviceView
 
 MOST_POINTS = 1_000_000
 """The greatest boost either way."""
@@ -43,16 +46,38 @@ class Admin(Core):
     def drain(self, device: str, *, actor: str, reason: str = "") -> bool:
         """Give a device (UUID or index) to nobody new; the session on it ends normally.
 
-        False when it was drained already. Raises InvalidRequest for an unknown device.
+        False when it was drained already. Raises InvalidRequest for an unknown device. Where
+        somebody else gives out the devices of several machines, a machine is drained whole; see
+        :meth:`on_machine`.
         """
-        return self._close(self.find_device(device).uuid, "drain", actor, reason)
+        uuid, reason = self.find_device(device).uuid, checked_reason(reason)
+        if self.delegate is not None:
+            self.delegate.close(uuid, reason or f"drained by {actor}")
+        done = [self._close(each, "drain", actor, reason) for each in self.on_machine(uuid)]
+        return any(done)
 
     def undrain(self, device: str, *, actor: str, reason: str = "") -> bool:
         """Give a device out again, one that is gone too, and a sick one as it is: only what is
         new drains it. False when it was not drained."""
         drained = self.store.run(closures.load).keys() - {GRANTING}
         uuid = device if device in drained else self.find_device(device).uuid
-        return self._reopen(uuid, "undrain", actor, reason)
+        reason = checked_reason(reason)
+        if self.delegate is not None:
+            self.delegate.reopen(uuid)
+        done = [self._reopen(each, "undrain", actor, reason) for each in self.on_machine(uuid)]
+        return any(done)
+
+    def on_machine(self, uuid: str) -> tuple[str, ...]:
+        """The devices that are drained together with a device, itself among them."""
+        return (uuid,) if self.delegate is None else self.delegate.on_machine(uuid)
+
+    def machine_of(self, uuid: str) -> str:
+        """The name of the machine that a device is in; empty where there is only this one."""
+        return "" if self.delegate is None else self.delegate.machine_of(uuid)
+
+    def on_machines(self, views: Sequence[DeviceView]) -> tuple[DeviceView, ...]:
+        """The same, each with the name of its machine."""
+        return tuple(replace(each, machine=self.machine_of(each.device.uuid)) for each in views)
 
     def boost(self, ticket_id: str, points: float, *, actor: str, reason: str = "") -> Ticket:
         """Set the points that an admin adds to a ticket's score; 0 takes them away.

@@ -115,7 +115,7 @@ class Broker(
         with self.store.read() as connection:
             taken, closed = leases.taken(connection), closures.load(connection)
             waiting, rates = tickets.count(connection), self.rates_in(connection)
-        views = view.device_views(look.devices, taken, closed)
+        views = self.on_machines(view.device_views(look.devices, taken, closed))
         return view.Overview(
             devices=views,
             models=view.count_models(views, rates.card(self.clock())),

@@ -17,6 +17,7 @@ from .settings import BrokerSettings
 from .watch import Look, Watch
 
 if TYPE_CHECKING:
+    from ..scheduler.delegated import Delegate
     from .queue import Terms
 
 
@@ -31,6 +32,7 @@ class Core(BrokerSettings, Prices, DryPolicies):
     clock: Callable[[], datetime]
     watch: Watch
     line: Line
+    delegate: Delegate | None = None
 
     if TYPE_CHECKING:
 

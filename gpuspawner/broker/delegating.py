@@ -13,7 +13,8 @@ from contextlib import suppress
 from traitlets import Bool, Unicode
 
 from ..engines import Engine
-from ..errors import GPUSpawnerError, NoDeviceFree, Refused, Unavailable
+from ..engines.pulls import Connect
+from ..errors import GPUSpawnerError, GrantingPaused, NoDeviceFree, Refused, Unavailable
 from ..model import Lease, LeaseState, Place, Ticket
 from ..pool import Fleet, texts
 from ..scheduler import Part, Ranked
@@ -22,6 +23,7 @@ from ..slurm.cluster import read_cluster
 from ..slurm.commands import Slurm
 from ..slurm.delegate import SlurmDelegate
 from ..slurm.engine import SlurmEngine
+from ..slurm.reaching import reach
 from ..store import closures, leases, tickets
 from .core import Core
 from .standing import Standing, waits_for
@@ -62,6 +64,8 @@ class Delegating(Core):
 
     delegate: Delegate | None = None
     _said: Mapping[str, Turn] = {}
+    _troubles: Mapping[str, str] = {}
+    """Why tickets were not handed over, by id: those of late."""
 
     def make_delegate(self) -> Delegate | None:
         """The scheduler that decides in our place, if one does. Raises ConfigError."""
@@ -78,6 +82,12 @@ class Delegating(Core):
         if isinstance(self.delegate, SlurmDelegate):
             return SlurmEngine(self.delegate, self.log)
         return None
+
+    def engines_elsewhere(self) -> dict[str, Connect]:
+        """The Docker Engines of the machines that servers run on beside this one, by name."""
+        if not isinstance(self.delegate, SlurmDelegate):
+            return {}
+        return {node.name: reach(node) for node in self.delegate.cluster.nodes}
 
     def _ask_there(self, ticket: Ticket, *, wait: bool) -> Ticket:
         """A place in the line of the scheduler that decides in our place."""
@@ -100,9 +110,11 @@ class Delegating(Core):
             self._see_line()
             waiting = list(self.line.tickets.values())
             deserted = self.line.deserted()
-        if closures.GRANTING in self.line.closed:
-            return []
+        paused = closures.GRANTING in self.line.closed
         self._said = said = delegate.turns()
+        delegate.tend(waiting, paused=paused)
+        if paused:
+            return []
         mine = []
         for ticket in waiting:
             turn = said.get(ticket.id)
@@ -123,10 +135,14 @@ class Delegating(Core):
     def _hand_over(self, ticket: Ticket, *, tell: bool) -> None:
         """Raises Refused, with the ticket ended, when it will never be served; what nobody
         answers to is tried again in the next round."""
+        if closures.GRANTING in self.line.closed:
+            return  # it would hold devices that nobody may have
         try:
             self._other().submit(ticket)
         except Unavailable as error:
-            self.log.warning("Ticket %s is not handed over yet: %s", ticket.id, error.message)
+            if self._troubles.get(ticket.id) != error.reason:  # said once, and not every second
+                self.log.warning("Ticket %s is not handed over yet: %s", ticket.id, error.message)
+            self._troubles = {ticket.id: error.reason, **dict(list(self._troubles.items())[:99])}
         except Refused as error:
             self.end_ticket(ticket.id, "refused", error.message, tell=tell)
             raise
@@ -139,6 +155,8 @@ class Delegating(Core):
             self._see_line()
             said = (self._said.get(ticket_id) for ticket_id in self.line.tickets)
             others = sum(turn is not None and turn.place > 0 for turn in said)
+        if paused := self.line.closed.get(closures.GRANTING):
+            raise GrantingPaused(why=paused.reason or "maintenance")
         look.fleet.choose(ticket.request, self.store.run(leases.places_taken))
         if others:
             who = "1 server waits" if others == 1 else f"{others} servers wait"
@@ -167,9 +185,16 @@ class Delegating(Core):
     def _standing(self, ticket: Ticket) -> Standing:
         turn = self._said.get(ticket.id)
         why = waits_for(ticket.request, self.line.free_for(ticket.request))
-        if turn is None:
-            return Standing(place=1, of=1, why=f"{why} (about to be handed over)",
+        if paused := self.line.closed.get(closures.GRANTING):
+            why = f"the GPUs to be given out again ({paused.reason or 'maintenance'})"
+        if turn is None or turn.over:
+            reason = "about to be handed over" if paused else self._other().why_not_yet(ticket)
+            return Standing(place=1, of=1, why=f"{why} ({reason or 'about to be handed over'})",
                             estimate=None, planned=None)  # fmt: skip
+        if paused:
+            place = max(1, turn.place)
+            return Standing(place=place, of=max(place, turn.of), why=why, estimate=None,
+                            planned=None)  # fmt: skip
         return Standing(
             place=max(1, turn.place),
             of=max(1, turn.of),

@@ -28,6 +28,13 @@ class DeviceView:
     detail: str
     """Why, in words; empty for a free device."""
     lease_id: str | None = None
+    machine: str = ""
+    """The name of the machine that it is in, where there are several."""
+
+    @property
+    def name(self) -> str:
+        """For people: its index, and the machine where there are several."""
+        return f"{self.device.index} on {self.machine}" if self.machine else str(self.device.index)
 
 
 @dataclass(frozen=True, slots=True)

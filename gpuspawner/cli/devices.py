@@ -64,7 +64,9 @@ def look(settings: Settings, broker: Broker | None) -> Look:
     Without a broker nothing is known of leases and of devices that are gone. Raises
     ConfigError and StoreUnavailable.
     """
-    inventory = open_source(settings.broker.device_source).observe(utcnow())
+    elsewhere = broker is not None and broker.delegate
+    source = elsewhere or open_source(settings.broker.device_source)
+    inventory = source.observe(utcnow())
     if broker is None:
         return Look(inventory, device_views(inventory.devices, {}))
 
@@ -72,7 +74,8 @@ def look(settings: Settings, broker: Broker | None) -> Look:
         known = store_devices.load(connection, inventory.source)
         seen = store_devices.as_seen(known, inventory)
         taken, closed = store_leases.taken(connection), closures.load(connection)
-        return Look(inventory, device_views(seen, taken, closed))
+        views = broker.on_machines(device_views(seen, taken, closed))
+        return Look(inventory, views)
 
     return broker.store.run(read)
 
@@ -95,7 +98,7 @@ def _text(overview: Overview, told: Told) -> str:
         headers = ("INDEX", "MODEL", "MEMORY", "STATE", "USE", "UUID", "DETAIL")
         rows = [
             (
-                str(view.device.index),
+                view.name,
                 view.device.model,
                 format_memory(view.device.memory_bytes),
                 view.state,

@@ -49,6 +49,8 @@ def drain(arguments: argparse.Namespace, settings: Settings) -> int:
     text = f"{_named(device)} is drained: nobody new gets it."
     if not done and closure:
         text = f"Nothing changed: {closure.actor} drained {_named(device)} at {local(closure.at)}."
+    if done:
+        text += _with_it(broker, device)
     server = _server_on(broker, device)
     if server:
         text += f" The session of {server} on it goes on to its end."
@@ -62,6 +64,8 @@ def undrain(arguments: argparse.Namespace, settings: Settings) -> int:
     broker = line_broker(settings)
     done = broker.undrain(arguments.device, actor=actor(), reason=arguments.reason)
     text = f"Device {arguments.device} is given out again."
+    if machine := done and broker.machine_of(broker.find_device(arguments.device).uuid):
+        text = f"The whole machine {machine} is given out again."
     if not done:
         text = f"Nothing changed: device {arguments.device} was not drained."
     show(arguments.json, {"changed": done, "drained": None}, text)
@@ -93,6 +97,15 @@ def plain_change(change: Change) -> dict[str, Any]:
 
 def _named(device: Device) -> str:
     return f"Device {device.index} ({device.model}, {device.uuid})"
+
+
+def _with_it(broker: Broker, device: Device) -> str:
+    """What was drained beside it; empty where a device is drained by itself."""
+    if not (machine := broker.machine_of(device.uuid)):
+        return ""
+    beside = len(broker.on_machine(device.uuid)) - 1
+    others = f" and {count(beside, 'other device')} with it" if beside else ""
+    return f" The whole machine {machine} is drained{others}: a GPU of it cannot be by itself."
 
 
 def _server_on(broker: Broker, device: Device) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
@@ -74,3 +74,23 @@ class Delegate(Protocol):
 
     def extend(self, ticket_id: str, seconds: int) -> None:
         """Let it have its devices for so many seconds in all. Raises Refused or Unavailable."""
+
+    def why_not_yet(self, ticket: Ticket) -> str:
+        """Why :meth:`submit` cannot hand a ticket over just now, in words; empty when nobody
+        knows of a reason."""
+
+    def tend(self, waiting: Collection[Ticket], *, paused: bool) -> None:
+        """Bring the order in line with what admins decided of these tickets, and give out nothing
+        while granting is paused. Goes by the last :meth:`turns`. Raises Unavailable."""
+
+    def machine_of(self, uuid: str) -> str:
+        """The name of the machine that a device is in; empty for one that nobody knows."""
+
+    def on_machine(self, uuid: str) -> tuple[str, ...]:
+        """All devices of the machine that a device is in: they are closed together."""
+
+    def close(self, uuid: str, reason: str) -> None:
+        """Give out nothing more of a device's machine. Raises Refused or Unavailable."""
+
+    def reopen(self, uuid: str) -> None:
+        """Give it out again. Raises Refused or Unavailable."""

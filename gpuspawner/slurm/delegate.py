@@ -20,6 +20,8 @@ from .cluster import Cluster, Node
 from .commands import Slurm
 from .jobs import HOLDER, Job, read_jobs
 from .names import user_of
+from .telemetry import SamplesNodes
+from .tending import Tending
 
 LOG = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ _GONE = frozenset({"DOWN", "NOT_RESPONDING", "DRAIN", "FAIL"})
 SWITCHED_ON = "its machine is being switched on"
 
 
-class SlurmDelegate:
+class SlurmDelegate(Tending, SamplesNodes):
     """Tickets as jobs, and jobs as turns; see :class:`gpuspawner.scheduler.delegated.Delegate`."""
 
     engine = "slurm"
@@ -61,8 +63,7 @@ class SlurmDelegate:
     ) -> None:
         """``as_member``: jobs belong to the members' own users on the nodes, else to ours.
         ``before`` is called with each ticket before its job is submitted."""
-        self.cluster = cluster
-        self.slurm = slurm
+        super().__init__(cluster, slurm, log)
         self._as_member = as_member
         self._before = before
         self._log = log
@@ -92,7 +93,8 @@ class SlurmDelegate:
 
     def _submit(self, ticket: Ticket) -> None:
         user = user_of(ticket.server.user) if self._as_member else ""
-        words = holder.words(ticket, self.cluster, user=user)
+        lacking = self.lacking(ticket)
+        words = holder.words(ticket, self.cluster, user=user, lacking=lacking)
         self._before(ticket)
         # Before and after: a look that begins in between proves nothing.
         self._submitted[ticket.id] = float("inf")
@@ -103,6 +105,7 @@ class SlurmDelegate:
         finally:
             self._submitted[ticket.id] = time.monotonic()
             self._has_news()
+        self._hand.submitted(ticket)
         self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
 
     def is_missing(self, ticket: Ticket) -> bool:
@@ -120,8 +123,9 @@ class SlurmDelegate:
         self.turns()
         if (job := self._jobs.get(ticket_id)) is None or not job.lives:
             raise SlurmRefused(why="its job has ended")
-        limit = f"TimeLimit={holder.minutes(seconds)}"
-        self.slurm.run("scontrol", "update", f"JobId={job.id}", limit)
+        minutes = holder.minutes(seconds)
+        self.must_allow(minutes)
+        self.slurm.run("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}")
 
     def turns(self, age: float = EVERY) -> Mapping[str, Turn]:
         with self._lock:
@@ -214,7 +218,9 @@ class SlurmDelegate:
                 ended_at=job.ended_at,
             )
         why = SWITCHED_ON if job.state == "CONFIGURING" else ""
-        return Turn(ticket_id=job.ticket_id, uuids=self._uuids(job), since=job.started_at, why=why)
+        return Turn(
+            ticket_id=job.ticket_id, uuids=self._uuids(job), since=job.started_at, why=why
+        )
 
     def _uuids(self, job: Job) -> tuple[str, ...]:
         """The devices of a job that runs; none while it is being cleared away."""

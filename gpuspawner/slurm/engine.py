@@ -7,30 +7,22 @@ back the node until it has. A container that ended before its job takes the job 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import docker
-
 from ..engines import LABEL_LEASE, DockerEngine
 from ..engines.docker import sighting_of
 from ..errors import EngineUnavailable, SlurmRefused, SlurmUnavailable
 from ..model import Lease, LeaseState, Sighting
-from .cluster import Node
 from .delegate import SlurmDelegate
+from .reaching import MOST_AT_ONCE, QUICK
+from .reaching import connector as connector
 
 LABEL_JOB = "gpuspawner.job"
 """The label of a container with the number of its job: the epilog looks for it."""
-
-
-QUICK = 3.0
-"""Seconds that a node may take to say what it runs, when it is asked all the time."""
-
-MOST_AT_ONCE = 8
-"""Nodes that are asked at once."""
 
 
 class SlurmEngine:
@@ -156,19 +148,3 @@ class SlurmEngine:
                 self._delegate.slurm.run("scancel", "--quiet", job)
             except SlurmUnavailable as error:
                 raise EngineUnavailable() from error
-
-
-class _Client(docker.APIClient):
-    """A client that trusts what ``cluster.yaml`` names. requests would put the certificates and
-    proxies in their place that the environment has for the internet."""
-
-    trust_env = property(lambda self: False, lambda self, value: None)
-
-
-def connector(node: Node, timeout: float = 20) -> Callable[[], docker.APIClient]:
-    """What makes a client of a node's engine."""
-
-    def connect() -> docker.APIClient:
-        return _Client(version="auto", timeout=timeout, **node.client_settings())
-
-    return connect

@@ -19,6 +19,10 @@ SCRIPT = "#!/bin/sh\nexec sleep infinity\n"
 STARTING = 20
 """Minutes that a job gets beyond the session: a session begins when its server answers."""
 
+PRIORITY_A_POINT = 1000
+"""What a point of an admin's is worth in Slurm's priorities: a hundredth of the fair share's
+weight in the files that ``gpuspawner slurm config`` writes."""
+
 
 def devices_of(cluster: Cluster) -> tuple[Device, ...]:
     """The devices of all nodes, as the pool knows them."""
@@ -37,9 +41,30 @@ def devices_of(cluster: Cluster) -> tuple[Device, ...]:
     return tuple(found)
 
 
-def words(ticket: Ticket, cluster: Cluster, *, user: str = "", account: str = "") -> list[str]:
+def able(request: Request, cluster: Cluster) -> frozenset[str]:
+    """The nodes whose devices would do. Raises TooMuchAsked when there are none."""
+    _, types, without = _wanted(request, cluster)
+    fitting = {device.uuid for device in suitable(request, devices_of(cluster))}
+    found = set()
+    for node in cluster.nodes:
+        count = _suited(node, fitting)
+        most = max((count[each] for each in types or count), default=0)
+        if node.name not in without and most >= request.devices:
+            found.add(node.name)
+    return frozenset(found)
+
+
+def words(
+    ticket: Ticket,
+    cluster: Cluster,
+    *,
+    user: str = "",
+    account: str = "",
+    lacking: Collection[str] = (),
+) -> list[str]:
     """What ``sbatch`` is told. Nothing in it is a member's own word but the comment, which is
-    JSON. Raises TooMuchAsked for what no node has."""
+    JSON. ``lacking``: nodes that would do and must not be chosen. Raises TooMuchAsked for what
+    no node has."""
     request = ticket.request
     kind, types, without = _wanted(request, cluster)
     gres = ":".join([kind, *types, str(request.devices)])
@@ -63,13 +88,25 @@ def words(ticket: Ticket, cluster: Cluster, *, user: str = "", account: str = ""
     ]
     if ticket.seconds is not None:
         told.append(f"--time={minutes(ticket.seconds)}")
-    if without:
-        told.append("--exclude=" + ",".join(sorted(without)))
+    if closed := excluded(request, cluster, lacking):
+        told.append("--exclude=" + ",".join(closed))
+    if ticket.boost:
+        told.append(f"--nice={niceness(ticket.boost)}")
     if user:
         told.append(f"--uid={user}")
     if account:
         told.append(f"--account={account}")
     return told
+
+
+def excluded(request: Request, cluster: Cluster, lacking: Collection[str]) -> list[str]:
+    """The nodes that Slurm must not choose, in their order. Raises TooMuchAsked."""
+    return sorted({*_wanted(request, cluster)[2], *lacking})
+
+
+def niceness(points: float) -> int:
+    """An admin's points in Slurm's order."""
+    return -round(points * PRIORITY_A_POINT)
 
 
 def minutes(seconds: int) -> int:

@@ -70,6 +70,8 @@ class Job:
     indices: tuple[int, ...] = ()
     """Slurm's numbers of its devices on that node."""
     priority: int = 0
+    excluded: str = ""
+    """The nodes that it must not run on, as Slurm writes them."""
     submitted_at: datetime | None = None
     started_at: datetime | None = None
     """For a job that waits, when Slurm expects it to start."""
@@ -147,6 +149,7 @@ def _job(row: Mapping[str, Any]) -> Job:
         kind=kind,
         indices=indices,
         priority=int(row.get("priority") or 0),
+        excluded=str(row.get("excluded_nodes") or ""),
         submitted_at=_time(row.get("submit_time")),
         started_at=_time(row.get("start_time")),
         ended_at=None if lives else _time(row.get("end_time")),

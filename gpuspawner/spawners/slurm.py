@@ -5,21 +5,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import docker
 from traitlets import Bool, TraitError, Unicode, validate
 
 from ..errors import ConfigError, EngineUnavailable, StartFailed, Unavailable
-from ..model import LeaseState, Request
+from ..model import Lease, LeaseState, Request, ServerRef, Ticket
 from ..slurm.cluster import Node
 from ..slurm.delegate import SlurmDelegate
-from ..slurm.engine import connector
+from ..slurm.images import Wanted
 from ..slurm.jobs import Job
 from ..slurm.nesting import CGROUP_V1, nest
+from ..slurm.reaching import connector
 from .docker import GPUDockerSpawner
 from .gone import Proof
 from .watching import watch_over
+
+if TYPE_CHECKING:
+    from ..broker import Terms
 
 ENDING = 30.0
 """Seconds that Slurm may take to end a job and its epilog to clear away."""
@@ -76,6 +80,14 @@ class GPUSlurmSpawner(GPUDockerSpawner):
                 "gpuspawner slurm config writes."
             )
         return found
+
+    def _ask(self, request: Request, terms: Terms) -> asyncio.Future[Lease | Ticket]:
+        """Also which image the server needs: nodes that lack it are not chosen."""
+        images: dict[ServerRef, Wanted] = self.shared("gpuspawner_wanted_images", dict)
+        pulls = self.pull_policy.lower() not in ("never", "skip")
+        images[self.server_ref] = Wanted(str(self.image), pulls)
+        self.delegate.images.wanted = lambda ticket: images.get(ticket.server)
+        return super()._ask(request, terms)
 
     def engine_for(self, request: Request) -> str:
         return self.delegate.engine if request.devices else self.engine_name

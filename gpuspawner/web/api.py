@@ -211,6 +211,7 @@ def device(some: figures.DeviceFigures, user: str, admin: bool) -> dict[str, Any
         "index": view.device.index,
         "model": view.device.model,
         "memory_bytes": view.device.memory_bytes,
+        "machine": view.machine,
         "state": view.state,
         "rate_per_hour": amount(some.rate),
         "mine": some.lease is not None and some.lease.server.user == user,

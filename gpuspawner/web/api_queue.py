@@ -180,6 +180,7 @@ class DrainAPI(ChangingAPI):
                 "uuid": uuid,
                 "changed": changed,
                 "drained": closure_json(closure) if closure else None,
+                "whole_machine": self.broker.machine_of(uuid),
             }
         )
 

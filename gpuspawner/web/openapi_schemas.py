@@ -261,6 +261,7 @@ SCHEMAS: dict[str, Schema] = {
             index=INTEGER,
             model=TEXT,
             memory_bytes=COUNT,
+            machine=TEXT,
             state=TEXT,
             rate_per_hour=AMOUNT,
             mine=FLAG,
@@ -347,7 +348,7 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "Pause": sent(("paused",), paused=FLAG, reason=REASON),
     "Paused": full(changed=FLAG, paused=maybe(CLOSURE)),
-    "Drained": full(uuid=TEXT, changed=FLAG, drained=maybe(CLOSURE)),
+    "Drained": full(uuid=TEXT, changed=FLAG, drained=maybe(CLOSURE), whole_machine=TEXT),
     "Notice": NOTICE,
     "Notices": full(
         as_of=INSTANT,

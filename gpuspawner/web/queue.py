@@ -29,7 +29,9 @@ DONE = {
     "pause": "Granting is paused.",
     "resume": "GPUs are given out again.",
     "drain": "The GPU is drained: nobody new gets it.",
+    "drain-machine": "The whole machine is drained: nobody new gets any of its GPUs.",
     "undrain": "The GPU is given out again.",
+    "undrain-machine": "The whole machine is given out again.",
     "nothing": "It was so already: nothing was changed.",
 }
 """What a page says after a change."""
@@ -89,10 +91,9 @@ class QueuePage(QueueForms):
             most=MOST,
             devices=overview.devices,
             drained=[
-                (states[uuid].device, closure, states[uuid].state)
-                for uuid, closure in line.closed.items()
-                if uuid in states
+                (states[uuid], closure) for uuid, closure in line.closed.items() if uuid in states
             ],
+            machines=any(view.machine for view in overview.devices),
             open_devices=[view for view in overview.devices if view.device.uuid not in line.closed],
             live=bool(self.get_query_argument("live", "")) and self.request.method == "GET",
             done=DONE.get(self.get_query_argument("done", ""), ""),
@@ -140,7 +141,8 @@ class DrainForm(QueuePage):
         except GPUSpawnerError as refusal:
             await self.show_line(refusal, device=device, drain=reason[: 2 * LONGEST_REASON])
             return
-        self.say(action if done else "nothing")
+        whole = "-machine" if self.broker.machine_of(device) else ""
+        self.say(f"{action}{whole}" if done else "nothing")
 
 
 class TicketPage(QueueForms):

@@ -33,8 +33,10 @@ class SlowRegistry:
     ``rate`` the bytes a second of each blob.
     """
 
-    def __init__(self, *, size: int, rate: int = 1_000_000_000) -> None:
+    def __init__(self, *, size: int, rate: int = 1_000_000_000, host: str = "127.0.0.1") -> None:
+        """``host``: where it listens; Docker takes plain HTTP from others only if told to."""
         self.size = size
+        self.host = host
         self.rate = rate
         self.stops_after: int | None = None
         """Bytes of a blob after which the connection breaks."""
@@ -49,7 +51,7 @@ class SlowRegistry:
         self._goes_on = Event()
         self._blobs: dict[str, bytes] = {}
         self._manifests: dict[str, bytes] = {}
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = ThreadingHTTPServer((host, 0), _handler(self))
 
     def __enter__(self) -> SlowRegistry:
         Thread(target=self._server.serve_forever, args=[0.02], daemon=True).start()
@@ -63,23 +65,23 @@ class SlowRegistry:
     @property
     def repository(self) -> str:
         """The name under which an engine of this machine pulls; a tag comes after it."""
-        return f"127.0.0.1:{self._server.server_address[1]}/large"
+        return f"{self.host}:{self._server.server_address[1]}/large"
 
     def add(self, tag: str, files: Mapping[str, bytes], settings: Mapping[str, Any]) -> None:
         """Make an image of ``files`` (path to content), with its settings in Docker's words.
 
         It takes a moment, which a pull should not pay for.
         """
-        random_bytes = random.Random(tag).randbytes(self.size)
-        self._add(tag, [_tar(files), _tar({"var/random": random_bytes})], settings)
+        self._add(tag, [_tar(files), self._random(tag)], settings)
 
     def add_saved(self, tag: str, saved: IO[bytes], settings: Mapping[str, Any]) -> None:
-        """Make an image of one that ``docker save`` wrote, with settings in place of its own."""
+        """Make an image of one that ``docker save`` wrote, with settings in place of its own, and
+        a random layer."""
         with tarfile.open(fileobj=saved) as tar:
             manifest = json.loads(_content(tar, "manifest.json"))[0]
             layers = [_content(tar, name) for name in manifest["Layers"]]
             own = json.loads(_content(tar, manifest["Config"]))["config"]
-        self._add(tag, layers, {**own, **settings})
+        self._add(tag, [*layers, self._random(tag)], {**own, **settings})
 
     def digest(self, tag: str) -> str:
         """The digest of an image's manifest."""
@@ -89,10 +91,18 @@ class SlowRegistry:
         """Have ``tag`` mean what ``other`` does."""
         self._manifests[tag] = self._manifests[other]
 
+    def hang(self) -> None:
+        """End no layer of some size from here on, until :meth:`go_on`."""
+        self._goes_on.clear()
+        self.hangs_after = CHUNK
+
     def go_on(self) -> None:
         """Let every blob that hangs be sent to its end."""
         self.hangs_after = None
         self._goes_on.set()
+
+    def _random(self, tag: str) -> bytes:
+        return _tar({"var/random": random.Random(tag).randbytes(self.size)})
 
     def _add(self, tag: str, tars: Sequence[bytes], settings: Mapping[str, Any]) -> None:
         layers = [gzip.compress(tar, compresslevel=0) for tar in tars]

@@ -167,6 +167,8 @@ class NodeEngine(PrivateEngine):
             "--tlscert": self.tls / "server-cert.pem",
             "--tlskey": self.tls / "server-key.pem",
             "--cgroup-parent": f"/{self.machine.name}",
+            # A registry of a test is on this machine, which is another one for a node.
+            "--insecure-registry": "10.233.0.0/16",
             # An engine's networks are its node's: all nodes can have the same.
             "--default-address-pool": "base=10.234.0.0/16,size=26",
         }

@@ -1,0 +1,185 @@
+"""Images on the nodes: who has which, and fetching them to those that lack one.
+
+A server is started where its image is. Pulling it only there, and only then, would let the GPU
+of whoever goes first stand idle for the length of a pull.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from docker.errors import NotFound
+
+from ..engines import DockerEngine
+from ..engines.pulls import Progress, pull
+from ..errors import EngineUnavailable, ImageAwaited, ImageUnavailable, InvalidRequest
+from ..model import Ticket
+from .cluster import Node
+from .reaching import MOST_AT_ONCE, QUICK, connector, reach
+
+HERE = 60.0
+"""Seconds for which it is believed that a node has an image."""
+LACKS = 2.0
+"""Seconds for which it is believed that it has not."""
+AGAIN = 60.0
+"""Seconds until a pull that failed is tried again on that node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The image of a server."""
+
+    name: str
+    pulls: bool = True
+    """Whether it may be pulled at all."""
+
+
+def nobody_knows(ticket: Ticket) -> Wanted | None:
+    """The answer of a process that has no catalog."""
+    return None
+
+
+class NodeImages:
+    """The images of all nodes, as far as somebody asked."""
+
+    def __init__(
+        self, nodes: Iterable[Node], log: logging.Logger | Any = None,
+        wanted: Callable[[Ticket], Wanted | None] = nobody_knows,
+    ) -> None:  # fmt: skip
+        """``wanted`` says which image a ticket's server needs; None: nobody knows, and every node
+        will do."""
+        self.wanted = wanted
+        self._log = log or logging.getLogger(__name__)
+        self._nodes = {node.name: node for node in nodes}
+        self._engines = {
+            name: DockerEngine(connector(node, QUICK)) for name, node in self._nodes.items()
+        }
+        self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="gpuspawner-images")
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[str, str], tuple[bool | None, float]] = {}
+        self._pulls: dict[tuple[str, str], Progress | None] = {}
+        self._failed: dict[tuple[str, str], tuple[ImageUnavailable, float]] = {}
+
+    def lacking(self, ticket: Ticket, able: Collection[str]) -> frozenset[str]:
+        """Which nodes, of those that could run the ticket's server, have not got its image or do
+        not say so; it is fetched to them. Blocks for a moment.
+
+        Raises ImageAwaited while no node has it, and InvalidRequest when none can get it.
+        """
+        if (wanted := self.wanted(ticket)) is None:
+            return frozenset()
+        lacking = self._without(wanted.name, able)
+        for node in lacking:
+            if wanted.pulls and self._seen[node, wanted.name][0] is False:
+                self._fetch(node, wanted.name)
+        if able and len(lacking) == len(able):
+            self._give_up_or_wait(wanted, able)
+        return lacking
+
+    def why_not_yet(self, ticket: Ticket, able: Collection[str]) -> str:
+        """Why no node can run the ticket's server just now, where it is for want of its image;
+        else empty. Fetches nothing."""
+        wanted = self.wanted(ticket)
+        if wanted is None or len(self._without(wanted.name, able)) < len(able):
+            return ""
+        return self._awaited(wanted.name, able)
+
+    # Steps of the above.
+
+    def _without(self, image: str, nodes: Collection[str]) -> frozenset[str]:
+        now = time.monotonic()
+        asked = [name for name in nodes if not self._knows(name, image, now)]
+        found = self._threads.map(partial(self._ask, image), asked)
+        for name, here in zip(asked, found, strict=True):
+            self._seen[name, image] = here, time.monotonic()
+        return frozenset(name for name in nodes if not self._seen[name, image][0])
+
+    def _knows(self, node: str, image: str, now: float) -> bool:
+        here, at = self._seen.get((node, image), (None, float("-inf")))
+        return now - at < (HERE if here else LACKS)
+
+    def _ask(self, image: str, node: str) -> bool | None:
+        """Whether a node has it; None when it does not answer."""
+        try:
+            self._engines[node].call(lambda client: client.inspect_image(image))
+        except NotFound:
+            return False
+        except EngineUnavailable:
+            return None
+        return True
+
+    def _give_up_or_wait(self, wanted: Wanted, able: Collection[str]) -> None:
+        if not wanted.pulls:
+            raise InvalidRequest(
+                f"The image {wanted.name} is on no machine, and pulling is off. Choose another "
+                "environment, or tell your admin."
+            )
+        with self._lock:
+            failed = [self._failed.get((name, wanted.name)) for name in able]
+            fetched = any((name, wanted.name) in self._pulls for name in able)
+            found = next((each for each in failed if each), None)
+            if found and not fetched:
+                for name in able:  # whoever asks again has it tried again
+                    self._failed.pop((name, wanted.name), None)
+                raise InvalidRequest(found[0].message)
+        raise ImageAwaited(why=self._awaited(wanted.name, able))
+
+    def _awaited(self, image: str, able: Collection[str]) -> str:
+        with self._lock:
+            now = {name: self._pulls[name, image] for name in able if (name, image) in self._pulls}
+        if not now and all(self._seen[name, image][0] is None for name in able):
+            return f"no machine answers that could have its image {image}"
+        if not now:
+            return f"its image {image} is on no machine yet"
+        # The one that is furthest counts: then the server can start.
+        best = max((each for each in now.values() if each), key=_part, default=None)
+        said = f"its image {image} is being fetched to {' and '.join(sorted(now))}"
+        return f"{said}, {_said(best)}" if best and best.layers else said
+
+    def _fetch(self, node: str, image: str) -> None:
+        """Begin to pull it there, unless that goes on already or failed a moment ago."""
+        key = node, image
+        with self._lock:
+            since = self._failed.get(key, (None, float("-inf")))[1]
+            if key in self._pulls or time.monotonic() - since < AGAIN:
+                return
+            self._pulls[key] = None
+        name = f"gpuspawner-fetch-{node}"
+        threading.Thread(target=self._pull, args=key, name=name, daemon=True).start()
+
+    def _pull(self, node: str, image: str) -> None:
+        key = node, image
+        error: ImageUnavailable | None = None
+        try:
+            for now in pull(reach(self._nodes[node]), image):
+                self._pulls[key] = now
+        except ImageUnavailable as raised:
+            error = raised
+            self._log.warning("%s: %s", node, raised.message)
+        except Exception as raised:  # a thread that dies unheard would be waited for
+            error = ImageUnavailable(image=image, why=repr(raised), remedy="Tell your admin.")
+            self._log.exception("Pulling %s to %s failed", image, node)
+        with self._lock:
+            self._pulls.pop(key, None)
+            if error is None:
+                self._failed.pop(key, None)
+                self._seen[key] = True, time.monotonic()
+                self._log.info("The image %s is on %s now", image, node)
+            else:
+                self._failed[key] = error, time.monotonic()
+
+
+def _part(now: Progress) -> float:
+    return now.got / now.size if now.size else now.done / max(1, now.layers)
+
+
+def _said(now: Progress) -> str:
+    amount = f", {now.got / 1e6:.0f} of {now.size / 1e6:.0f} MB" if now.size else ""
+    return f"{now.done} of {now.layers} layers{amount}"

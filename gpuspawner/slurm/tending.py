@@ -1,0 +1,107 @@
+"""The part of :class:`gpuspawner.slurm.delegate.SlurmDelegate` for images, and for what admins
+decide about the line and about machines."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ..errors import GPUSpawnerError, ImageAwaited, InvalidRequest, SlurmRefused
+from ..model import Ticket
+from . import holder
+from .cluster import Cluster
+from .commands import Slurm
+from .hand import Hand
+from .images import NodeImages
+from .jobs import Job
+
+
+class Tending:
+    """What the jobs that wait, and the nodes, are told beside submits and cancels."""
+
+    _lock: threading.Lock
+    _jobs: Mapping[str, Job]
+    _nodes_at: float
+
+    def __init__(self, cluster: Cluster, slurm: Slurm, log: logging.Logger | Any) -> None:
+        self.cluster = cluster
+        self.slurm = slurm
+        self.images = NodeImages(cluster.nodes, log)
+        self._hand = Hand(slurm, log)
+
+    # Jobs that wait.
+
+    def lacking(self, ticket: Ticket) -> Collection[str]:
+        """The nodes that would do and lack the ticket's image. Raises TooMuchAsked, and what
+        :meth:`gpuspawner.slurm.images.NodeImages.lacking` does."""
+        return self.images.lacking(ticket, holder.able(ticket.request, self.cluster))
+
+    def why_not_yet(self, ticket: Ticket) -> str:
+        with suppress(GPUSpawnerError):  # what no node has is said at the next try
+            return self.images.why_not_yet(ticket, holder.able(ticket.request, self.cluster))
+        return ""
+
+    def tend(self, waiting: Collection[Ticket], *, paused: bool) -> None:
+        with self._lock:
+            jobs = dict(self._jobs)
+        if paused:
+            self._hand.pause(jobs.values())
+            return
+        self._hand.go_on(jobs.values())
+        found = [(t, jobs[t.id]) for t in waiting if t.id in jobs and jobs[t.id].waits]
+        self._hand.order(found)
+        for ticket, job in found:
+            if job.excluded and self.images.wanted(ticket) is not None:
+                self._let_in(ticket, job)
+
+    def _let_in(self, ticket: Ticket, job: Job) -> None:
+        """Let a job that waits run also where its image has come meanwhile."""
+        with suppress(ImageAwaited, InvalidRequest):
+            lacking = self.lacking(ticket)
+            nodes = holder.excluded(ticket.request, self.cluster, lacking)
+            if set(nodes) < set(job.excluded.split(",")):
+                self._hand.exclude(job, nodes)
+
+    def must_allow(self, minutes: int) -> None:
+        """Raises SlurmRefused for a job that is longer than the partition allows, which Slurm
+        itself would let root have, and SlurmUnavailable."""
+        partition = self.cluster.partition
+        told = self.slurm.run("sinfo", "--noheader", f"--partition={partition}", "--format=%l")
+        most = min(map(minutes_of, told.split()), default=math.inf)
+        if minutes > most:
+            hours = f"{most / 60:.1f}".removesuffix(".0")
+            raise SlurmRefused(why=f"the partition {partition} lets nothing run for over {hours} h")
+
+    # Machines.
+
+    def machine_of(self, uuid: str) -> str:
+        found = self.cluster.device(uuid)
+        return found[0].name if found else ""
+
+    def on_machine(self, uuid: str) -> tuple[str, ...]:
+        found = self.cluster.device(uuid)
+        return tuple(device.uuid for device in found[0].devices) if found else (uuid,)
+
+    def close(self, uuid: str, reason: str) -> None:
+        if machine := self.machine_of(uuid):
+            self._hand.close(machine, reason)
+            self._nodes_at = float("-inf")
+
+    def reopen(self, uuid: str) -> None:
+        if machine := self.machine_of(uuid):
+            self._hand.reopen(machine)
+            self._nodes_at = float("-inf")
+
+
+def minutes_of(limit: str) -> float:
+    """A time limit as Slurm writes it, such as ``1-02:30:00``; infinite where there is none."""
+    days, _, rest = limit.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdigit() for part in (*parts, days or "0")):
+        return math.inf
+    seconds = sum(int(part) * 60**power for power, part in enumerate(reversed(parts)))
+    return int(days or 0) * 24 * 60 + seconds / 60

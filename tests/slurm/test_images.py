@@ -1,0 +1,130 @@
+"""Real: Slurm with two nodes and their Docker Engines, a registry, JupyterHub, proxy, accounting
+service. Stand-in: the GPUs."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+
+import pytest
+from docker.errors import ImageNotFound
+
+from tests.support.images import INSTANT
+from tests.support.processes import wait_for
+from tests.support.registry import SlowRegistry
+from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_hub import SlurmHub
+from tests.support.slurm_node import Node
+
+ENVIRONMENTS = """  - slug: later
+    display_name: Later
+    description: Its image is on no node yet.
+    image: {repository}:later
+    devices: {{default: 1, max: 8}}
+  - slug: missing
+    display_name: Missing
+    description: Its image is nowhere.
+    image: {repository}:missing
+    devices: {{default: 1, max: 8}}
+"""
+
+OWN = 'c.GPUDockerSpawner.own_images = {{"*": {{"images": ["{repository}"], "most": "1G"}}}}'
+
+
+@pytest.fixture(scope="module")
+def registry(shared_cluster: SlurmCluster) -> Iterator[SlowRegistry]:
+    """Three images that answer at once, and none goes out whole until it is told to."""
+    client = shared_cluster.nodes[0].engine.client
+    saved = io.BytesIO(b"".join(client.get_image(INSTANT)))
+    with SlowRegistry(size=300_000, host=shared_cluster.address) as registry:
+        for tag in ("later", "own"):
+            saved.seek(0)
+            registry.add_saved(tag, saved, {"Labels": {"tag": tag}})
+        registry.hang()
+        yield registry
+
+
+@pytest.fixture(scope="module")
+def hub(
+    shared_cluster: SlurmCluster,
+    registry: SlowRegistry,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[SlurmHub]:
+    folder = tmp_path_factory.mktemp("images") / "hub"
+    hub = SlurmHub(folder, shared_cluster, OWN.format(repository=registry.repository + ":own"))
+    with (folder / "catalog.yaml").open("a", encoding="utf-8") as catalog:
+        catalog.write(ENVIRONMENTS.format(repository=registry.repository))
+    with hub:
+        yield hub
+    for node in shared_cluster.nodes:
+        for tag in ("later", "own"):
+            if has(node, f"{registry.repository}:{tag}"):
+                node.engine.client.remove_image(f"{registry.repository}:{tag}", force=True)
+
+
+def has(node: Node, image: str) -> bool:
+    try:
+        node.engine.client.inspect_image(image)
+    except ImageNotFound:
+        return False
+    return True
+
+
+def told(hub: SlurmHub, user: str, part: str) -> str:
+    """What the pending page of a member says as soon as there is this part in it."""
+    heard = []
+    with hub.api("GET", f"/users/{user}/server/progress", stream=True, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith(b"data: "):
+                heard.append(str(json.loads(line[6:]).get("message")))
+                if part in heard[-1]:
+                    return heard[-1]
+    raise AssertionError(heard)
+
+
+def test_a_ticket_waits_for_its_image_and_holds_nothing_meanwhile(
+    hub: SlurmHub, cluster: SlurmCluster, registry: SlowRegistry
+) -> None:
+    image = f"{registry.repository}:later"
+    hub.ask("ann", environment="later", gpus=1)
+    said = told(hub, "ann", "is being fetched to")
+    one, other = (node.name for node in cluster.nodes)
+    assert image in said and one in said and other in said
+    assert not cluster.run("squeue", "-h"), "no GPU waits for a pull"
+    registry.go_on()
+    hub.wait_lease("ann")
+    # Also on the node that nobody asked for: by the service, ahead of its first server.
+    wait_for(lambda: all(has(node, image) for node in cluster.nodes), "the image everywhere")
+    hub.stop_server("ann")
+
+
+def test_a_node_without_the_image_is_not_chosen_until_it_has_it(
+    hub: SlurmHub, cluster: SlurmCluster, registry: SlowRegistry
+) -> None:
+    """The image of a member's own, which nobody pulls ahead."""
+    image = f"{registry.repository}:own"
+    first, second = cluster.nodes
+    registry.hangs_after = None
+    second.engine.client.pull(registry.repository, "own")
+    registry.hang()
+    hub.ask("ann", environment="instant", own_image=image, gpus=1)
+    lease = hub.wait_lease("ann")
+    assert hub.node_of(lease) is second, "the other one has two GPUs free, and no image"
+    assert not has(first, image)
+    hub.ask("bob", environment="instant", own_image=image, gpus=1, wait=True)
+    wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending"), "bob's job")
+    registry.go_on()
+    assert hub.node_of(hub.wait_lease("bob", timeout=90)) is first
+    for user in ("ann", "bob"):
+        hub.stop_server(user)
+
+
+def test_an_image_that_is_nowhere_is_refused_in_words(
+    hub: SlurmHub, cluster: SlurmCluster, registry: SlowRegistry
+) -> None:
+    hub.ask("cara", environment="missing", gpus=1)
+    wait_for(lambda: not hub.broker.waiting() and hub.server("cara") is None, "the refusal")
+    (ticket,) = hub.broker.tickets_of("cara")
+    assert f"{registry.repository}:missing could not be pulled" in ticket.end_reason
+    assert not cluster.run("squeue", "-h")
