@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,19 @@ gpuspawner.add_services(c, url={url!r})
 
 class SlurmHub(HubProcess):
     """``with SlurmHub(folder, cluster) as hub``. Servers without a GPU are on the first node's
-    engine, as if the hub were there too. ``shards`` as in cluster.yaml."""
+    engine, as if the hub were there too. ``shards`` as in cluster.yaml; ``samplers``: where each
+    node's is, by the node's name."""
 
     def __init__(
         self, folder: Path, cluster: SlurmCluster, config: str = "", *, shards: int = 0,
-        **kwargs: Any,
+        samplers: Mapping[str, str] | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.cluster = cluster
         self.database_url = f"sqlite:///{folder}/gpuspawner.sqlite"
         file = folder / "cluster.yaml"
-        file.write_text(yaml.safe_dump(described(cluster, shards)), encoding="utf-8")
+        nodes = described(cluster, shards, samplers)
+        file.write_text(yaml.safe_dump(nodes), encoding="utf-8")
         (folder / "catalog.yaml").write_text(CATALOG, encoding="utf-8")
         text = CONFIG.format(
             database_url=self.database_url,
@@ -109,7 +112,9 @@ class SlurmHub(HubProcess):
         return found
 
 
-def described(cluster: SlurmCluster, shards: int = 0) -> dict[str, Any]:
+def described(
+    cluster: SlurmCluster, shards: int = 0, samplers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """``cluster.yaml``, as an admin would have it."""
     nodes = {}
     for node in cluster.nodes:
@@ -136,6 +141,8 @@ def described(cluster: SlurmCluster, shards: int = 0) -> dict[str, Any]:
                 for device in node.engine.devices
             ],
         }
+    for name, url in (samplers or {}).items():
+        nodes[name]["sampler"] = url
     return {
         "name": cluster.cluster_name,
         "hub_address": cluster.address,

@@ -1,0 +1,158 @@
+"""What the GPUs of all nodes do. Real: Slurm with two nodes in networks of their own, a sampler on
+each, hub, accounting service, Chromium. Stand-in: NVML's library, the GPUs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import datetime, timedelta
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from gpuspawner.broker import Broker
+from gpuspawner.broker.broker import utcnow
+from tests.support import axe
+from tests.support.browser import screenshot
+from tests.support.hub import ADMIN
+from tests.support.node_sampler import NodeSampler
+from tests.support.nvml import nvml_library as nvml
+from tests.support.nvml.nvml_library import GIB, GPU
+from tests.support.pages import sign_in
+from tests.support.processes import wait_for
+from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_hub import SlurmHub
+from tests.support.slurm_node import Node, NodeDevice
+
+WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def samplers(
+    shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[NodeSampler]]:
+    """One on each node, with the certificates of the node's engine."""
+    folder = tmp_path_factory.mktemp("samplers")
+    library = nvml.build_nvml_library(folder / "nvml")
+    tls = str(shared_cluster.directory / "tls")
+    with ExitStack() as stack:
+        made = []
+        for node in shared_cluster.nodes:
+            url = f"https://{node.address}:9401"
+            around = node.engine.network.around
+            sampler = NodeSampler(folder / node.name, library, url, "--tls", tls, around=around)
+            made.append(stack.enter_context(sampler))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hub(
+    shared_cluster: SlurmCluster,
+    samplers: list[NodeSampler],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[SlurmHub]:
+    urls = {node.name: s.url for node, s in zip(shared_cluster.nodes, samplers, strict=True)}
+    with SlurmHub(tmp_path_factory.mktemp("slurm") / "hub", shared_cluster, samplers=urls) as hub:
+        yield hub
+
+
+@pytest.fixture(autouse=True)
+def work(cluster: SlurmCluster, samplers: list[NodeSampler]) -> None:
+    """The devices of the first node work at 31 and 32 %, that of the second at 81 %."""
+    for node, sampler in zip(cluster.nodes, samplers, strict=True):
+        sampler.show(
+            *(
+                GPU(
+                    uuid=device.uuid,
+                    bus=f"00000000:{use:02X}:00.0",
+                    name=device.model,
+                    memory_bytes=device.memory_bytes,
+                    use=(use, 0),
+                    used_bytes=use * GIB // 4,
+                    celsius=use,
+                )
+                for device, use in used(node)
+            )
+        )
+
+
+def used(node: Node) -> Iterator[tuple[NodeDevice, int]]:
+    """Each device with the percentage that it is used."""
+    first = 31 if len(node.devices) > 1 else 81
+    return zip(node.devices, itertools.count(first), strict=False)
+
+
+def shows(page: Page, uuid: str, text: str) -> None:
+    """Wait until the live page says so of a device."""
+    page.wait_for_selector(f".tile[data-uuid='{uuid}']:has-text('{text}')", timeout=90_000)
+
+
+def test_the_live_page_shows_the_devices_of_all_nodes(
+    hub: SlurmHub, cluster: SlurmCluster, browser: Browser
+) -> None:
+    (one, two), (other,) = (node.devices for node in cluster.nodes)
+    hub.ask("ann", gpus=1, gpu_model="H100")
+    lease = hub.wait_lease("ann")
+    assert lease.uuids == (other.uuid,)
+    for user, size in (("ann", PHONE), (ADMIN, WIDE)):
+        page = browser.new_page(viewport=size)
+        sign_in(page, hub, user, "cluster")
+        for device, use in ((one, 31), (two, 32), (other, 81)):
+            shows(page, device.uuid, f"{use} %")
+            shows(page, device.uuid, f"{use / 4:.1f} of")
+        shows(page, other.uuid, "yours" if user == "ann" else "ann")
+        shows(page, other.uuid, "81 °C")
+        assert axe.troubles(page) == []
+        screenshot(page, f"cluster-nodes-{size['width']}")
+        page.close()
+    hub.stop_server("ann")
+
+
+def test_a_silent_machine_is_named_and_takes_no_other_along(
+    hub: SlurmHub, cluster: SlurmCluster, samplers: list[NodeSampler], browser: Browser
+) -> None:
+    first, second = cluster.nodes
+    one, other = first.devices[0], second.devices[0]
+    page = browser.new_page(viewport=WIDE)
+    sign_in(page, hub, ADMIN, "cluster")
+    shows(page, one.uuid, "31 %")
+    samplers[0].kill()
+    shows(page, one.uuid, f"the machine {first.name} does not tell what its GPUs do")
+    screenshot(page, "cluster-silent-1280")
+    phone = browser.new_page(viewport=PHONE)
+    sign_in(phone, hub, "ann", "cluster")
+    shows(phone, one.uuid, "its machine does not tell what it does")
+    assert first.name not in phone.content()
+    screenshot(phone, "cluster-silent-390")
+    phone.close()
+    shows(page, other.uuid, "81 %")
+    samplers[0].start()
+    shows(page, one.uuid, "31 %")
+    cluster.cut(second)
+    shows(page, other.uuid, f"the machine {second.name} does not tell what its GPUs do")
+    shows(page, one.uuid, "31 %")
+    cluster.heal(second)
+    shows(page, other.uuid, "81 %")
+    page.close()
+    # Nobody was blamed for the silence, and what was told is remembered.
+    assert {known.state.verdict for known in hub.broker.health().values()} <= {"fine"}
+    hub.shut_down()
+    since = utcnow() - timedelta(hours=1)
+    broker = Broker(database_url=hub.database_url)
+    uses = {device.uuid: use for node in cluster.nodes for device, use in used(node)}
+    try:
+        wait_for(lambda: remembered(broker, since).keys() == uses.keys(), "all that was told")
+        assert remembered(broker, since) == uses
+    finally:
+        broker.store.close()
+
+
+def remembered(broker: Broker, since: datetime) -> dict[str, int]:
+    """The most that each device was used, in percent."""
+    minutes = broker.use_between(since, utcnow() + timedelta(minutes=1))
+    assert not any(minute.error or minute.strangers for minute in minutes)
+    found: dict[str, int] = {}
+    for minute in minutes:
+        found[minute.uuid] = max(found.get(minute.uuid, 0), minute.use_max)
+    return found
