@@ -1,0 +1,127 @@
+"""Real: Slurm with two nodes and their Docker Engines, JupyterHub, proxy, accounting service.
+Stand-in: the GPUs.
+
+Whoever dies, and in whatever order: servers go on, nothing is granted twice, nothing is lost.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.processes import as_root, wait_for
+from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_hub import SlurmHub
+
+DAEMONS = ("slurmctld", "slurmdbd", "hub")
+
+
+@pytest.fixture(scope="module")
+def hub(
+    shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SlurmHub]:
+    with SlurmHub(tmp_path_factory.mktemp("away") / "hub", shared_cluster) as hub:
+        yield hub
+
+
+def is_saved(cluster: SlurmCluster, name: str) -> None:
+    """Slurm's controller writes its state down a few seconds late."""
+    words = as_root(["grep", "-q", name, str(cluster.directory / "state/job_state")])
+    wait_for(lambda: subprocess.run(words, check=False).returncode == 0, f"{name} to be saved")
+
+
+def jobs(cluster: SlurmCluster) -> Counter[str]:
+    """How many jobs wait or run, by their name."""
+    return Counter(cluster.run("squeue", "-h", "-o", "%j").split())
+
+
+def assert_once(hub: SlurmHub) -> None:
+    """No device belongs to two leases, and no ticket has two jobs."""
+    held = [device.uuid for lease in hub.broker.open_leases() for device in lease.devices]
+    assert len(held) == len(set(held))
+    assert set(jobs(hub.cluster).values()) <= {1}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_all_of_them_die_in_some_order(hub: SlurmHub, cluster: SlurmCluster, seed: int) -> None:
+    chance = random.Random(seed)
+    hub.ask("ann", gpus=1, gpu_model="H100")
+    lease = hub.wait_lease("ann")
+    (container,) = hub.containers(hub.node_of(lease))
+    hub.ask("bob", gpus=1, gpu_model="H100", wait=True)
+    (ticket,) = wait_for(hub.broker.waiting, "bob's ticket")
+    is_saved(cluster, lease.ticket_id or "")
+    for name in chance.sample(DAEMONS, 3):
+        hub.kill9(services=True) if name == "hub" else cluster.kill(name)
+    # A controller that has not yet written down what the database told it cannot do without it.
+    back = ["slurmdbd", "slurmctld"]
+    back.insert(chance.randrange(3), "hub")
+    for name in back:
+        hub.start() if name == "hub" else cluster.restart(name)
+
+    def waits_with_one_job() -> bool:
+        return jobs(cluster)[f"gpuspawner-{ticket.id}"] == 1 and bool(hub.server("bob"))
+
+    wait_for(waits_with_one_job, "bob to be back in line")
+    assert_once(hub)
+    assert hub.broker.lease(lease.id).ended_at is None
+    assert [each["Id"] for each in hub.containers(hub.node_of(lease))] == [container["Id"]]
+    wait_for(lambda: hub.get("ann", "devices").ok, "ann's server to be reached")
+    hub.stop_server("ann")
+    assert hub.wait_lease("bob").ticket_id == ticket.id
+    assert_once(hub)
+    hub.stop_server("bob")
+
+
+def test_grants_go_on_without_the_accounting_database(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    hub.ask("ann", gpus=1)
+    first = hub.wait_lease("ann")
+    cluster.kill("slurmdbd")
+    hub.stop_server("ann")
+    hub.wait_end(first)
+    hub.spawn("ann", {"gpus": 2})
+    assert len(hub.wait_lease("ann").devices) == 2
+    cluster.restart("slurmdbd")
+    hub.stop_server("ann")
+
+
+def test_nobody_gets_a_gpu_whose_epilog_failed(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    hub.ask("ann", gpus=1, gpu_model="H100")
+    lease = hub.wait_lease("ann")
+    node = hub.node_of(lease)
+    hub.ask("bob", gpus=1, gpu_model="H100", wait=True)
+    (ticket,) = wait_for(hub.broker.waiting, "bob's ticket")
+    wait_for(lambda: jobs(cluster)[f"gpuspawner-{ticket.id}"], "bob's job")
+    cluster.fail_epilog(node)
+    hub.stop_server("ann")
+    ended = hub.wait_end(lease)
+    wait_for(lambda: cluster.node_state(node).startswith("drain"), "the node to be drained")
+
+    def is_told() -> bool:
+        standing = hub.broker.standings().get(ticket.id)
+        return bool(standing and "closed or away" in standing.why)
+
+    wait_for(is_told, "bob to be told")
+    assert hub.broker.ticket(ticket.id).outcome == ""
+    assert not hub.broker.open_leases()
+    cluster.mend_epilog(node)
+    later = hub.wait_lease("bob")
+    assert ended.ended_at and later.granted_at >= ended.ended_at
+    hub.stop_server("bob")
+
+
+def test_who_is_preempted_is_told_why(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    hub.ask("ann", gpus=1, gpu_model="H100")
+    lease = hub.wait_lease("ann")
+    cluster.user("urgent", "lab", "high")
+    job = cluster.hold("urgent", "--qos=high", "--gres=gpu:h100:1")
+    cluster.wait_state(job, "RUNNING")
+    ended = hub.wait_end(lease)
+    assert "given to somebody who goes first" in ended.end_reason
+    wait_for(lambda: hub.server("ann") is None, "the hub to know")
+    assert not hub.containers(hub.node_of(lease))
+    assert not [name for name in jobs(cluster) if name.startswith("gpuspawner-")]
