@@ -36,6 +36,7 @@ from tests.support.batch_jobs import (
     run,
 )
 from tests.support.brokers import T0, Clock, credits_of, open_broker, problems
+from tests.support.command import Command
 from tests.support.processes import wait_for
 
 LATER = timedelta(days=1)
@@ -402,3 +403,9 @@ def test_whose_account_is_empty_gets_no_gpu_unless_another_one_pays(people: Brok
     assert dry() == {"anna"}
     people.set_rate("0", actor="admin")
     assert dry() == set()
+
+
+@pytest.mark.parametrize("word", ["sync", "audit"])
+def test_on_one_machine_there_is_no_slurm_to_tell(broker: Broker, cli: Command, word: str) -> None:
+    said = cli("slurm", word, code=2).stderr
+    assert "There is no cluster: write c.Broker.cluster" in said
