@@ -22,8 +22,9 @@ from ..devices.simulated_samples import SimulatedSampler
 from ..engines.device_probe import Probed, Untried, probe_by_process, probe_in_container
 from ..engines.injection import MODES
 from ..errors import GPUSpawnerError, Unavailable
+from ..slurm.cluster import Node
 from ..slurm.delegate import SlurmDelegate
-from ..slurm.engine import connector
+from ..slurm.reaching import connector
 from ..telemetry import Sample
 from ..telemetry.symptoms import Signs
 from .sampling import Sampling
@@ -80,6 +81,9 @@ class ProbesDevices(SingletonConfigurable):
                 if self.probe_injection in ("auto", "process", "none"):
                     return Probed(text="a simulated device")
             if self.probe_injection in ("process", "none"):
+                if _node_of(tick, uuid):
+                    how = f"c.Accounting.probe_injection is {self.probe_injection!r}"
+                    raise Untried(f"{how}, and it is on a machine of the cluster")
                 return probe_by_process(uuid)
             return self._in_container(tick, uuid)
 
@@ -184,12 +188,18 @@ class HealthDuty:
                 self.tick.log.warning("Device %s is given out again: %s", uuid, found.text)
 
 
+def _node_of(tick: Tick, uuid: str) -> Node | None:
+    """The machine of a cluster that the device is in; None for this host."""
+    delegate = tick.broker.delegate
+    found = delegate.cluster.device(uuid) if isinstance(delegate, SlurmDelegate) else None
+    return found[0] if found else None
+
+
 def _engine_of(tick: Tick, uuid: str) -> docker.APIClient:
     """A client of the engine on the machine that the device is in. Raises DockerException or
     OSError."""
-    delegate = tick.broker.delegate
-    if isinstance(delegate, SlurmDelegate) and (found := delegate.cluster.device(uuid)):
-        return connector(found[0], ENGINE_SECONDS)()
+    if node := _node_of(tick, uuid):
+        return connector(node, ENGINE_SECONDS)()
     arguments = {"version": "auto", "timeout": ENGINE_SECONDS, **kwargs_from_env()}
     return docker.APIClient(**arguments)
 

@@ -29,6 +29,7 @@ from ..slurm.cluster import Cluster, Node
 from ..slurm.commands import Slurm
 from ..slurm.config import TESTED, is_tested
 from ..slurm.reaching import connector
+from ..slurm.telemetry import trouble_of
 from .check_hub import check_reachable
 from .check_servers import NO_CONTAINERS, check_injection, images_of, root_of
 from .hub import Hub
@@ -68,6 +69,8 @@ def check_slurm(
         yield finding
         if client is not None:
             clients[node] = client
+        if node.sampler:
+            yield check_sampler(node)
     images = images_of(hub, catalog)
     yield from (_check_image(image, clients) for image in images if clients)
     for node, client in clients.items():
@@ -218,6 +221,15 @@ def _check_engine(node: Node, nested: bool) -> tuple[Finding, docker.APIClient |
     if wrong:
         return Finding(name, Status.FAIL, *wrong), client
     return replace(finding, name=name), client
+
+
+def check_sampler(node: Node) -> Finding:
+    """Whether the node tells what its devices do."""
+    name = f"sampler {node.name}"
+    if why := trouble_of(node, _now()):
+        remedy = f"On {node.name}: systemctl status gpuspawner-sampler"
+        return Finding(name, Status.FAIL, f"{node.sampler}: {why.rstrip('.')}.", remedy)
+    return Finding(name, Status.OK, f"It tells at {node.sampler} what its GPUs do")
 
 
 def _unfit(info: Mapping[str, Any], nested: bool) -> tuple[str, str] | None:

@@ -112,9 +112,11 @@ class _Source:
 
     def take(self, until: float) -> _Answer | None:
         """The answer, if there is one; waited for only where the last one came."""
-        if not self._why:
-            self._done.wait(max(0.0, until - time.monotonic()))
-        if not self._done.is_set():
+        return self.answer(0.0 if self._why else max(0.0, until - time.monotonic()))
+
+    def answer(self, seconds: float) -> _Answer | None:
+        """The answer, if it comes in so many seconds."""
+        if not self._done.wait(seconds):
             return None
         answer, self._answer = self._answer, None
         return answer
@@ -203,6 +205,24 @@ def _in_words(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return str(error) or type(error).__name__
+
+
+def trouble_of(node: Node, now: datetime) -> str:
+    """Ask a node's sampler once: why it tells nothing of a device, as the end of a sentence; empty
+    when it tells of all. Blocks for seconds."""
+    source = _Source(node, {device.uuid: n for n, device in enumerate(node.devices)})
+    source.ask()
+    answer = source.answer(LONGEST)
+    if answer is None:
+        return "nothing came in time"
+    if answer.why:
+        return answer.why
+    try:
+        said = read(answer.body, now, source.indices)
+    except Nonsense as error:
+        return str(error)
+    missing = [device.uuid for device in node.devices if device.uuid not in (said.newest or ())]
+    return said.trouble or ("it does not list " + ", ".join(missing) if missing else "")
 
 
 # How a node is reached.

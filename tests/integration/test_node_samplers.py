@@ -18,6 +18,8 @@ import pytest
 
 from gpuspawner.broker.broker import utcnow
 from gpuspawner.cli import main
+from gpuspawner.cli.check_slurm import check_sampler
+from gpuspawner.engines.probe import Status
 from gpuspawner.slurm import telemetry
 from gpuspawner.slurm.cluster import TLS, Cluster, Node, NodeDevice
 from gpuspawner.slurm.samples import MOST_BYTES
@@ -273,6 +275,18 @@ def test_whatever_a_node_answers_costs_its_own_devices_alone(
     finally:
         for liar in liars:
             liar.close()
+
+
+def test_check_says_what_is_wrong_with_a_sampler(nodes: list[Node], tls: Path) -> None:
+    def told() -> list[tuple[Status, str]]:
+        return [(found.status, found.text) for found in map(check_sampler, nodes)]
+
+    wait_for(lambda: all(status is Status.OK for status, _ in told()), "both to be well")
+    other = replace(nodes[0], devices=nodes[1].devices)
+    assert f"it does not list {FLEET[2].uuid}." in check_sampler(other).text
+    gone = replace(nodes[0], sampler=f"https://127.0.0.1:{free_port()}")
+    assert check_sampler(gone).text == f"{gone.sampler}: Connection refused."
+    assert "systemctl status gpuspawner-sampler" in check_sampler(gone).remedy
 
 
 def test_mistakes_in_its_words_are_sentences(
