@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -11,7 +12,8 @@ import pytest
 from gpuspawner.errors import TooMuchAsked
 from gpuspawner.model import Request, ServerRef, Ticket
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
-from gpuspawner.slurm.holder import words
+from gpuspawner.slurm.holder import able, words
+from gpuspawner.slurm.tending import minutes_of
 
 GIB = 2**30
 
@@ -118,3 +120,38 @@ def test_parts_of_a_gpu() -> None:
 def test_the_hours_and_who() -> None:
     told = words(replace(TICKET, seconds=3601), CLUSTER, user="ann", account="g-course")
     assert {"--time=81", "--uid=ann", "--account=g-course"} <= set(told)
+
+
+@pytest.mark.parametrize(
+    ("request_", "nodes"),
+    [
+        (Request(devices=1), {"one", "two", "three"}),
+        (Request(devices=2), {"one"}),
+        (Request(devices=1, model="H100"), {"two", "three"}),
+        (Request(devices=1, model="T4"), {"three"}),
+        # The third has one that would do, and Slurm might give the other.
+        (Request(devices=1, memory_bytes=40 * GIB), {"one", "two"}),
+    ],
+)
+def test_which_nodes_would_do(request_: Request, nodes: set[str]) -> None:
+    assert able(request_, CLUSTER) == nodes
+
+
+def test_nodes_without_the_image_are_left_out_beside_those_that_would_not_do() -> None:
+    request = Request(devices=1, memory_bytes=40 * GIB)
+    told = words(replace(TICKET, request=request), CLUSTER, lacking=["two"])
+    assert without(told) == "three,two"
+
+
+def test_the_points_of_an_admin() -> None:
+    told = words(replace(TICKET, boost=2.5), CLUSTER)
+    assert "--nice=-2500" in told
+    assert not any(word.startswith("--nice") for word in asked())
+
+
+@pytest.mark.parametrize(
+    ("limit", "minutes"),
+    [("1-00:00:00", 1440), ("10:00", 10), ("2:30:00", 150), ("infinite", math.inf), ("", math.inf)],
+)
+def test_the_limit_of_a_partition(limit: str, minutes: float) -> None:
+    assert minutes_of(limit) == minutes
