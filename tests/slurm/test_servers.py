@@ -19,7 +19,11 @@ from tests.support.slurm_hub import SlurmHub
 def hub(
     shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmHub]:
-    settings = "c.Accounting.cluster_seconds = 5"
+    settings = """
+c.Accounting.cluster_seconds = 5
+c.Broker.group_weights = {"research": 3}
+c.JupyterHub.load_groups = {"research": {"users": ["zoe"]}}
+"""
     with SlurmHub(tmp_path_factory.mktemp("slurm") / "hub", shared_cluster, settings) as hub:
         yield hub
 
@@ -153,18 +157,18 @@ def test_what_no_machine_has_is_refused_in_words(hub: SlurmHub, cluster: SlurmCl
 
 
 def test_a_job_beside_servers_is_paid_by_its_member(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    hub.ask("ann", gpus=0)
-    hub.wait_lease("ann")
-    job = cluster.hold("ann", "--gres=gpu:h100:1", script="#!/bin/sh\nexec sleep 2\n")
+    hub.ask("zoe", gpus=0)
+    hub.wait_lease("zoe")
+    job = cluster.hold("zoe", "--gres=gpu:h100:1", script="#!/bin/sh\nexec sleep 2\n")
 
     def line() -> Line | None:
-        lines = hub.broker.statement("member:ann")
+        lines = hub.broker.statement("member:zoe")
         return next((line for line in lines if line.kind == "batch"), None)
 
     paid = wait_for(line, "the debit", timeout=60)
     assert f"Batch job {job} " in paid.reason
     seconds = cluster.run("sacct", "-X", "-n", "-P", "-j", str(job), "-o", "elapsedraw")
     assert paid.amount == -int(seconds) * MICRO
-    known = ("sacctmgr", "-n", "-P", "show", "assoc", "user=ann", "account=gpuspawner-members")
+    known = ("sacctmgr", "-n", "-P", "show", "assoc", "user=zoe", "account=g-research")
     wait_for(lambda: cluster.run(*known), "Slurm to know the member", timeout=60)
-    hub.stop_server("ann")
+    hub.stop_server("zoe")
