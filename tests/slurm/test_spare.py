@@ -1,0 +1,57 @@
+"""Real: Slurm and its power saving, two nodes of which one is off until it is needed, JupyterHub,
+accounting service. Stand-in: the GPUs, and who switches a machine on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.processes import wait_for
+from tests.support.slurm_hub import SlurmHub
+from tests.support.slurm_power import PoweredCluster
+
+
+@pytest.fixture
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmHub]:
+    with (
+        PoweredCluster() as cluster,
+        SlurmHub(tmp_path_factory.mktemp("spare") / "hub", cluster) as hub,
+    ):
+        yield hub
+
+
+def test_a_long_line_brings_up_a_machine_and_one_that_never_comes_gives_nothing(
+    hub: SlurmHub,
+) -> None:
+    cluster = hub.cluster
+    assert isinstance(cluster, PoweredCluster)
+    (spare,) = cluster.spare
+    hub.ask("ann", gpus=2)
+    hub.wait_lease("ann")
+    cluster.delivers = False
+    hub.ask("bob", gpus=1, wait=True)
+    (ticket,) = wait_for(hub.broker.waiting, "bob's ticket")
+
+    def why(words: str) -> bool:
+        standing = hub.broker.standings().get(ticket.id)
+        return bool(standing and words in standing.why)
+
+    wait_for(lambda: why("is being switched on"), "bob to be told")
+
+    def gave_up() -> bool:
+        return cluster.node_state(spare).startswith("down")
+
+    wait_for(gave_up, "Slurm to give the machine up", timeout=60, interval=0.5)
+    jobs = ("squeue", "-h", "-t", "pending", "-o", "%j")
+    wait_for(lambda: ticket.id in cluster.run(*jobs), "bob's ticket to be in line again")
+    assert hub.broker.ticket(ticket.id).outcome == ""
+    assert [lease.server.user for lease in hub.broker.open_leases()] == ["ann"]
+
+    cluster.delivers = True
+    cluster.run("scontrol", "update", f"nodename={spare.name}", "state=power_down_force")
+    lease = hub.wait_lease("bob", timeout=90)
+    assert lease.ticket_id == ticket.id and hub.node_of(lease) is spare
+    hub.stop_server("bob")
+    wait_for(lambda: cluster.node_state(spare) == "idle~", "the machine to be off", timeout=60)
+    hub.stop_server("ann")
