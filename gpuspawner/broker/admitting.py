@@ -3,6 +3,7 @@ them. The store and the configuration decide; Slurm is told."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -28,6 +29,9 @@ PATIENCE = 5.0
 KNOWN = 300.0
 """Seconds for which a member who is known to Slurm is believed to be: it is asked as seldom."""
 
+TRIES = 3
+"""How often Slurm's database is told the same, when others tell it something meanwhile."""
+
 
 class Admitting(Delegating, QueueSettings):
     """The part of the broker that knows who may use the cluster."""
@@ -35,6 +39,7 @@ class Admitting(Delegating, QueueSettings):
     _nodes: Cluster | None = None
     _admitted: Mapping[str, tuple[object, float]] = {}
     """What Slurm knows of members, and when that was so."""
+    _admitting = threading.Lock()
 
     def nodes(self) -> Cluster:
         """The cluster of the configuration, read once. Raises ConfigError."""
@@ -141,7 +146,8 @@ class Admitting(Delegating, QueueSettings):
         try:
             if not syncing.is_there(slurm, cluster, asked):
                 syncing.check_version(slurm)
-                problems = syncing.bring(slurm, cluster, asked).problems
+                with self._admitting:
+                    problems = _bring(slurm, cluster, asked)
         except (SlurmRefused, SlurmUnavailable) as error:
             problems = (error.message,)
         if not problems:
@@ -183,6 +189,17 @@ class Admitting(Delegating, QueueSettings):
             if balances.get(usual, 0) <= 0:
                 found.add(name)
         return frozenset(found)
+
+
+def _bring(slurm: Slurm, cluster: str, asked: Wanted) -> tuple[str, ...]:
+    """Bring Slurm to it, and see that it is so; what could not be done. Of two who add something
+    at once, its database may tell the second that there is nothing new, and forget the rest."""
+    for _ in range(TRIES):
+        if problems := syncing.bring(slurm, cluster, asked).problems:
+            return problems
+        if syncing.is_there(slurm, cluster, asked):
+            return ()
+    return ("its database does not keep what it was told",)
 
 
 def _limits(limits: Limits) -> associations.Limits:

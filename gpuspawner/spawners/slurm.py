@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 ENDING = 30.0
 """Seconds that Slurm may take to end a job and its epilog to clear away."""
 
+NOW = 1.0
+"""Seconds that one answer of Slurm serves who has to know."""
+
 SELDOM = 5.0
 """Seconds that one answer of Slurm serves everybody who asks whether a server lives."""
 
@@ -185,7 +188,8 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         lease = self.lease
         if lease is None or lease.engine != self.delegate.engine or not lease.ticket_id:
             return await super().prove_gone()
-        over = await self._over(lease.ticket_id, SELDOM)
+        # Its member stopped it: what may have ended the job meanwhile is of no interest.
+        over = await self._over(lease.ticket_id, SELDOM if self.stopped_at else NOW)
         detail = ""
         if over is None:
             proof = await super().prove_gone()
@@ -198,7 +202,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             self.stopped_at = max(over.ended_at, self.stopped_at or over.ended_at)
         return Proof(gone=True, ended_at=over.ended_at, detail=detail or over.detail)
 
-    async def _over(self, ticket_id: str, age: float = 1.0) -> Proof | None:
+    async def _over(self, ticket_id: str, age: float = NOW) -> Proof | None:
         """How the job of a ticket ended; None while it lives. Raises EngineUnavailable."""
         try:
             turns = await self.broker.run(self.delegate.turns, age)

@@ -10,6 +10,7 @@ import random
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -125,3 +126,22 @@ def test_who_is_preempted_is_told_why(hub: SlurmHub, cluster: SlurmCluster) -> N
     wait_for(lambda: hub.server("ann") is None, "the hub to know")
     assert not hub.containers(hub.node_of(lease))
     assert not [name for name in jobs(cluster) if name.startswith("gpuspawner-")]
+
+
+def test_many_new_members_at_once_are_all_known(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    """The database forgets what two tell it at the same moment."""
+    names = [f"newcomer{number}" for number in range(8)]
+    for name in names:
+        cluster.users.make(name)
+    with ThreadPoolExecutor(len(names)) as threads:
+        asked = list(threads.map(lambda name: hub.spawn(name, {"gpus": 1, "wait": True}), names))
+    assert {answer.status_code for answer in asked} <= {201, 202}
+    words = ("sacctmgr", "-n", "-P", "show", "assoc", f"user={','.join(names)}", "format=user")
+    wait_for(lambda: set(cluster.run(*words).split()) == set(names), "all to be known")
+
+    def submitted() -> int:
+        return sum(count for name, count in jobs(cluster).items() if name.startswith("gpuspawner-"))
+
+    wait_for(lambda: submitted() == len(names), "their jobs")
+    for name in names:
+        hub.stop_server(name)
