@@ -10,8 +10,10 @@ from multiprocessing.synchronize import Barrier
 from typing import Any
 
 from gpuspawner.broker import Broker
+from gpuspawner.model import Request, ServerRef, Ticket
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
 from gpuspawner.slurm.usage import Run
+from gpuspawner.store import book, tickets
 from tests.support.brokers import T0, Clock, open_broker
 
 GIB = 2**30
@@ -99,3 +101,25 @@ def debit_together(gate: Barrier, url: str) -> int:
     amount = broker.debit(CLUSTER, many(HOURS)).amount
     broker.store.close()
     return amount
+
+
+def wait_in_line(broker: Broker, name: str, user: str = "anna", **fields: Any) -> Ticket:
+    """A ticket that waits since T0, for a server of its own name."""
+    ticket = Ticket(
+        id=name,
+        server=ServerRef(user, name),
+        request=Request(devices=1),
+        engine="slurm",
+        account=f"member:{user}",
+        created_at=T0,
+        **fields,
+    )
+    with broker.store.write() as connection:
+        tickets.insert(connection, ticket)
+    return ticket
+
+
+def open_group(broker: Broker, name: str) -> None:
+    """A group's account, with nothing in it."""
+    with broker.store.write() as connection:
+        book.open_account(connection, f"group:{name}", T0)
