@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
+from ..broker import Broker
 from ..broker.batch import Difference
 from ..errors import InvalidRequest
 from ..ledger.pricing import parse_moment
@@ -16,6 +17,9 @@ from ..store.batch import BatchJob
 from .config import Settings
 from .grammar import Add
 from .output import count, exact, local, note, printable, show, table, utc
+
+TRIES = 3
+"""How often Slurm is told the same, when its database does not keep it."""
 
 DAYS = 7
 """How far back an audit looks unless somebody says it."""
@@ -38,12 +42,13 @@ def sync(arguments: argparse.Namespace, settings: Settings) -> int:
     """Bring Slurm to what the configuration and the store say; 1 when a part cannot be done."""
     broker = settings.open_broker()
     plan = broker.plan_for_cluster()
-    if not arguments.dry_run:
-        syncing.apply(broker.slurm(), plan.steps)
+    problems = plan.problems
+    if plan.steps and not arguments.dry_run:
+        problems = _done(broker, plan)
     value = {
         "done": not arguments.dry_run,
         "steps": [{"what": s.what, "sacctmgr": list(s.words)} for s in plan.steps],
-        "problems": list(plan.problems),
+        "problems": list(problems),
     }
     lines = [printable(step.what) for step in plan.steps]
     if not plan.steps:
@@ -52,9 +57,20 @@ def sync(arguments: argparse.Namespace, settings: Settings) -> int:
         steps = count(len(plan.steps), "step")
         lines += ["", f"{'Would do' if arguments.dry_run else 'Did'} {steps}."]
     show(arguments.json, value, "\n".join(lines))
-    for problem in plan.problems:
+    for problem in problems:
         note(printable(problem))
-    return 1 if plan.problems else 0
+    return 1 if problems else 0
+
+
+def _done(broker: Broker, plan: syncing.Plan) -> tuple[str, ...]:
+    """Do it, and see that it is so: Slurm's database may forget a part of what it is told while
+    others tell it something, too. What could not be done."""
+    for _ in range(TRIES):
+        syncing.apply(broker.slurm(), plan.steps)
+        plan = broker.plan_for_cluster()
+        if not plan.steps:
+            return plan.problems
+    return (*plan.problems, "Slurm's database does not keep what it was told: run it again.")
 
 
 def audit(arguments: argparse.Namespace, settings: Settings) -> int:
