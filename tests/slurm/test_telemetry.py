@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
@@ -25,6 +26,7 @@ from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import SlurmHub
 from tests.support.slurm_node import Node, NodeDevice
 
+CONFIG = "c.Broker.sick_quiet_minutes = 0.02"
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
 
@@ -53,7 +55,8 @@ def hub(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[SlurmHub]:
     urls = {node.name: s.url for node, s in zip(shared_cluster.nodes, samplers, strict=True)}
-    with SlurmHub(tmp_path_factory.mktemp("slurm") / "hub", shared_cluster, samplers=urls) as hub:
+    folder = tmp_path_factory.mktemp("slurm") / "hub"
+    with SlurmHub(folder, shared_cluster, CONFIG, samplers=urls) as hub:
         yield hub
 
 
@@ -61,20 +64,23 @@ def hub(
 def work(cluster: SlurmCluster, samplers: list[NodeSampler]) -> None:
     """The devices of the first node work at 31 and 32 %, that of the second at 81 %."""
     for node, sampler in zip(cluster.nodes, samplers, strict=True):
-        sampler.show(
-            *(
-                GPU(
-                    uuid=device.uuid,
-                    bus=f"00000000:{use:02X}:00.0",
-                    name=device.model,
-                    memory_bytes=device.memory_bytes,
-                    use=(use, 0),
-                    used_bytes=use * GIB // 4,
-                    celsius=use,
-                )
-                for device, use in used(node)
-            )
+        sampler.show(*works(node))
+
+
+def works(node: Node) -> list[GPU]:
+    """The devices of a node, each as much as :func:`used` says."""
+    return [
+        GPU(
+            uuid=device.uuid,
+            bus=f"00000000:{use:02X}:00.0",
+            name=device.model,
+            memory_bytes=device.memory_bytes,
+            use=(use, 0),
+            used_bytes=use * GIB // 4,
+            celsius=use,
         )
+        for device, use in used(node)
+    ]
 
 
 def used(node: Node) -> Iterator[tuple[NodeDevice, int]]:
@@ -109,6 +115,30 @@ def test_the_live_page_shows_the_devices_of_all_nodes(
     hub.stop_server("ann")
 
 
+def test_a_sick_gpu_is_tried_on_its_own_machine(
+    hub: SlurmHub, cluster: SlurmCluster, samplers: list[NodeSampler]
+) -> None:
+    (gpu,) = works(cluster.nodes[1])
+
+    def verdict() -> str:
+        known = hub.broker.health().get(gpu.uuid)
+        return known.state.verdict if known else ""
+
+    def fall_sick() -> bool:
+        """Again and again: nobody hears of it before the hub has asked for the first time."""
+        if verdict() == "sick":
+            return True
+        samplers[1].show(replace(gpu, xids=[(next(errors), 79)]))
+        return False
+
+    errors = itertools.count(1)
+    wait_for(fall_sick, "the verdict", timeout=30, interval=2)
+    samplers[1].show(gpu)
+    wait_for(lambda: verdict() == "watch", "a probe that passes", timeout=30)
+    assert f"Device {gpu.uuid} is given out again" in hub.log_text()
+    cluster.mend()
+
+
 def test_a_silent_machine_is_named_and_takes_no_other_along(
     hub: SlurmHub, cluster: SlurmCluster, samplers: list[NodeSampler], browser: Browser
 ) -> None:
@@ -136,7 +166,7 @@ def test_a_silent_machine_is_named_and_takes_no_other_along(
     shows(page, other.uuid, "81 %")
     page.close()
     # Nobody was blamed for the silence, and what was told is remembered.
-    assert {known.state.verdict for known in hub.broker.health().values()} <= {"fine"}
+    assert {known.state.verdict for known in hub.broker.health().values()} <= {"fine", "watch"}
     hub.shut_down()
     since = utcnow() - timedelta(hours=1)
     broker = Broker(database_url=hub.database_url)
