@@ -89,6 +89,7 @@ class SlurmCluster(SlurmClient):
         self.nodes: tuple[Node, ...] = ()
         self.users = Users()
         self._lock: IO[str] | None = None
+        self._first_job = 1
         self._daemons: dict[str, Daemon] = {}
 
     def __enter__(self) -> SlurmCluster:
@@ -174,19 +175,17 @@ class SlurmCluster(SlurmClient):
 
     def reconfigure(self, **settings: object) -> None:
         """Replace these settings of slurm.conf while everything runs."""
-        text = self.conf.read_text()
-        for key, value in settings.items():
-            text = re.sub(rf"(?m)^{key}=.*$", f"{key}={value}", text)
-        self.conf.write_text(text)
+        self._write_settings(settings)
         self.run("scontrol", "reconfigure")
 
     def save(self, user: str) -> None:
         """Wait until the controller has written down what happened so far: what happens in its
         last seconds is lost when it is killed."""
-        self.hold(user, "--hold", "--job-name=the-last-word")
-        look = as_root(["grep", "-q", "the-last-word", str(self.directory / "state/job_state")])
+        word = f"last-word-{secrets.token_hex(4)}"  # those of before are in the file, too
+        self.hold(user, "--hold", f"--job-name={word}")
+        look = as_root(["grep", "-q", word, str(self.directory / "state/job_state")])
         wait_for(lambda: subprocess.run(look, check=False).returncode == 0, "it to be saved")
-        self.run("scancel", "--name=the-last-word")
+        self.run("scancel", f"--name={word}")
 
     def fail_epilog(self, node: Node) -> None:
         """From now on the node's epilog fails, which drains the node."""
@@ -325,8 +324,20 @@ class SlurmCluster(SlurmClient):
         command = on_machine(machine, ["env", *variables, *words])
         return Daemon(name, command, self.directory / f"log/{name}-{machine}")
 
+    def _write_settings(self, settings: Mapping[str, object]) -> None:
+        text = self.conf.read_text()
+        for key, value in settings.items():
+            text = re.sub(rf"(?m)^{key}=.*\n", "", text)
+            text = f"{key}={value}\n{text}"
+        self.conf.write_text(text)
+
     def _start(self, name: str) -> None:
         """From a thread that lives as long as we."""
+        if name == "slurmctld":
+            # Killed, it forgets its newest jobs and gives their numbers again. Nodes do not run a
+            # job of a number that they have seen killed of late.
+            self._first_job += 1000
+            self._write_settings({"FirstJobId": self._first_job})
         answers = {"slurmctld": self._controller_answers, "slurmdbd": self._accounts_answer}
         self._threads.submit(self._daemons[name].start, answers.get(name)).result()
 
