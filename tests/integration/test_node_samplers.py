@@ -61,6 +61,7 @@ def samplers(
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "SILENT_AFTER", 1.0)
+    monkeypatch.setattr(telemetry, "SECONDS", 1.0)
 
 
 def node(name: str, url: str, tls: Path | None, *fleet: GPU) -> Node:
