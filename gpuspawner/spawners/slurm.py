@@ -162,18 +162,19 @@ class GPUSlurmSpawner(GPUDockerSpawner):
     # Gone is a server whose job has ended.
 
     async def poll(self) -> Any:
-        status = await super().poll()
-        if status is None and self.node is not None and not self._start_pending:
-            watch_over(self)
-            return await self._poll_job()
-        return status
+        if self.node is None or self._start_pending:
+            return await super().poll()
+        watch_over(self)
+        # First the job: a machine that was lost with it keeps who asks its engine waiting.
+        status = await self._poll_job()
+        return await super().poll() if status is None else status
 
     async def _poll_job(self) -> Any:
         """None while the job lives or nobody can say: its container may be out of sight."""
         if self.lease is None or not self.lease.ticket_id:
             return None
         try:
-            turns = await self.broker.run(self.delegate.turns, SELDOM)
+            turns = await self.broker.run(self.delegate.turns, NOW)
         except Unavailable:
             return None
         turn = turns.get(self.lease.ticket_id)
