@@ -218,9 +218,7 @@ class SlurmDelegate(Tending, SamplesNodes):
                 ended_at=job.ended_at,
             )
         why = SWITCHED_ON if job.state == "CONFIGURING" else ""
-        return Turn(
-            ticket_id=job.ticket_id, uuids=self._uuids(job), since=job.started_at, why=why
-        )
+        return Turn(ticket_id=job.ticket_id, uuids=self._uuids(job), since=job.started_at, why=why)
 
     def _uuids(self, job: Job) -> tuple[str, ...]:
         """The devices of a job that runs; none while it is being cleared away."""
