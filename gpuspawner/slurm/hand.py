@@ -49,11 +49,17 @@ class Hand:
             self._log.info("Held %d jobs: no GPUs are given out just now", len(found))
         self._held = waiting
 
-    def go_on(self, jobs: Iterable[Job]) -> None:
-        """Release what was held for a pause. Raises SlurmUnavailable."""
+    def go_on(self, jobs: Iterable[Job], places: Mapping[int, int]) -> None:
+        """Release what was held for a pause: first the jobs with places of an admin's, so that
+        nobody goes before them. Raises SlurmUnavailable."""
         held = {job.id for job in jobs if job.waits and job.reason.startswith("JobHeld")}
         if self._held is not None:
             held &= self._held
+        for job in sorted(held & places.keys(), key=lambda each: places[each]):
+            # Slurm gives no priority to a job that is held; the others are held until it has it.
+            self._tell("release", str(job))
+            self._tell("update", f"JobId={job}", f"Priority={FIRST - places[job]}")
+            held.remove(job)
         if held and self._tell("release", _listed(held)):
             self._log.info("Released %d jobs", len(held))
         self._held = set()

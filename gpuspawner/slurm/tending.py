@@ -51,8 +51,9 @@ class Tending:
         if paused:
             self._hand.pause(jobs.values())
             return
-        self._hand.go_on(jobs.values())
         found = [(t, jobs[t.id]) for t in waiting if t.id in jobs and jobs[t.id].waits]
+        places = {job.id: ticket.position for ticket, job in found if ticket.position is not None}
+        self._hand.go_on(jobs.values(), places)
         self._hand.order(found)
         for ticket, job in found:
             if job.excluded and self.images.wanted(ticket) is not None:
