@@ -227,7 +227,10 @@ class Delegating(Core):
         # Asked after: whoever was granted since holds a lease by now.
         needed = {lease.ticket_id for lease in self.store.run(leases.open_leases)}
         needed |= {ticket.id for ticket in self.store.run(tickets.waiting)}
-        lost = sorted(said - needed)
+        # What no ticket of ours ever was is another hub's on the same cluster.
+        lost = sorted(
+            ticket.id for ticket in self.store.run(lambda c: tickets.some(c, said - needed))
+        )
         for ticket_id in lost:
             self.log.warning("Nobody waits with ticket %s any more: taking it back", ticket_id)
             self.delegate.cancel(ticket_id)

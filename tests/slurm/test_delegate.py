@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gpuspawner.broker import Broker, Terms
 from gpuspawner.errors import SlurmUnavailable
 from gpuspawner.model import Request, ServerRef, Ticket
 from gpuspawner.scheduler.delegated import Turn
 from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.slurm.commands import Slurm
 from gpuspawner.slurm.delegate import SlurmDelegate
+from gpuspawner.store import tickets as rows
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import described
@@ -128,3 +130,38 @@ def test_it_is_asked_once_a_second_at_most(delegate: SlurmDelegate) -> None:
         for _ in threads.map(lambda _: delegate.turns(0), range(40)):
             pass
     assert delegate._began == first or delegate._began - first >= 1.0
+
+
+def test_two_hubs_on_one_cluster_leave_each_others_jobs(
+    delegate: SlurmDelegate, cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """What one hub's store knows nothing of is the other's; what nobody waits for any more goes."""
+    brokers = [
+        Broker(
+            database_url=f"sqlite:///{tmp_path}/{name}.sqlite",
+            cluster=str(tmp_path / "cluster.yaml"),
+        )
+        for name in ("one", "two")
+    ]
+    tickets = []
+    for number, broker in enumerate(brokers):
+        got = broker.ask(
+            ServerRef("ann", str(number)),
+            Request(devices=1),
+            engine="slurm",
+            terms=Terms(wait=True),
+        )
+        assert isinstance(got, Ticket)
+        tickets.append(got)
+    time.sleep(1)
+    assert [broker.end_deserted() for broker in brokers] == [[], []]
+    assert names(cluster) == sorted(f"gpuspawner-{each.id}" for each in tickets)
+    one, two = brokers
+    with one.store.write() as connection:  # as if the hub had died before it could cancel the job
+        rows.end(connection, tickets[0].id, one.clock(), "cancelled", "by a test")
+    time.sleep(1)
+    assert two.end_deserted() == []
+    assert one.end_deserted() == [tickets[0].id]
+    wait_for(lambda: names(cluster) == [f"gpuspawner-{tickets[1].id}"], "its job to go")
+    for broker in brokers:
+        broker.store.close()
