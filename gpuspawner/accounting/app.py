@@ -23,6 +23,7 @@ from traitlets.config import Application, Config
 from .. import __version__, web
 from ..broker import Broker
 from ..engines import DockerEngine, Engine, LocalEngine
+from ..engines.local import process_ref
 from ..errors import ConfigError, GPUSpawnerError, Unavailable
 from ..patience import side_by_side
 from ..store.granter import hub_name
@@ -355,10 +356,12 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
 
     async def _hub_gone(self, stop: asyncio.Event) -> None:
         """End when the Hub that started us was killed: the next Hub starts its own."""
-        hub = os.environ.get("GPUSPAWNER_HUB_PID")
-        if hub != str(os.getppid()):
+        hub = os.environ.get("GPUSPAWNER_HUB_PID", "")
+        if not hub.isdigit():
             return  # somebody else looks after this process
-        while hub == str(os.getppid()):
+        # It may have been killed before we came so far, or have started us by another process.
+        known = process_ref(int(hub))
+        while hub == str(os.getppid()) or (known and process_ref(int(hub)) == known):
             await asyncio.sleep(1)
         self.log.warning("The Hub that started this service is gone")
         stop.set()

@@ -4,6 +4,7 @@ containers."""
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -146,8 +147,11 @@ def test_a_killed_hub_takes_its_service_along(paying_hub: Factory) -> None:
     lease = hub.start_server("ada", gpus=1)
     old = hub.service()
     assert old is not None
+    command, environment = old.cmdline(), old.environ()
     hub.kill9()
     wait_for(lambda: not old.is_running(), "the service to notice", timeout=5)
+    # Also one that the hub had just begun to start.
+    subprocess.run(command, env=environment, cwd=hub.folder, timeout=120, check=True)
     hub.start()
     new = hub.service()
     assert new is not None
