@@ -338,6 +338,7 @@ def test_a_container_that_loses_its_gpus(docker_hub: GPUHub, browser: Browser) -
 
     again = wait_for(back, "the server to be back", timeout=90)
     assert again.uuids == lease.uuids
+    hub.wait_server("bea")
     assert hub.device_nodes("bea") == [f"/dev/nvidia{again.devices[0].index}"]
     assert hub.open_leases("dora") == [], "who waits, waits on"
     (ended,) = [each for each in hub.leases("bea") if each.id == lease.id]

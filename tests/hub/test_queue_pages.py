@@ -326,7 +326,7 @@ def test_a_drain_is_on_every_page_with_devices(hub: PayingHub) -> None:
         assert list(hub.json(ADMIN, "queue").json()["drained"]) == [gpu]
     finally:
         undrained = change(hub, ADMIN, "devices/0/undrain", reason="works again").json()
-    assert undrained == {"uuid": gpu, "changed": True, "drained": None}
+    assert undrained == {"uuid": gpu, "changed": True, "drained": None, "whole_machine": ""}
     assert hub.broker.trail(1)[0].detail == "works again"
     assert [view.state for view in hub.broker.overview().devices] == ["leased"] * 3
 
