@@ -196,6 +196,7 @@ def test_the_wheel_runs_outside_the_checkout(oldest: Oldest, tmp_path: Path) -> 
     assert found["gpu"] == [
         "gpu-docker",
         "gpu-local",
+        "gpu-slurm",
         "gpu-members-cilogon",
         "gpu-members-github",
         "gpu-members-gitlab",
@@ -204,7 +205,6 @@ def test_the_wheel_runs_outside_the_checkout(oldest: Oldest, tmp_path: Path) -> 
         "gpu-members-microsoft",
         "gpu-members-oauth",
         "gpu-members-shared-password",
-        "gpu-slurm",
     ]
     accounts = oldest.run("-m", "gpuspawner", "accounts", "--json", cwd=tmp_path)
     assert "member:alice" in accounts
