@@ -50,6 +50,14 @@ def test_a_long_line_brings_up_a_machine_and_one_that_never_comes_gives_nothing(
 
     cluster.delivers = True
     cluster.run("scontrol", "update", f"nodename={spare.name}", "state=power_down_force")
+
+    def repaired() -> bool:
+        state = cluster.node_state(spare)
+        if state == "down~":  # given up a moment later than it was switched off
+            cluster.run("scontrol", "update", f"nodename={spare.name}", "state=resume")
+        return not state.startswith("down")
+
+    wait_for(repaired, "the machine to be there for jobs", timeout=60, interval=0.5)
     lease = hub.wait_lease("bob", timeout=90)
     assert lease.ticket_id == ticket.id and hub.node_of(lease) is spare
     hub.stop_server("bob")
