@@ -50,6 +50,9 @@ class SlurmClient:
         self.users.make(name)
         words = f"add account {account} fairshare=1\n"
         words += f"add user {name} account={account} qos={','.join(('normal', *qos))}\n"
+        if qos:  # it may be there already, with fewer
+            where = f"user where name={name} account={account}"
+            words += f"modify {where} set qos+={','.join(qos)}\n"
         # It ends with 1 when one of the two was there before.
         said = self.run("sacctmgr", "-i", "-Q", text=words, check=False)
         if not self.run("sacctmgr", "-n", "-P", "show", "assoc", f"user={name}"):
