@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
 
-from ..errors import CannotExtend, CannotStop
+from ..errors import CannotExtend, CannotStop, GPUSpawnerError, Refused
 from ..ledger import rules
 from ..ledger.dry import SESSION
 from ..model import Lease, LeaseState, Notice, NoticeKind, format_credits
@@ -47,6 +48,19 @@ class Sessions(Queue):
         ``actor``: a member's name or an admin's. Raises UnknownLease, or CannotExtend when
         anybody who waits would start later.
         """
+        # Before, and not in the transaction: somebody else's programs may take long to answer.
+        if self.delegate is None:
+            return self._extend_here(lease_id, actor)
+        known = self.store.run(lambda connection: leases.get(connection, lease_id))
+        self._extend_there(replace(known, extended=_longer(known, self.clock())))
+        try:
+            return self._extend_here(lease_id, actor)
+        except Refused:
+            with suppress(GPUSpawnerError):  # a job that could last longer than its session
+                self._extend_there(known)
+            raise
+
+    def _extend_here(self, lease_id: str, actor: str) -> Lease:
         with self.line.lock:
             look = self._sync()
             with self.store.write() as connection:
@@ -62,8 +76,6 @@ class Sessions(Queue):
                 self.line.sync(connection, look, now)
                 self._must_delay_nobody(extended, now)
                 leases.update(connection, lease_id, extended=longer, hold=hold, told_minutes=None)
-                # Last: what the other side would not have is not written, and undone by nothing.
-                self._extend_there(extended)
                 if actor != lease.server.user:
                     self._note_lease(connection, lease, "extend", actor, _until(extended, now), now)
         self.log.info("Lease %s of %s ends at %s", lease_id, lease.server, extended.ends_at)

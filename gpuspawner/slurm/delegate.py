@@ -155,6 +155,10 @@ class SlurmDelegate(Tending, SamplesNodes):
         self.turns()
         return [job for job in self._jobs.values() if job.lives]
 
+    def known(self) -> list[Job]:
+        """The jobs of tickets in the last look, those that have ended among them."""
+        return list(self._jobs.values())
+
     def job(self, ticket_id: str) -> Job | None:
         """The job of a ticket, as of the last look that named it; with the devices that it had,
         which Slurm forgets at its end."""

@@ -53,12 +53,12 @@ class SlurmEngine:
     def sightings(self) -> list[Sighting]:
         """Every server on a node that answers. Raises EngineUnavailable when Slurm does not:
         without it nobody can say what has ended."""
-        alive = self._living()
+        alive, ended = self._living(), self._ended()
         self._away.clear()
         found = []
         for name, engine in self._engines.items():
             try:
-                found += self._on_node(name, engine, alive)
+                found += self._on_node(name, engine, alive, ended)
             except EngineUnavailable:
                 self._away.add(name)
         return found
@@ -75,10 +75,11 @@ class SlurmEngine:
             gone = Sighting(
                 lease_id=lease.id, ref=lease.engine_ref, server=lease.server, alive=False
             )
-            if job is None or not job.lives:
-                ended = job.ended_at if job else None
-                if lease.state is LeaseState.RUNNING or job is not None:
-                    more.append(replace(gone, ended_at=ended, detail=job.end if job else ""))
+            if job is not None and not job.lives:
+                more.append(replace(gone, ended_at=job.ended_at, detail=job.end))
+            elif job is None:  # Slurm has forgotten it: only its node can say
+                if lease.state is LeaseState.RUNNING:
+                    more.append(replace(gone, alive=self._node_of(lease) in self._away))
             elif lease.state is LeaseState.RUNNING or job.node in self._away:
                 if job.node not in self._away:
                     self._cancel(str(job.id))  # its container was removed
@@ -105,7 +106,9 @@ class SlurmEngine:
 
     # Steps of the above.
 
-    def _on_node(self, name: str, engine: DockerEngine, alive: Collection[str]) -> list[Sighting]:
+    def _on_node(
+        self, name: str, engine: DockerEngine, alive: Collection[str], ended: Collection[str]
+    ) -> list[Sighting]:
         listed = engine.call(
             lambda client: client.containers(all=True, filters={"label": [LABEL_LEASE, LABEL_JOB]})
         )
@@ -116,7 +119,7 @@ class SlurmEngine:
                 continue
             sighting, job = sighting_of(state), str(each["Labels"][LABEL_JOB])
             self._where[sighting.ref] = name, job
-            if sighting.alive and job not in alive:
+            if sighting.alive and job in ended:  # one that Slurm did not name may just have begun
                 # Its devices may be somebody else's by now: the epilog missed it.
                 self._log.warning("Ending %s on %s: its job has ended", sighting.server, name)
                 engine.end(sighting)
@@ -133,6 +136,14 @@ class SlurmEngine:
             )
             labels = [each["Labels"] for each in listed]
             self._listed[name] = {each[LABEL_LEASE]: str(each[LABEL_JOB]) for each in labels}
+
+    def _ended(self) -> set[str]:
+        """The numbers of the jobs of which Slurm says that they have ended."""
+        return {str(job.id) for job in self._delegate.known() if not job.lives}
+
+    def _node_of(self, lease: Lease) -> str:
+        found = self._delegate.cluster.device(lease.uuids[0]) if lease.uuids else None
+        return found[0].name if found else ""
 
     def _living(self) -> set[str]:
         """The numbers of the jobs that live."""

@@ -15,3 +15,5 @@ class Proof:
     """When it ended, if the engine knows."""
     detail: str = ""
     """How it ended, in words."""
+    forgotten: bool = False
+    """Who knew of it has forgotten it, which alone proves nothing."""

@@ -178,9 +178,9 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         except Unavailable:
             return None
         turn = turns.get(self.lease.ticket_id)
-        if turn is not None and not turn.over:
-            return None
-        self.log.warning("%s: %s", self._log_name, turn.over if turn else "its job is gone")
+        if turn is None or not turn.over:
+            return None  # what Slurm has forgotten is no end: the container says
+        self.log.warning("%s: %s", self._log_name, turn.over)
         return 1
 
     async def prove_gone(self) -> Proof:
@@ -192,7 +192,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         # Its member stopped it: what may have ended the job meanwhile is of no interest.
         over = await self._over(lease.ticket_id, SELDOM if self.stopped_at else NOW)
         detail = ""
-        if over is None:
+        if over is None or over.forgotten:
             proof = await super().prove_gone()
             if not proof.gone:
                 return proof
@@ -211,7 +211,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             raise EngineUnavailable() from error
         turn = turns.get(ticket_id)
         if turn is None:
-            return Proof(gone=True)
+            return Proof(gone=True, forgotten=True)
         return Proof(gone=True, ended_at=turn.ended_at, detail=turn.over) if turn.over else None
 
     async def _end_job(self, ticket_id: str) -> Proof:

@@ -14,13 +14,16 @@ import pytest
 import yaml
 
 from gpuspawner.broker import Broker, Terms
+from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 from gpuspawner.errors import SlurmUnavailable
 from gpuspawner.model import Request, ServerRef, Ticket
 from gpuspawner.scheduler.delegated import Turn
 from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.slurm.commands import Slurm
 from gpuspawner.slurm.delegate import SlurmDelegate
+from gpuspawner.slurm.engine import LABEL_JOB, SlurmEngine
 from gpuspawner.store import tickets as rows
+from tests.support import images
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import described
@@ -165,3 +168,18 @@ def test_two_hubs_on_one_cluster_leave_each_others_jobs(
     wait_for(lambda: names(cluster) == [f"gpuspawner-{tickets[1].id}"], "its job to go")
     for broker in brokers:
         broker.store.close()
+
+
+def test_what_slurm_does_not_name_is_not_ended(
+    delegate: SlurmDelegate, cluster: SlurmCluster
+) -> None:
+    """A container of a job that began after the look, or that a controller has lost, lives on."""
+    engine, node = SlurmEngine(delegate), cluster.nodes[0]
+    client = node.engine.client
+    labels = {LABEL_LEASE: "1f", LABEL_MEMBER: "ann", LABEL_SERVER: "", LABEL_JOB: "999999"}
+    container = client.create_container(images.SILENT, labels=labels)["Id"]
+    client.start(container)
+    (seen,) = engine.sightings()
+    assert (seen.lease_id, seen.alive) == ("1f", True)
+    assert client.inspect_container(container)["State"]["Running"]
+    assert engine.running() == set(), "nothing of it is promised either"
