@@ -204,4 +204,6 @@ def greatest_difference(hub: SlurmHub, leases: list[Lease], since: datetime) -> 
 def requests_for_jobs(cluster: SlurmCluster) -> int:
     """How often the controller was asked for its jobs, by anybody."""
     found = re.search(r"REQUEST_JOB_INFO\s.*?count:(\d+)", cluster.run("sdiag"))
-    return int(found[1]) if found else 0
+    if found is None:
+        raise RuntimeError("sdiag does not say how often the controller was asked for jobs")
+    return int(found[1])

@@ -16,7 +16,7 @@ from ..model import Lease
 from ..slurm.cluster import Cluster
 from ..slurm.names import by_user
 from ..slurm.usage import Part, Run, living, parts_of, read_holders, read_runs, read_usage
-from ..store import batch, book, closures, lots, tickets
+from ..store import batch, book, closures, history, lots, tickets
 from ..store.batch import BatchJob
 from .admitting import Admitting
 
@@ -205,17 +205,23 @@ class Batch(Admitting):
     def _not_holders(self, runs: Iterable[Run]) -> list[Run]:
         """The runs with devices that are no server's: a name alone proves nothing, for everybody
         can give any to a job. What a server runs on was submitted first by that name, while its
-        ticket waited."""
+        ticket waited, and began before ticket and session were over."""
         some = [run for run in runs if run.uses_devices]
         named = {run.ticket_id for run in some if run.ticket_id}
         with self.store.read() as connection:
             known = {ticket.id: ticket for ticket in tickets.some(connection, named)}
+            granted = [ticket.lease_id for ticket in known.values() if ticket.lease_id]
+            ends = {lease.id: lease.ended_at for lease in history.some(connection, granted)}
         first: dict[str, str] = {}
-        for run in sorted(some, key=lambda run: (run.submitted_at, int(run.id))):
+        for run in sorted(runs, key=lambda run: (run.submitted_at, int(run.id))):
             ticket = known.get(run.ticket_id)
             if ticket is None or run.submitted_at < ticket.created_at - OVERLAP:
                 continue
-            if ticket.ended_at is None or run.submitted_at <= ticket.ended_at + OVERLAP:
+            over = (
+                ends.get(ticket.lease_id, ticket.ended_at) if ticket.lease_id else ticket.ended_at
+            )
+            began = run.started_at or run.submitted_at
+            if over is None or began <= over + timedelta(seconds=5):
                 first.setdefault(run.ticket_id, run.id)
         return [run for run in some if first.get(run.ticket_id) != run.id]
 

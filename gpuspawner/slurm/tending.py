@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..errors import GPUSpawnerError, ImageAwaited, InvalidRequest, SlurmRefused
+from ..errors import GPUSpawnerError, ImageAwaited, Refused, SlurmRefused
 from ..model import Ticket
 from . import holder
 from .cluster import Cluster
@@ -61,7 +61,7 @@ class Tending:
 
     def _let_in(self, ticket: Ticket, job: Job) -> None:
         """Let a job that waits run also where its image has come meanwhile."""
-        with suppress(ImageAwaited, InvalidRequest):
+        with suppress(ImageAwaited, Refused):
             lacking = self.lacking(ticket)
             nodes = holder.excluded(ticket.request, self.cluster, lacking)
             if set(nodes) < set(job.excluded.split(",")):

@@ -201,7 +201,11 @@ def commit(connection: sa.Connection) -> None:
     Raises DBAPIError, also when the connection was lost on the way.
     """
     if connection.in_transaction():
-        connection.commit()
+        try:
+            connection.commit()
+        except BaseException:
+            connection.invalidate()  # SQLAlchemy would not roll back what it took for ended
+            raise
         return
     driver: Any = connection.connection.dbapi_connection
     try:

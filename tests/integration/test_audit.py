@@ -154,7 +154,7 @@ def test_a_failed_start_that_was_charged(used: Broker) -> None:
 
 
 def test_refills_and_credits_that_end(used: Broker) -> None:
-    clock: Clock = used.clock  # type: ignore[assignment]
+    clock = Clock.of(used)
     used.add_refill(
         used.plan_refill(
             "FREQ=DAILY",

@@ -39,7 +39,7 @@ def stopped(broker: Broker, lease_id: str) -> None:
 
 
 def test_a_day_is_told_as_it_was(broker: Broker) -> None:
-    clock: Clock = broker.clock  # type: ignore[assignment]
+    clock = Clock.of(broker)
     site = Site(broker)
     before = read(site)
     assert before["gpuspawner_credits_granted_total"] == 0
@@ -73,7 +73,7 @@ def test_a_day_is_told_as_it_was(broker: Broker) -> None:
 
 
 def test_the_line(broker: Broker) -> None:
-    clock: Clock = broker.clock  # type: ignore[assignment]
+    clock = Clock.of(broker)
     all_of_them = running(broker, "anna", 4)
     ticket = broker.ask(
         ServerRef("bert"), Request(devices=1), engine="docker", terms=Terms(wait=True)
@@ -93,7 +93,7 @@ def test_the_line(broker: Broker) -> None:
 
 def test_totals_that_go_on_are_those_that_are_added_up_anew(broker: Broker) -> None:
     """Over ten days of leases: totals of the store, and what no total has yet."""
-    clock: Clock = broker.clock  # type: ignore[assignment]
+    clock = Clock.of(broker)
     broker.opening_grant = 10_000
     site = Site(broker)
     long = running(broker, "dora")
@@ -126,7 +126,7 @@ def test_totals_that_go_on_are_those_that_are_added_up_anew(broker: Broker) -> N
 
 
 def test_the_clock_that_was_set_back_counts_nothing_twice(broker: Broker) -> None:
-    clock: Clock = broker.clock  # type: ignore[assignment]
+    clock = Clock.of(broker)
     for number in range(3):
         lease = running(broker, "anna")
         clock.forward(hours=1)
@@ -139,7 +139,7 @@ def test_the_clock_that_was_set_back_counts_nothing_twice(broker: Broker) -> Non
 
 
 def test_what_was_given_back_is_not_counted_twice(broker: Broker) -> None:
-    clock: Clock = broker.clock  # type: ignore[assignment]
+    clock = Clock.of(broker)
     lease = running(broker, "anna")
     clock.forward(hours=1)
     stopped(broker, lease.id)

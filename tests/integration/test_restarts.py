@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -27,10 +28,10 @@ def broker(database_url: str) -> Iterator[Broker]:
     broker.store.close()
 
 
-def asked(broker: Broker, user: str, devices: int = 1, **terms: object) -> Lease | Ticket:
+def asked(broker: Broker, user: str, devices: int = 1, **terms: Any) -> Lease | Ticket:
     """What the broker answers to the spawn of a server."""
     request = Request(devices=devices, environment="pytorch")
-    return broker.ask(ServerRef(user), request, engine="docker", terms=Terms(**terms))  # type: ignore[arg-type]
+    return broker.ask(ServerRef(user), request, engine="docker", terms=Terms(**terms))
 
 
 def restarted(broker: Broker, devices: int = 2) -> Lease:

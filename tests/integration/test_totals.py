@@ -119,7 +119,7 @@ def test_the_audit_sees_a_lease_that_was_changed_behind_the_totals(broker: Broke
 
 def test_many_add_up_while_leases_end_and_are_refunded(broker: Broker) -> None:
     """Whoever comes first: each lease is in the totals once, as it is in the end."""
-    clock: Clock = broker.clock  # type: ignore[assignment]
+    clock = Clock.of(broker)
     paid = [lease.id for lease in broker.leases_of(None, 100) if lease.ended_at and lease.charged]
 
     def add_up(_: int) -> int:

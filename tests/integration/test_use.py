@@ -23,6 +23,7 @@ from gpuspawner.accounting.tick import Tick
 from gpuspawner.accounting.use import SamplesUse
 from gpuspawner.broker import Broker
 from gpuspawner.broker.broker import utcnow
+from gpuspawner.devices.base import Sampled
 from gpuspawner.devices.simulated import SimulatedDevices
 from gpuspawner.model import Lease, LeasedDevice, LeaseState
 from gpuspawner.telemetry import DeviceUse
@@ -162,7 +163,9 @@ async def test_a_store_that_is_away_costs_no_minute(tmp_path: Path) -> None:
     broker = open_broker(f"sqlite:///{file}", device_source="simulated:1xT4")
     broker.remember_use([])
     minutes = (T0 + timedelta(minutes=n) for n in itertools.count())
-    sampler = broker.watch.source.sampler()  # type: ignore[attr-defined]
+    source = broker.watch.source
+    assert isinstance(source, Sampled)
+    sampler = source.sampler()
     sampling = Sampling(sampler, lambda: next(minutes), 0.02, broker.log)
     tick = Tick(broker, Hub("http://127.0.0.1:1", "no token"), {}, logging.getLogger("service"))
     duty = SamplesUse()

@@ -14,6 +14,7 @@ import requests
 import sqlalchemy as sa
 from jupyterhub.services.auth import HubOAuth
 from tornado import web
+from tornado.routing import PathMatches
 
 from gpuspawner.broker import Broker
 from gpuspawner.store import schema, schema_files
@@ -176,7 +177,8 @@ class AttackHub(GPUHub):
             "transfers": self.transfer,
         }
         for rule in app.wildcard_router.rules:
-            pattern: re.Pattern[str] = rule.matcher.regex  # type: ignore[attr-defined]
+            assert isinstance(rule.matcher, PathMatches)
+            pattern = rule.matcher.regex
             handler = rule.target
             if not issubclass(handler, web.RequestHandler) or handler is web.StaticFileHandler:
                 continue

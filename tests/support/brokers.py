@@ -30,6 +30,12 @@ class Clock:
     def __call__(self) -> datetime:
         return self.now
 
+    @classmethod
+    def of(cls, broker: Broker) -> Clock:
+        """The one that a broker goes by."""
+        assert isinstance(broker.clock, cls)
+        return broker.clock
+
     def forward(self, **time: float) -> datetime:
         """Move on by ``timedelta(**time)``, and say what time it is then."""
         self.now += timedelta(**time)
