@@ -115,7 +115,12 @@ def test_refills_are_given_by_the_service_once_also_after_a_kill(
     assert hub.broker.member("bob").balance == 3 * MICRO
     assert hub.broker.member("ada").balance == 18 * MICRO
     assert hub.broker.refill_runs(missing.id) == []
-    said = [line for line in hub.service_lines() if "no group 'gone'" in line]
+
+    def complaints() -> list[str]:
+        return [line for line in hub.service_lines() if "no group 'gone'" in line]
+
+    wait_for(complaints, "the complaint, which comes after the others' refills", timeout=30)
+    said = complaints()
     assert len(said) == 1 and f"gpuspawner refills remove {missing.id}" in said[0]
     assert problems(hub.broker.store) == []
 

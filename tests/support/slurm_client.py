@@ -46,10 +46,12 @@ class SlurmClient:
         return next(n for n in self.nodes if n.name == name)
 
     def user(self, name: str, account: str = "lab", *qos: str) -> str:
-        """A Linux user with an association in that account (made if it is not there)."""
+        """A Linux user in that account, which is their default from now on (both made if they are
+        not there)."""
         self.users.make(name)
         words = f"add account {account} fairshare=1\n"
         words += f"add user {name} account={account} qos={','.join(('normal', *qos))}\n"
+        words += f"modify user where name={name} set defaultaccount={account}\n"
         if qos:  # it may be there already, with fewer
             where = f"user where name={name} account={account}"
             words += f"modify {where} set qos+={','.join(qos)}\n"
