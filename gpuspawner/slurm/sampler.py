@@ -30,7 +30,7 @@ from ..devices.base import LooksLost, Sampler
 from ..engines.owners import container_in
 from ..errors import ConfigError
 from ..model import DeviceProcess
-from .samples import MOST_LOOKS, VERSION, packed
+from .samples import MOST_LOOKS, TOLD, VERSION, packed, port_of
 
 LOG = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Recorder:
         now = self._monotonic()
         with self._lock:
             after = number if of == self._of else self._last - 1
-            looks = [look for look in self._looks if look[0] > after][-MOST_LOOKS:]
+            looks = [look for look in self._looks if look[0] > after and now - look[1] < TOLD]
             trouble = self._trouble
             silent = now - self._answered_at
             last = self._last
@@ -82,7 +82,10 @@ class Recorder:
             trouble = f"the driver has not answered for {silent:.0f} s"
         told = {"version": VERSION, "of": self._of, "last": last, "trouble": trouble}
         # What was packed once, when it was seen, is not packed again for who asks.
-        parts = [f'{{"age":{now - at:.3f},"devices":{devices}}}' for _, at, devices in looks]
+        parts = [
+            f'{{"age":{now - at:.3f},"devices":{devices}}}'
+            for _, at, devices in looks[-MOST_LOOKS:]
+        ]
         return f'{json.dumps(told)[:-1]}, "looks": [{", ".join(parts)}]}}'
 
     def look(self) -> bool:
@@ -180,7 +183,7 @@ def listening(recorder: Recorder, url: str, tls: Path) -> Iterator[HTTPServer]:
         if parts.scheme == "unix":
             server.add_socket(bind_unix_socket(parts.path, mode=0o666))
         else:
-            server.add_sockets(bind_sockets(parts.port or 443, parts.hostname))
+            server.add_sockets(bind_sockets(port_of(parts), parts.hostname))
     except OSError as error:
         raise ConfigError(
             f"{url} cannot be listened at: {error.strerror or error}. Give an address of this "

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
+from urllib.parse import SplitResult
 
 from ..model import DeviceProcess
 from ..telemetry import Sample
@@ -25,7 +26,9 @@ MOST_BYTES = 2_000_000
 MOST_LOOKS = 60
 """In one answer: a minute that the network was away is made up for."""
 OLDEST = 600.0
-"""Seconds that a look may be old."""
+"""Seconds that a look may be old for the hub to believe it."""
+TOLD = OLDEST - 60.0
+"""Seconds after which a look is told no more: an answer may be on its way for a while."""
 _MOST_PROCESSES = 200
 _MOST_XIDS = 64
 _MOST_XID = 100_000
@@ -46,6 +49,11 @@ _NUMBERS: Mapping[str, int] = {
 """Of a sample, with the most that makes sense."""
 _FLAGS = ("remap_pending", "remap_failed", "pages_pending")
 _SIZES = ("link_width", "link_most", "limit_milliwatts", "usual_milliwatts")
+
+
+def port_of(parts: SplitResult) -> int:
+    """Where a sampler listens and the hub asks, which the address need not say."""
+    return parts.port or (80 if parts.scheme == "http" else 443)
 
 
 class Nonsense(Exception):
@@ -78,7 +86,9 @@ def packed(samples: Iterable[Sample], strange: Callable[[DeviceProcess], bool]) 
 
 
 def _packed(sample: Sample, strange: Callable[[DeviceProcess], bool]) -> dict[str, Any]:
-    said: dict[str, Any] = {"uuid": sample.uuid, "error": sample.error, "xids": sample.xids}
+    # What a hub would not believe is left out: one wrong value costs a whole answer.
+    xids = [xid for xid in sample.xids if 0 <= xid <= _MOST_XID][-_MOST_XIDS:]
+    said: dict[str, Any] = {"uuid": sample.uuid, "error": sample.error, "xids": xids}
     said |= {name: getattr(sample, name) for name in _NUMBERS}
     if sample.condition is not None:
         condition = {name: getattr(sample.condition, name) for name in (*_FLAGS, *_SIZES)}
@@ -92,7 +102,7 @@ def _packed(sample: Sample, strange: Callable[[DeviceProcess], bool]) -> dict[st
 
 
 def _known(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in said.items() if value not in (None, "", ())}
+    return {name: value for name, value in said.items() if value not in (None, "", [])}
 
 
 # What the hub believes.

@@ -22,7 +22,7 @@ from urllib.parse import urlencode, urlsplit
 from ..telemetry import Sample
 from .cluster import Cluster, Node
 from .holder import devices_of
-from .samples import MOST_BYTES, Nonsense, Said, read
+from .samples import MOST_BYTES, Nonsense, Said, port_of, read
 
 LOG = logging.getLogger(__name__)
 
@@ -190,6 +190,7 @@ def _told(source: _Source, answer: _Answer, now: datetime) -> tuple[Sample, ...]
         said = read(answer.body, now, source.indices)
     except Nonsense as error:
         source.heard(None, str(error))
+        source.of = ""  # from the newest on: what made no sense once never will
         return ()
     source.heard(said, "")
     return said.samples
@@ -235,12 +236,12 @@ def _connection(node: Node) -> http.client.HTTPConnection:
         return _UnixConnection(parts.path)
     host = parts.hostname or ""
     if parts.scheme == "http":
-        return http.client.HTTPConnection(host, parts.port or 80, timeout=SECONDS)
+        return http.client.HTTPConnection(host, port_of(parts), timeout=SECONDS)
     if node.tls is None:
         raise Nonsense("cluster.yaml names no certificates for it")
     context = ssl.create_default_context(cafile=node.tls.ca)
     context.load_cert_chain(node.tls.certificate, node.tls.key)
-    return http.client.HTTPSConnection(host, parts.port or 443, timeout=SECONDS, context=context)
+    return http.client.HTTPSConnection(host, port_of(parts), timeout=SECONDS, context=context)
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -3,15 +3,19 @@ Stand-in: the driver's library. Those that lie are programs of the tests."""
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import signal
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -22,13 +26,14 @@ from gpuspawner.cli.check_slurm import check_sampler
 from gpuspawner.engines.probe import Status
 from gpuspawner.slurm import telemetry
 from gpuspawner.slurm.cluster import TLS, Cluster, Node, NodeDevice
+from gpuspawner.slurm.sampler import Recorder, listening
 from gpuspawner.slurm.samples import MOST_BYTES
 from gpuspawner.slurm.telemetry import NodesSampler
 from gpuspawner.telemetry import Sample
 from tests.support.node_sampler import NodeSampler
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.nvml_library import GIB, GPU, gpus
-from tests.support.processes import free_port, wait_for
+from tests.support.processes import REPO, as_root, free_port, run, wait_for
 from tests.support.tls import make_certificates
 
 FLEET = gpus(3)
@@ -276,6 +281,78 @@ def test_whatever_a_node_answers_costs_its_own_devices_alone(
     finally:
         for liar in liars:
             liar.close()
+
+
+class Scripted:
+    """A driver that shows what it is told to."""
+
+    use = 0
+
+    def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
+        return (Sample(uuid=FLEET[0].uuid, index=0, at=now, use=self.use),)
+
+
+@contextmanager
+def telling(recorder: Recorder, url: str) -> Iterator[None]:
+    """The node's part, in a thread; it looks when the test does."""
+
+    async def answer() -> None:
+        with listening(recorder, url, Path()):
+            stop.set_result(asyncio.get_running_loop())
+            await over.wait()
+
+    stop, over = Future[asyncio.AbstractEventLoop](), asyncio.Event()
+    thread = threading.Thread(target=asyncio.run, args=(answer(),))
+    thread.start()
+    loop = stop.result(90)
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+
+
+def test_a_look_that_makes_no_sense_costs_itself_alone(tmp_path: Path) -> None:
+    driver = Scripted()
+    recorder = Recorder(driver)
+    url = f"unix://{tmp_path}/socket"
+    with telling(recorder, url):
+        some = Asked(node("gpu1", url, None, FLEET[0]))
+        driver.use = 50
+        recorder.look()
+        some.until("the first", lambda _: some.use()[0] == 50)
+        for driver.use in (4711, 60):
+            recorder.look()
+        some.until("what came after", lambda _: some.use()[0] == 60)
+        assert [s.use for s in some.all if not s.silent] == [50, 60], "none is told twice"
+
+
+ALONE = """
+import pathlib, sys, time
+from datetime import datetime, timezone
+from gpuspawner.slurm.cluster import Node, NodeDevice
+from gpuspawner.slurm.telemetry import trouble_of
+url, uuid = sys.argv[1:]
+device = NodeDevice(uuid, "x", 1)
+node = Node(name="gpu1", address="127.0.0.1", engine="ssh://x", sampler=url, devices=(device,))
+end = time.monotonic() + 60
+while (why := trouble_of(node, datetime.now(timezone.utc))) and time.monotonic() < end:
+    time.sleep(0.1)
+print(why or "it tells of all")
+"""
+
+
+def test_an_address_without_a_port_is_the_same_one_on_both_sides(
+    library: Path, tmp_path: Path
+) -> None:
+    """In a network of its own, where no program of this machine's has the port."""
+    nvml.write_fleet(tmp_path / "fleet", FLEET[:1])
+    variables = nvml.environment(library, tmp_path / "fleet") | {"PYTHONPATH": str(REPO)}
+    both = 'ip link set lo up; "$0" -m gpuspawner slurm sampler --listen "$2" & "$0" -c "$@"'
+    own = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--"]
+    own += ["env", *(f"{name}={value}" for name, value in variables.items())]
+    words = ["sh", "-c", both, sys.executable, ALONE, "http://127.0.0.1", FLEET[0].uuid]
+    assert run(as_root([*own, *words])).splitlines()[-1] == "it tells of all"
 
 
 def test_check_says_what_is_wrong_with_a_sampler(nodes: list[Node], tls: Path) -> None:

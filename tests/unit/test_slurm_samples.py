@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from gpuspawner.devices.base import LooksLost
 from gpuspawner.model import DeviceProcess
 from gpuspawner.slurm.sampler import Recorder
-from gpuspawner.slurm.samples import MOST_LOOKS, Nonsense, Said, packed, read
+from gpuspawner.slurm.samples import MOST_LOOKS, Nonsense, Said, packed, port_of, read
 from gpuspawner.telemetry import Rollups, Sample
 from gpuspawner.telemetry.symptoms import Signs
 from gpuspawner.telemetry.values import Condition, FarProcess
@@ -79,6 +80,26 @@ def test_a_node_says_which_of_its_processes_are_nobodys() -> None:
         False,
         True,
     ]
+
+
+def test_a_driver_that_says_more_than_makes_sense_is_told_in_part() -> None:
+    many = replace(FULL, xids=(-1, 10**9, *range(1, 101)))
+    (found,) = read(said(many), NOW, INDICES).samples
+    assert found.xids == tuple(range(37, 101)), "the newest"
+    assert (found.use, found.celsius) == (FULL.use, FULL.celsius)
+
+
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [
+        ("http://127.0.0.1", 80),
+        ("https://10.0.0.11", 443),
+        ("http://127.0.0.1:9401", 9401),
+        ("https://10.0.0.11:9401", 9401),
+    ],
+)
+def test_a_port_that_is_not_written(url: str, port: int) -> None:
+    assert port_of(urlsplit(url)) == port
 
 
 @pytest.mark.parametrize(
@@ -233,6 +254,23 @@ def test_a_driver_that_fails_or_hangs_is_said(
     assert ask().trouble == ""
     looks.clock += 30
     assert ask().trouble == "the driver has not answered for 30 s"
+
+
+def test_a_driver_that_was_lost_for_long_is_named_to_a_new_hub(
+    looks: Looks, recorder: Recorder, ask: Callable[..., Said]
+) -> None:
+    recorder.look()
+    known = ask()
+    looks.fails = LooksLost("The driver is not loaded.")
+    for looks.clock in (60.0, 530.0, 550.0, 650.0, 90_000.0):
+        assert not recorder.look()
+        for said in (ask(), ask(known.of, 0), ask(known.of, known.last)):
+            assert said.trouble == "The driver is not loaded."
+        assert bool(ask().samples) is (looks.clock < 540)
+    looks.fails = None
+    recorder.look()
+    (sample,) = ask(known.of, known.last).samples
+    assert sample.at == NOW
 
 
 # What is silent is neither well nor sick, neither idle nor busy.
