@@ -157,7 +157,7 @@ class Store:
                 kept.in_use = True
                 return connection, kept
             except BaseException as error:
-                self._let_go(kept)
+                self._let_go(kept, broken=True)
                 # It was lost while nobody used it, as when PostgreSQL was started again: go on
                 # with one of which the pool has made sure that it lives.
                 if not (isinstance(error, DBAPIError) and error.connection_invalidated):
@@ -168,7 +168,7 @@ class Store:
                 self._first[write].run(connection)
             return connection, None
         except BaseException:
-            connection.close()
+            _break_off(connection)
             raise
 
     def _connect(self, kept: _Kept) -> sa.Connection:
@@ -179,11 +179,14 @@ class Store:
         self._kept.add(connection)
         return connection
 
-    def _let_go(self, kept: _Kept) -> None:
+    def _let_go(self, kept: _Kept, *, broken: bool = False) -> None:
         connection, kept.connection = kept.connection, None
         if connection is not None:
             self._kept.discard(connection)
-            connection.close()
+            if broken:
+                _break_off(connection)
+            else:
+                connection.close()
 
     def _keep(self) -> None:
         """A thread of the executor begins."""
@@ -264,6 +267,14 @@ class _Transaction:
             self._store._let_go(self._kept)
 
 
+def _break_off(connection: sa.Connection) -> None:
+    """Away with one of which nobody knows how far its first statement came: the pool keeps none
+    that may be in the middle of something."""
+    if not connection.closed:
+        connection.invalidate()
+        connection.close()
+
+
 def _raise_if_absent(error: BaseException) -> None:
     """Raises StoreUnavailable for what the database says when it is locked, full or gone."""
     if isinstance(error, _ABSENT) and not isinstance(error, _OURS):
@@ -285,8 +296,11 @@ def _create_engine(url: str) -> sa.Engine:
                 parsed = parsed.set(drivername="postgresql+psycopg2")
             return sa.create_engine(
                 parsed,
-                pool_size=8,
-                max_overflow=8,  # as many as the executor's threads may keep
+                pool_size=8,  # as many as the executor's threads keep
+                # For all others: asyncio's own threads, which are as many as cores and four more,
+                # and whoever streams a long answer. A hub and its service may then take half of
+                # the hundred that PostgreSQL allows unless somebody says otherwise.
+                max_overflow=16,
                 pool_timeout=BUSY_SECONDS,
                 pool_pre_ping=True,
                 connect_args={

@@ -336,6 +336,27 @@ def test_postgresql_throws_its_clients_out(throw_out: ThrowOut) -> None:
             mine.execute(sa.text("SELECT 1"))
 
 
+def test_a_connection_that_is_lost_before_the_commit(throw_out: ThrowOut) -> None:
+    """Between the last statement and the COMMIT, whoever wrote: nothing of it is there."""
+    url, all_others = throw_out
+    with in_use(url) as broker:
+        (before,) = broker.open_leases()
+
+        def write(prepared: bool) -> None:
+            with broker.store.write() as connection:
+                leases.end(connection, before.id, before.granted_at, "half", charged=0)
+                if not prepared:  # SQLAlchemy commits then, and else the driver itself
+                    connection.execute(sa.text("SELECT 1"))
+                all_others()
+
+        for prepared in (True, False):
+            for run in (write, lambda how: broker.store.executor.submit(write, how).result()):
+                with pytest.raises(StoreUnavailable):
+                    run(prepared)
+                assert broker.open_leases() == [before]
+        assert_works(broker)
+
+
 def test_threads_that_keep_their_connection_do_not_notice_either(throw_out: ThrowOut) -> None:
     url, all_others = throw_out
     with in_use(url) as broker:

@@ -9,11 +9,21 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from gpuspawner.errors import StoreUnavailable
 from gpuspawner.store import Store
 from gpuspawner.store.prepared import Prepared
 
 things = sa.Table("things", sa.MetaData(), sa.Column("name", sa.Text, primary_key=True))
+parts = sa.Table(
+    "parts",
+    things.metadata,
+    # Looked at when the transaction ends.
+    sa.Column(
+        "name", sa.ForeignKey(things.c.name, deferrable=True, initially="DEFERRED"), nullable=False
+    ),
+)
 ADD = Prepared(sa.insert(things), ("name",))
+ADD_PART = Prepared(sa.insert(parts), ("name",))
 ALL = Prepared(sa.select(things.c.name).order_by(things.c.name))
 Run = Callable[[Callable[[], Any]], Any]
 
@@ -22,7 +32,7 @@ Run = Callable[[Callable[[], Any]], Any]
 def store(database_url: str) -> Iterator[Store]:
     store = Store(database_url)
     with store.write() as connection:
-        things.create(connection)
+        things.metadata.create_all(connection)
     yield store
     store.close()
 
@@ -105,3 +115,55 @@ def test_others_read_and_write_while_every_thread_of_the_store_is_busy(store: St
     everybody.wait(timeout=60)
     assert [each.result() for each in busy] == [[]] * workers
     assert names(store) == ["new"]
+
+
+@pytest.mark.parametrize("how", ["prepared", "SQLAlchemy"])
+def test_a_commit_that_is_refused_leaves_nothing_behind(store: Store, run: Run, how: str) -> None:
+    """The database says no at the very end: no row, no open transaction, no lock."""
+
+    def write() -> None:
+        with store.write() as connection:
+            ADD.run(connection, name="mine")
+            if how == "prepared":
+                ADD_PART.run(connection, name="nobody's")
+            else:
+                connection.execute(sa.insert(parts).values(name="nobody's"))
+
+    for _ in range(2):
+        with pytest.raises(sa.exc.IntegrityError):
+            run(write)
+    other = Store(store.url)  # who waits for whatever the first one holds
+    with other.write() as connection:
+        ADD.run(connection, name="theirs")
+    other.close()
+    run(lambda: store.run(lambda connection: ADD.run(connection, name="later"), write=True))
+    assert run(lambda: names(store)) == names(store) == ["later", "theirs"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_connection_whose_first_statement_failed_is_not_used_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    monkeypatch.setattr("gpuspawner.store.store.BUSY_SECONDS", 0.3)
+    impatient, made = Store(store.url), []
+    sa.event.listen(impatient.engine, "connect", lambda *_: made.append(None))
+
+    def write() -> None:
+        with impatient.write() as connection:
+            ADD.run(connection, name="mine")
+
+    def try_it() -> None:
+        if kept:
+            impatient.executor.submit(write).result()
+        else:
+            write()
+
+    assert names(impatient) == []
+    with store.write():  # nobody else's turn
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable):
+                try_it()
+            assert impatient.engine.pool.checkedout() == 0
+    try_it()
+    assert (len(made), names(store)) == (4, ["mine"])
+    impatient.close()
