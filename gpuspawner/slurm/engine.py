@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,9 @@ from .reaching import connector as connector
 
 LABEL_JOB = "gpuspawner.job"
 """The label of a container with the number of its job: the epilog looks for it."""
+
+SOON = 1.0
+"""Seconds in which a node that is well answers, in a look at all of them."""
 
 
 class SlurmEngine:
@@ -42,6 +45,10 @@ class SlurmEngine:
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="gpuspawner-nodes")
         self._listed: dict[str, dict[str, str]] = {}
         """Lease and job of each container that runs, by node."""
+        self._listing: dict[str, Future[bool]] = {}
+        """The last question to each node: whether it was answered."""
+        self._silent: set[str] = set()
+        """The nodes that did not answer in time when they were last waited for."""
         self._away: set[str] = set()
         self._where: dict[str, tuple[str, str]] = {}
         """Node and job of each container that was seen."""
@@ -88,9 +95,10 @@ class SlurmEngine:
 
     def running(self) -> set[str]:
         """The leases whose container runs, or ran when its node last answered, and whose job
-        lives. Quick, also where a node is lost. Raises EngineUnavailable."""
+        lives. Quick, also where a node is lost: that it is lost, Slurm says. Raises
+        EngineUnavailable."""
         alive = self._living()
-        list(self._threads.map(self._list, self._quick))
+        self._list_all()
         return {
             lease for listed in self._listed.values() for lease, job in listed.items()
             if job in alive
@@ -129,13 +137,30 @@ class SlurmEngine:
             found.append(sighting)
         return found
 
-    def _list(self, name: str) -> None:
-        with suppress(EngineUnavailable):
+    def _list_all(self) -> None:
+        """Ask every node. Nobody waits for one that was silent of late: its answer counts when it
+        comes."""
+        for name in self._quick:
+            asked = self._listing.get(name)
+            if asked is not None and not asked.done():
+                continue
+            if asked is not None and asked.result():
+                self._silent.discard(name)
+            self._listing[name] = self._threads.submit(self._list, name)
+        _, late = wait([each for n, each in self._listing.items() if n not in self._silent], SOON)
+        self._silent |= {name for name, asked in self._listing.items() if asked in late}
+
+    def _list(self, name: str) -> bool:
+        """Whether the node answered."""
+        try:
             listed = self._quick[name].call(
                 lambda client: client.containers(filters={"label": [LABEL_LEASE, LABEL_JOB]})
             )
-            labels = [each["Labels"] for each in listed]
-            self._listed[name] = {each[LABEL_LEASE]: str(each[LABEL_JOB]) for each in labels}
+        except EngineUnavailable:
+            return False
+        labels = [each["Labels"] for each in listed]
+        self._listed[name] = {each[LABEL_LEASE]: str(each[LABEL_JOB]) for each in labels}
+        return True
 
     def _ended(self) -> set[str]:
         """The numbers of the jobs of which Slurm says that they have ended."""
