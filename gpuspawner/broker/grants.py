@@ -49,6 +49,10 @@ STOPPING = timedelta(minutes=2)
 """What it takes beyond the grace: a round of the accounting service to notice that an account
 is dry, and one to stop its servers."""
 
+AT_ONCE = 15.0
+"""Seconds in which another scheduler gives devices at once, also to who is new to it: whoever asked
+is still there. Who waited longer stood in line."""
+
 
 class Grants(Paying, Queue, Reads):
     """The part of the broker that gives devices out."""
@@ -116,7 +120,10 @@ class Grants(Paying, Queue, Reads):
         """
         now = self.clock()
         _must_be_seen(look, ticket.request)
-        claim = round(60 * self.claim_minutes) or None
+        waited = (now - ticket.created_at).total_seconds()
+        # Where another scheduler decides, everybody has a ticket, also who gets devices at once.
+        stood_in_line = since is None or waited > AT_ONCE
+        claim = round(60 * self.claim_minutes) or None if stood_in_line else None
         with self.store.write() as connection:
             row = tickets.get(connection, ticket.id, lock=True)
             if row.outcome:
@@ -139,8 +146,8 @@ class Grants(Paying, Queue, Reads):
                 overdraft=ticket.overdraft,
             )
             tickets.end(connection, ticket.id, now, "granted", "its turn came", lease.id)
-            notices.add(connection, your_turn(ticket, lease, now))
-        waited = (now - ticket.created_at).total_seconds()
+            if stood_in_line:
+                notices.add(connection, your_turn(ticket, lease, now))
         self.log.info("Lease %s: %s got %s after %d s", lease.id, lease.server, lease.uuids, waited)
         return lease
 

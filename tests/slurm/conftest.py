@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from tests.support.node_sampler import NodeSampler
     from tests.support.slurm_cluster import SlurmCluster
 
 
@@ -25,3 +27,24 @@ def cluster(shared_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
     """The same, with every part running and no job or container before and after the test."""
     yield shared_cluster
     shared_cluster.clean()
+
+
+@pytest.fixture(scope="module")
+def samplers(
+    shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[NodeSampler]]:
+    """One on each node, with the certificates of the node's engine, and with no GPU yet."""
+    from tests.support.node_sampler import NodeSampler
+    from tests.support.nvml import nvml_library as nvml
+
+    folder = tmp_path_factory.mktemp("samplers")
+    library = nvml.build_nvml_library(folder / "nvml")
+    tls = str(shared_cluster.directory / "tls")
+    with ExitStack() as stack:
+        made = []
+        for node in shared_cluster.nodes:
+            url = f"https://{node.address}:9401"
+            around = node.engine.network.around
+            sampler = NodeSampler(folder / node.name, library, url, "--tls", tls, around=around)
+            made.append(stack.enter_context(sampler))
+        yield made

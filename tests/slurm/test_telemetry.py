@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -18,7 +17,6 @@ from tests.support import axe
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN
 from tests.support.node_sampler import NodeSampler
-from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.nvml_library import GIB, GPU
 from tests.support.pages import sign_in
 from tests.support.processes import wait_for
@@ -28,24 +26,6 @@ from tests.support.slurm_node import Node, NodeDevice
 
 CONFIG = "c.Broker.sick_quiet_minutes = 0.02"
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
-
-
-@pytest.fixture(scope="module")
-def samplers(
-    shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[NodeSampler]]:
-    """One on each node, with the certificates of the node's engine."""
-    folder = tmp_path_factory.mktemp("samplers")
-    library = nvml.build_nvml_library(folder / "nvml")
-    tls = str(shared_cluster.directory / "tls")
-    with ExitStack() as stack:
-        made = []
-        for node in shared_cluster.nodes:
-            url = f"https://{node.address}:9401"
-            around = node.engine.network.around
-            sampler = NodeSampler(folder / node.name, library, url, "--tls", tls, around=around)
-            made.append(stack.enter_context(sampler))
-        yield made
 
 
 @pytest.fixture(scope="module")

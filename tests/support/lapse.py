@@ -23,6 +23,7 @@ from gpuspawner.accounting.tick import Tick
 from gpuspawner.broker import Broker
 from gpuspawner.engines import LocalEngine
 from tests.support.paying_hub import PayingHub
+from tests.support.slurm_hub import SlurmHub
 
 
 class Fast:
@@ -41,7 +42,12 @@ class Lapse:
     """``with Lapse(hub, monkeypatch, times=30, when_idle={...}) as lapse``."""
 
     def __init__(
-        self, hub: PayingHub, monkeypatch: pytest.MonkeyPatch, *, times: float, **settings: Any
+        self,
+        hub: PayingHub | SlurmHub,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        times: float,
+        **settings: Any,
     ) -> None:
         self.clock = Fast(times)
         self.broker = Broker(clock=self.clock, database_url=hub.database_url, **settings)

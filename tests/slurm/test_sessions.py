@@ -1,0 +1,145 @@
+"""How sessions end on a cluster. Real: Slurm with two nodes in networks of their own, a sampler on
+each, hub, proxy, accounting service. Stand-in: NVML's library, the GPUs.
+
+What is judged by the minute is judged in a time that goes thirty times as fast.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from gpuspawner.ledger.rules import owed
+from gpuspawner.model import Lease, NoticeKind
+from tests.support.images import INSTANT
+from tests.support.lapse import Lapse
+from tests.support.node_sampler import NodeSampler
+from tests.support.nvml.nvml_library import GPU
+from tests.support.processes import wait_for
+from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_hub import SlurmHub
+
+POLICY = {
+    "*": {"mode": "advise", "mode_waiting": "enforce", "first_minutes": 4, "countdown_minutes": 4},
+    "environment:brief": {"mode": "off", "mode_waiting": "off"},
+}
+
+CONFIG = """
+c.Broker.claim_minutes = 0.05
+c.Accounting.sample_seconds = 0
+c.Accounting.session_warn_minutes = [0.05]
+c.Accounting.session_hook = ["tee", "-a", "hook.json"]
+c.Notifier.hook = ["tee", "-a", "notices.json"]
+"""
+
+ENVIRONMENTS = f"""  - slug: brief
+    display_name: Brief
+    description: A session of seven seconds.
+    image: {INSTANT}
+    devices: {{default: 1, max: 8}}
+    hours: {{max: 0.002}}
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(
+    shared_cluster: SlurmCluster,
+    samplers: list[NodeSampler],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[SlurmHub]:
+    urls = {node.name: s.url for node, s in zip(shared_cluster.nodes, samplers, strict=True)}
+    folder = tmp_path_factory.mktemp("sessions") / "hub"
+    hub = SlurmHub(folder, shared_cluster, CONFIG, samplers=urls)
+    with (folder / "catalog.yaml").open("a", encoding="utf-8") as catalog:
+        catalog.write(ENVIRONMENTS)
+    with hub:
+        yield hub
+
+
+def show(cluster: SlurmCluster, samplers: list[NodeSampler], works: Lease) -> None:
+    """What this lease holds works, and every other GPU rests."""
+    for node, sampler in zip(cluster.nodes, samplers, strict=True):
+        fleet = [
+            GPU(
+                uuid=device.uuid,
+                bus=f"00000000:{number:02X}:00.0",
+                name=device.model,
+                memory_bytes=device.memory_bytes,
+                use=(60, 0) if device.uuid in works.uuids else (0, 0),
+            )
+            for number, device in enumerate(node.devices, start=1)
+        ]
+        sampler.show(*fleet)
+
+
+def told(hub: SlurmHub, user: str, kind: NoticeKind) -> list[str]:
+    """The titles of what a member was told, the newest first."""
+    return [notice.title for notice in hub.broker.notices_of(user) if notice.kind is kind]
+
+
+def lines(hub: SlurmHub, name: str) -> list[dict[str, str]]:
+    """What a hook of the service's was told."""
+    file = hub.folder / name
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def gone(hub: SlurmHub, cluster: SlurmCluster, lease: Lease) -> bool:
+    """Whether nothing of a server is left anywhere."""
+    container = [c for c in hub.containers(hub.node_of(lease)) if lease.id in c["Labels"].values()]
+    job = cluster.run("squeue", "-h", f"--name=gpuspawner-{lease.ticket_id}")
+    return hub.server(lease.server.user) is None and not container and not job
+
+
+def test_who_rests_makes_way_for_who_waits_and_who_is_not_there_pays_nothing(
+    hub: SlurmHub,
+    cluster: SlurmCluster,
+    samplers: list[NodeSampler],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub.ask("works", gpus=1, gpu_model="A100")
+    hub.ask("rests", gpus=1, gpu_model="H100")
+    works, rests = hub.wait_lease("works"), hub.wait_lease("rests")
+    show(cluster, samplers, works)
+    file = str(hub.folder / "cluster.yaml")
+    hub.ask("waits", gpus=1, gpu_model="H100", wait=True)
+    with Lapse(hub, monkeypatch, times=30, cluster=file, when_idle=POLICY):
+        ended = hub.wait_end(rests)
+    assert (ended.outcome, ended.end_reason) == ("idle", "its GPUs were not used")
+    assert ended.charged == owed(rests.rate, ended.started_at, ended.ended_at) > 0
+    assert "stops at" in told(hub, "rests", NoticeKind.SESSION_ENDS)[0]
+    stopped = "Your server is stopped: its GPU was not used"
+    assert told(hub, "rests", NoticeKind.STOPPED) == [stopped]
+
+    lease = hub.wait_lease("waits")
+    assert lease.uuids == rests.uuids and lease.claim_seconds == 3
+    assert told(hub, "waits", NoticeKind.TURN) == ["It is your turn"]
+    missed = hub.wait_end(lease)
+    assert (missed.outcome, missed.charged) == ("no_show", 0)
+    wait_for(lambda: all(gone(hub, cluster, each) for each in (rests, lease)), "all to be gone")
+    wait_for(lambda: stopped in {line["title"] for line in lines(hub, "notices.json")}, "the hook")
+
+    now = hub.broker.lease(works.id)
+    assert not now.outcome and hub.get("works", "devices").ok
+    assert hub.broker.notices_of("works") == []
+    hub.stop_server("works")
+
+
+def test_a_session_is_warned_of_its_end_and_paid_up_to_it(
+    hub: SlurmHub, cluster: SlurmCluster
+) -> None:
+    hub.ask("ann", environment="brief", gpus=2)
+    lease = hub.wait_lease("ann")
+    # It came at once: ann need not show that she is there.
+    assert (lease.seconds, lease.claim_seconds) == (7, None)
+    assert told(hub, "ann", NoticeKind.TURN) == []
+    ended = hub.wait_end(lease)
+    assert ended.outcome == "session_end" and ended.end_reason.startswith("its time was over at ")
+    assert ended.charged == owed(lease.rate, ended.started_at, ended.ended_at) > 0
+    wait_for(lambda: gone(hub, cluster, lease), "all to be gone")
+    (warning,) = told(hub, "ann", NoticeKind.SESSION_ENDS)
+    assert warning.startswith("Your server stops at ")
+    assert told(hub, "ann", NoticeKind.STOPPED) == ["Your server is stopped: its time is over"]
+    seen = [(line["event"], line["gpus"]) for line in lines(hub, "hook.json")]
+    assert seen == [("warning", list(lease.uuids)), ("end", list(lease.uuids))]
