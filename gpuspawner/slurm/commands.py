@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ..errors import SlurmRefused, SlurmUnavailable
+from .controller import SCRIPT, Holder, minutes_of
 
 _AWAY = (
     "unable to contact slurm controller",
@@ -30,7 +33,8 @@ _PREFIX = re.compile(r"^(?:\w+: )?(?:(?:fatal|error): )?(?:Batch job submission 
 
 @dataclass(frozen=True, slots=True)
 class Slurm:
-    """Slurm as its programs reach it. Every call blocks: use a thread."""
+    """Slurm as its programs reach it: controller and database. Every call blocks: use a
+    thread."""
 
     conf: str = ""
     """Path of slurm.conf; empty for Slurm's own default place."""
@@ -71,6 +75,53 @@ class Slurm:
             raise _error(program, done.stderr or done.stdout, done.returncode)
         return done.stdout
 
+    # The controller; see :class:`gpuspawner.slurm.controller.Controller`.
+
+    def jobs(self) -> str:
+        return self.run("squeue", "--json")
+
+    def nodes(self) -> str:
+        return self.run("sinfo", "--json")
+
+    def longest(self, partition: str) -> float:
+        told = self.run("sinfo", "--noheader", f"--partition={partition}", "--format=%l")
+        return min(map(minutes_of, told.split()), default=math.inf)
+
+    def submit(self, holder: Holder) -> None:
+        self.run("sbatch", *words(holder), script=SCRIPT)
+
+    def cancel(self, job: int) -> None:
+        self.run("scancel", "--quiet", str(job))
+
+    def cancel_named(self, name: str) -> None:
+        self.run("scancel", "--quiet", f"--name={name}")
+
+    def change(
+        self,
+        job: int,
+        *,
+        minutes: int | None = None,
+        priority: int | None = None,
+        nice: int | None = None,
+        excluded: Collection[str] | None = None,
+    ) -> None:
+        nodes = None if excluded is None else ",".join(excluded)
+        told = {"TimeLimit": minutes, "Priority": priority, "Nice": nice, "ExcNodeList": nodes}
+        changes = [f"{key}={value}" for key, value in told.items() if value is not None]
+        self.run("scontrol", "update", f"JobId={job}", *changes)
+
+    def hold(self, jobs: Collection[int]) -> None:
+        self.run("scontrol", "hold", _listed(jobs))
+
+    def release(self, jobs: Collection[int]) -> None:
+        self.run("scontrol", "release", _listed(jobs))
+
+    def close(self, node: str, reason: str) -> None:
+        self.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}")
+
+    def reopen(self, node: str) -> None:
+        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
     def _environment(self) -> dict[str, str]:
         """No setting of whoever started us reaches the programs: SBATCH_* and the like are
         options too."""
@@ -83,6 +134,41 @@ class Slurm:
         if self.conf:
             kept["SLURM_CONF"] = self.conf
         return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "TZ": "UTC"} | self.environment
+
+
+def words(holder: Holder) -> list[str]:
+    """What ``sbatch`` is told of a job."""
+    told = [
+        "--parsable",
+        "--no-requeue",
+        f"--job-name={holder.name}",
+        f"--comment={holder.comment}",
+        f"--partition={holder.partition}",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--cpus-per-task={holder.cpus}",
+        f"--mem={holder.megabytes}M",
+        f"--gres={holder.gres}",
+        "--output=/dev/null",
+        "--error=/dev/null",
+        "--chdir=/",
+        "--export=NONE",
+    ]
+    if holder.minutes is not None:
+        told.append(f"--time={holder.minutes}")
+    if holder.excluded:
+        told.append("--exclude=" + ",".join(holder.excluded))
+    if holder.nice:
+        told.append(f"--nice={holder.nice}")
+    if holder.user:
+        told.append(f"--uid={holder.user}")
+    if holder.account:
+        told.append(f"--account={holder.account}")
+    return told
+
+
+def _listed(jobs: Collection[int]) -> str:
+    return ",".join(map(str, sorted(jobs)))
 
 
 def _error(program: str, said: str, status: int) -> SlurmUnavailable | SlurmRefused:

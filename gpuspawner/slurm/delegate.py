@@ -17,7 +17,7 @@ from ..model import Device, DeviceStatus, Inventory, Ticket
 from ..scheduler.delegated import Turn
 from . import holder
 from .cluster import Cluster, Node
-from .commands import Slurm
+from .controller import Controller
 from .jobs import HOLDER, Job, read_jobs
 from .names import user_of
 from .telemetry import SamplesNodes
@@ -55,7 +55,7 @@ class SlurmDelegate(Tending, SamplesNodes):
     def __init__(
         self,
         cluster: Cluster,
-        slurm: Slurm,
+        slurm: Controller,
         *,
         as_member: bool = True,
         before: Callable[[Ticket], None] = lambda ticket: None,
@@ -94,12 +94,12 @@ class SlurmDelegate(Tending, SamplesNodes):
     def _submit(self, ticket: Ticket) -> None:
         user = user_of(ticket.server.user) if self._as_member else ""
         lacking = self.lacking(ticket)
-        words = holder.words(ticket, self.cluster, user=user, lacking=lacking)
+        job = holder.of(ticket, self.cluster, user=user, lacking=lacking)
         self._before(ticket)
         # Before and after: a look that begins in between proves nothing.
         self._submitted[ticket.id] = float("inf")
         try:
-            self.slurm.run("sbatch", *words, script=holder.SCRIPT)
+            self.slurm.submit(job)
         except SlurmRefused as error:
             raise _explained(error, user) from None
         finally:
@@ -115,7 +115,7 @@ class SlurmDelegate(Tending, SamplesNodes):
     def cancel(self, ticket_id: str) -> None:
         """Every job of this ticket, waiting or not. Raises SlurmUnavailable."""
         with suppress(SlurmRefused):  # there is none any more
-            self.slurm.run("scancel", "--quiet", f"--name={HOLDER}{ticket_id}")
+            self.slurm.cancel_named(f"{HOLDER}{ticket_id}")
             self._has_news()
 
     def extend(self, ticket_id: str, seconds: int) -> None:
@@ -125,7 +125,7 @@ class SlurmDelegate(Tending, SamplesNodes):
             raise SlurmRefused(why="its job has ended")
         minutes = holder.minutes(seconds)
         self.must_allow(minutes)
-        self.slurm.run("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}")
+        self.slurm.change(job.id, minutes=minutes)
 
     def turns(self, age: float = EVERY) -> Mapping[str, Turn]:
         with self._lock:
@@ -200,7 +200,7 @@ class SlurmDelegate(Tending, SamplesNodes):
         if first.lives and second.lives:
             self._log.warning("Two jobs for one ticket: cancelling %s", second.id)
             with suppress(GPUSpawnerError):
-                self.slurm.run("scancel", "--quiet", str(second.id))
+                self.slurm.cancel(second.id)
             return first
         return first if first.lives else second
 
@@ -246,7 +246,7 @@ class SlurmDelegate(Tending, SamplesNodes):
 
     def _look_at_nodes(self, now: datetime) -> Inventory:
         try:
-            states = _states(self.slurm.run("sinfo", "--json"))
+            states = _states(self.slurm.nodes())
         except GPUSpawnerError as error:
             devices = self._nodes.devices if self._nodes else ()
             return Inventory(

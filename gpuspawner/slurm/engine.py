@@ -181,6 +181,6 @@ class SlurmEngine:
     def _cancel(self, job: str) -> None:
         with suppress(SlurmRefused):
             try:
-                self._delegate.slurm.run("scancel", "--quiet", job)
+                self._delegate.slurm.cancel(int(job))
             except SlurmUnavailable as error:
                 raise EngineUnavailable() from error

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from ..errors import SlurmRefused, SlurmUnavailable
 from ..model import Ticket
 from . import holder
-from .commands import Slurm
+from .controller import Controller
 from .jobs import Job
 
 FIRST = 4_000_000_000
@@ -28,7 +29,7 @@ PLACES = 2_000_000
 class Hand:
     """Keeps the jobs of one process's waiting tickets as admins want them."""
 
-    def __init__(self, slurm: Slurm, log: logging.Logger | Any) -> None:
+    def __init__(self, slurm: Controller, log: logging.Logger | Any) -> None:
         self._slurm = slurm
         self._log = log
         self._nice: dict[str, int] = {}
@@ -45,7 +46,7 @@ class Hand:
         """Hold each job that waits. Raises SlurmUnavailable."""
         waiting = {job.id for job in jobs if job.waits}
         found = {job.id for job in jobs if job.waits and job.priority}
-        if found and self._tell("hold", _listed(found)):
+        if found and self._tell(partial(self._slurm.hold, found), f"hold {_listed(found)}"):
             self._log.info("Held %d jobs: no GPUs are given out just now", len(found))
         self._held = waiting
 
@@ -57,10 +58,10 @@ class Hand:
             held &= self._held
         for job in sorted(held & places.keys(), key=lambda each: places[each]):
             # Slurm gives no priority to a job that is held; the others are held until it has it.
-            self._tell("release", str(job))
-            self._tell("update", f"JobId={job}", f"Priority={FIRST - places[job]}")
+            self._release([job])
+            self._change(job, priority=FIRST - places[job])
             held.remove(job)
-        if held and self._tell("release", _listed(held)):
+        if held and self._release(held):
             self._log.info("Released %d jobs", len(held))
         self._held = set()
 
@@ -73,44 +74,50 @@ class Hand:
             if ticket.position is not None:
                 place = FIRST - ticket.position
                 if job.priority != place:
-                    self._tell("update", f"JobId={job.id}", f"Priority={place}")
+                    self._change(job.id, priority=place)
                 continue
             if job.priority > FIRST - PLACES:
-                self._tell("release", str(job.id))
+                self._release([job.id])
                 self._nice.pop(ticket.id, None)
             nice = holder.niceness(ticket.boost)
             if self._nice.get(ticket.id) != nice:
-                self._tell("update", f"JobId={job.id}", f"Nice={nice}")
+                self._change(job.id, nice=nice)
                 self._nice[ticket.id] = nice
         for gone in self._nice.keys() - {ticket.id for ticket, _ in waiting}:
             del self._nice[gone]
 
     def exclude(self, job: Job, nodes: Collection[str]) -> None:
         """Let a job that waits run on all nodes but these. Raises SlurmUnavailable."""
-        self._tell("update", f"JobId={job.id}", f"ExcNodeList={','.join(nodes)}")
+        self._change(job.id, excluded=nodes)
 
     # Machines.
 
     def close(self, node: str, reason: str) -> None:
         """No job starts on a node any more; what runs goes on. Raises SlurmRefused or
         SlurmUnavailable."""
-        words = f"NodeName={node}", "State=DRAIN", f"Reason={reason}"
-        self._slurm.run("scontrol", "update", *words)
+        self._slurm.close(node, reason)
 
     def reopen(self, node: str) -> None:
         """Give a closed node to jobs again; one that is not closed stays as it is. Raises
         SlurmRefused or SlurmUnavailable."""
-        if node in _closed(self._slurm.run("sinfo", "--json")):
-            self._slurm.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+        if node in _closed(self._slurm.nodes()):
+            self._slurm.reopen(node)
 
-    def _tell(self, *words: str) -> bool:
+    def _release(self, jobs: Collection[int]) -> bool:
+        return self._tell(partial(self._slurm.release, jobs), f"release {_listed(jobs)}")
+
+    def _change(self, job: int, **what: Any) -> bool:
+        said = ", ".join(f"{name} {value}" for name, value in what.items())
+        return self._tell(partial(self._slurm.change, job, **what), f"job {job}: {said}")
+
+    def _tell(self, tell: Callable[[], None], what: str) -> bool:
         """Whether Slurm did it; a no is said once."""
         try:
-            self._slurm.run("scontrol", *words)
+            tell()
         except SlurmRefused as error:
             if error.message not in self._refused:
                 self._refused.add(error.message)
-                self._log.warning("scontrol %s: %s", " ".join(words), error.message)
+                self._log.warning("%s: %s", what, error.message)
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""The job that holds devices for a ticket, as the words of ``sbatch``. Pure."""
+"""The job that holds devices for a ticket. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from ..errors import TooMuchAsked
 from ..model import Device, Request, Ticket
 from ..pool import format_memory, suitable
 from .cluster import Cluster, Node
+from .controller import Holder
 from .jobs import HOLDER
-
-SCRIPT = "#!/bin/sh\nexec sleep infinity\n"
-"""The whole job: the server runs beside it, in its cgroup, and the epilog removes that."""
 
 STARTING = 20
 """Minutes that a job gets beyond the session: a session begins when its server answers."""
@@ -54,49 +52,34 @@ def able(request: Request, cluster: Cluster) -> frozenset[str]:
     return frozenset(found)
 
 
-def words(
+def of(
     ticket: Ticket,
     cluster: Cluster,
     *,
     user: str = "",
     account: str = "",
     lacking: Collection[str] = (),
-) -> list[str]:
-    """What ``sbatch`` is told. Nothing in it is a member's own word but the comment, which is
-    JSON. ``lacking``: nodes that would do and must not be chosen. Raises TooMuchAsked for what
-    no node has."""
+) -> Holder:
+    """The job of a ticket. Nothing in it is a member's own word but the comment, which is JSON.
+    ``lacking``: nodes that would do and must not be chosen. Raises TooMuchAsked for what no node
+    has."""
     request = ticket.request
     kind, types, without = _wanted(request, cluster)
-    gres = ":".join([kind, *types, str(request.devices)])
     some = [node for node in cluster.nodes if node.name not in without and node.devices]
     share = request.devices / max(1, cluster.shards)
-    told = [
-        "--parsable",
-        "--no-requeue",
-        f"--job-name={HOLDER}{ticket.id}",
-        "--comment=" + json.dumps({"server": str(ticket.server)}),
-        f"--partition={cluster.partition}",
-        "--nodes=1",
-        "--ntasks=1",
-        f"--cpus-per-task={max(1, int(share * min(_cpus(node) for node in some)))}",
-        f"--mem={max(1, int(share * min(_megabytes(node) for node in some)))}M",
-        f"--gres={gres}",
-        "--output=/dev/null",
-        "--error=/dev/null",
-        "--chdir=/",
-        "--export=NONE",
-    ]
-    if ticket.seconds is not None:
-        told.append(f"--time={minutes(ticket.seconds)}")
-    if closed := excluded(request, cluster, lacking):
-        told.append("--exclude=" + ",".join(closed))
-    if ticket.boost:
-        told.append(f"--nice={niceness(ticket.boost)}")
-    if user:
-        told.append(f"--uid={user}")
-    if account:
-        told.append(f"--account={account}")
-    return told
+    return Holder(
+        name=f"{HOLDER}{ticket.id}",
+        comment=json.dumps({"server": str(ticket.server)}),
+        partition=cluster.partition,
+        cpus=max(1, int(share * min(_cpus(node) for node in some))),
+        megabytes=max(1, int(share * min(_megabytes(node) for node in some))),
+        gres=":".join([kind, *types, str(request.devices)]),
+        minutes=None if ticket.seconds is None else minutes(ticket.seconds),
+        excluded=tuple(excluded(request, cluster, lacking)),
+        nice=niceness(ticket.boost),
+        user=user,
+        account=account,
+    )
 
 
 def excluded(request: Request, cluster: Cluster, lacking: Collection[str]) -> list[str]:

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..errors import SlurmUnavailable
-from .commands import Slurm
+from .controller import Controller
 
 HOLDER = "gpuspawner-"
 """What the name of a job begins with that holds devices for a ticket; its id follows."""
@@ -116,9 +116,9 @@ _ENDS = {
 }
 
 
-def read_jobs(slurm: Slurm) -> list[Job]:
+def read_jobs(slurm: Controller) -> list[Job]:
     """Every job that Slurm knows of. Blocks. Raises SlurmUnavailable."""
-    return jobs_of(slurm.run("squeue", "--json"))
+    return jobs_of(slurm.jobs())
 
 
 def jobs_of(text: str) -> list[Job]:

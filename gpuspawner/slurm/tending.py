@@ -4,7 +4,6 @@ decide about the line and about machines."""
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -14,7 +13,7 @@ from ..errors import GPUSpawnerError, ImageAwaited, Refused, SlurmRefused
 from ..model import Ticket
 from . import holder
 from .cluster import Cluster
-from .commands import Slurm
+from .controller import Controller
 from .hand import Hand
 from .images import NodeImages
 from .jobs import Job
@@ -27,7 +26,7 @@ class Tending:
     _jobs: Mapping[str, Job]
     _nodes_at: float
 
-    def __init__(self, cluster: Cluster, slurm: Slurm, log: logging.Logger | Any) -> None:
+    def __init__(self, cluster: Cluster, slurm: Controller, log: logging.Logger | Any) -> None:
         self.cluster = cluster
         self.slurm = slurm
         self.images = NodeImages(cluster.nodes, log)
@@ -71,8 +70,7 @@ class Tending:
         """Raises SlurmRefused for a job that is longer than the partition allows, which Slurm
         itself would let root have, and SlurmUnavailable."""
         partition = self.cluster.partition
-        told = self.slurm.run("sinfo", "--noheader", f"--partition={partition}", "--format=%l")
-        most = min(map(minutes_of, told.split()), default=math.inf)
+        most = self.slurm.longest(partition)
         if minutes > most:
             hours = f"{most / 60:.1f}".removesuffix(".0")
             raise SlurmRefused(why=f"the partition {partition} lets nothing run for over {hours} h")
@@ -96,13 +94,3 @@ class Tending:
         if machine := self.machine_of(uuid):
             self._hand.reopen(machine)
             self._nodes_at = float("-inf")
-
-
-def minutes_of(limit: str) -> float:
-    """A time limit as Slurm writes it, such as ``1-02:30:00``; infinite where there is none."""
-    days, _, rest = limit.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdigit() for part in (*parts, days or "0")):
-        return math.inf
-    seconds = sum(int(part) * 60**power for power, part in enumerate(reversed(parts)))
-    return int(days or 0) * 24 * 60 + seconds / 60

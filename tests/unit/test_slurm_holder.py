@@ -6,14 +6,16 @@ import json
 import math
 from dataclasses import replace
 from datetime import datetime, timezone
+from typing import Any
 
 import pytest
 
 from gpuspawner.errors import TooMuchAsked
 from gpuspawner.model import Request, ServerRef, Ticket
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
-from gpuspawner.slurm.holder import able, words
-from gpuspawner.slurm.tending import minutes_of
+from gpuspawner.slurm.commands import words
+from gpuspawner.slurm.controller import minutes_of
+from gpuspawner.slurm.holder import able, of
 
 GIB = 2**30
 
@@ -47,9 +49,13 @@ TICKET = Ticket(
 )
 
 
+def told_of(ticket: Ticket, cluster: Cluster, **more: Any) -> list[str]:
+    return words(of(ticket, cluster, **more))
+
+
 def asked(cluster: Cluster = CLUSTER, **request: object) -> list[str]:
     given = {"devices": 1, **request}
-    return words(replace(TICKET, request=Request(**given)), cluster)  # type: ignore[arg-type]
+    return told_of(replace(TICKET, request=Request(**given)), cluster)  # type: ignore[arg-type]
 
 
 def gres(told: list[str]) -> str:
@@ -118,7 +124,7 @@ def test_parts_of_a_gpu() -> None:
 
 
 def test_the_hours_and_who() -> None:
-    told = words(replace(TICKET, seconds=3601), CLUSTER, user="ann", account="g-course")
+    told = told_of(replace(TICKET, seconds=3601), CLUSTER, user="ann", account="g-course")
     assert {"--time=81", "--uid=ann", "--account=g-course"} <= set(told)
 
 
@@ -139,12 +145,12 @@ def test_which_nodes_would_do(request_: Request, nodes: set[str]) -> None:
 
 def test_nodes_without_the_image_are_left_out_beside_those_that_would_not_do() -> None:
     request = Request(devices=1, memory_bytes=40 * GIB)
-    told = words(replace(TICKET, request=request), CLUSTER, lacking=["two"])
+    told = told_of(replace(TICKET, request=request), CLUSTER, lacking=["two"])
     assert without(told) == "three,two"
 
 
 def test_the_points_of_an_admin() -> None:
-    told = words(replace(TICKET, boost=2.5), CLUSTER)
+    told = told_of(replace(TICKET, boost=2.5), CLUSTER)
     assert "--nice=-2500" in told
     assert not any(word.startswith("--nice") for word in asked())
 
