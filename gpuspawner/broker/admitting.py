@@ -73,12 +73,14 @@ class Admitting(Delegating, QueueSettings):
         for group, users in members.items():
             for user in users:
                 mine.setdefault(user, set()).add(group)
-        with self.store.write() as connection:
+        with self.store.read() as connection:
             known = batch.groups(connection)
             everybody = known.keys() | set(batch.members(connection))
-            right = {user: frozenset(mine.get(user, ())) for user in everybody | mine.keys()}
-            changed = {user: found for user, found in right.items() if known.get(user) != found}
-            batch.put_groups(connection, changed, now)
+        right = {user: frozenset(mine.get(user, ())) for user in everybody | mine.keys()}
+        changed = {user: found for user, found in right.items() if known.get(user) != found}
+        if changed:  # mostly nobody
+            with self.store.write() as connection:
+                batch.put_groups(connection, changed, now)
 
     # What Slurm is to know.
 

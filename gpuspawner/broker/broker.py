@@ -34,8 +34,8 @@ from ..store import Store, book, charging, closures, leases, tickets
 from ..store.granter import Granter
 from . import view
 from .admin import Admin
-from .batch import Batch
 from .bulk import BulkGrants
+from .cluster_audit import ClusterAudit
 from .devices_use import DevicesUse
 from .dry import Dry
 from .folders import Folders
@@ -72,7 +72,7 @@ class Broker(
     DevicesUse,
     Idle,
     Health,
-    Batch,
+    ClusterAudit,
 ):
     """Grants leases, charges them and releases them."""
 

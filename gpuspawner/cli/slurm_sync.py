@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from ..broker import Broker
-from ..broker.batch import Difference
+from ..broker.cluster_audit import Difference
 from ..errors import InvalidRequest
 from ..ledger.pricing import parse_moment
 from ..slurm import syncing

@@ -22,6 +22,7 @@ _COLUMNS = (
     *("jobidraw", "jobid", "user", "account", "state", "submit", "start", "end", "elapsedraw"),
     *("alloctres", "nodelist", "exitcode", "jobname"),
 )
+_BEHIND = re.compile(r"^DBD Agent queue size:\s*(\d+)\s*$", re.MULTILINE)
 _GRES = re.compile(r"gres/(gpu|shard)(?::([^=]+))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _HOST = re.compile(r"([^,\[\]]+)(?:\[([0-9,-]+)\])?")
@@ -55,6 +56,8 @@ class Run:
     nodes: tuple[str, ...]
     exit: str
     """Exit status and signal: ``0:0``."""
+    told: bool = True
+    """Whether the database says already what it had."""
 
     @property
     def key(self) -> str:
@@ -130,6 +133,16 @@ def living(slurm: Slurm) -> frozenset[str]:
     return frozenset(slurm.run("squeue", "-h", "-a", "-r", "-o", "%A").split())
 
 
+def behind(slurm: Slurm) -> int:
+    """How many messages of the controller the accounting database has not taken yet: with none,
+    it knows of all that happened. Raises SlurmUnavailable or SlurmRefused."""
+    found = _BEHIND.search(slurm.run("sdiag"))
+    if found is None:
+        why = "sdiag does not say how far the accounting database is behind, as Slurm 22.05 does"
+        raise SlurmUnavailable(why=why)
+    return int(found[1])
+
+
 def _ask(slurm: Slurm, since: datetime, until: datetime, *more: str) -> list[Run]:
     # A job's name can hold anything but what nobody can guess.
     delimiter = secrets.token_hex(8)
@@ -199,6 +212,7 @@ def _run(*cells: str) -> Run:
         shards=shards,
         nodes=hosts(nodes) if "assigned" not in nodes else (),
         exit=status,
+        told=bool(tres.strip()),
     )
 
 

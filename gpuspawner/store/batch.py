@@ -68,6 +68,16 @@ def find(connection: sa.Connection, job_id: str) -> BatchJob | None:
     return _job(row) if row else None
 
 
+def some(connection: sa.Connection, job_ids: Collection[str]) -> dict[str, BatchJob]:
+    """Those of these that there are, by their ids."""
+    found: dict[str, BatchJob] = {}
+    listed = sorted(job_ids)
+    for first in range(0, len(listed), 500):
+        query = sa.select(batch_jobs).where(batch_jobs.c.id.in_(listed[first : first + 500]))
+        found |= {row["id"]: _job(row) for row in connection.execute(query).mappings()}
+    return found
+
+
 def insert(connection: sa.Connection, job: BatchJob) -> None:
     """Write a new one."""
     row = {name: getattr(job, name) for name in _NAMES}
@@ -119,12 +129,16 @@ def served(connection: sa.Connection, ticket_ids: Collection[str]) -> set[str]:
 # How far.
 
 
+def find_marks(connection: sa.Connection, cluster: str) -> Marks | None:
+    """The marks of a cluster; None where there are none yet."""
+    row = connection.execute(sa.select(batch_marks).where(batch_marks.c.cluster == cluster)).first()
+    return Marks(*row[1:]) if row else None
+
+
 def marks(connection: sa.Connection, cluster: str, now: datetime) -> Marks:
-    """The marks of a cluster; where there are none, they are set to now."""
-    mine = batch_marks.c.cluster == cluster
-    row = connection.execute(sa.select(batch_marks).where(mine).with_for_update()).first()
-    if row:
-        return Marks(*row[1:])
+    """The marks of a cluster; where there are none, they are set to now. Writers only."""
+    if known := find_marks(connection, cluster):
+        return known
     found = Marks(now, now, now)
     row_now = {"cluster": cluster, "since": now, "until": now, "audited_until": now}
     connection.execute(sa.insert(batch_marks).values(row_now))

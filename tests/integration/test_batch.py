@@ -11,7 +11,6 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +18,8 @@ import pytest
 
 from gpuspawner.broker import Broker
 from gpuspawner.ledger.batch import cost
-from gpuspawner.model import MICRO, Lease, LeasedDevice, LeaseState, ServerRef
-from gpuspawner.slurm.usage import Run
-from gpuspawner.store import leases, tickets
+from gpuspawner.model import MICRO
+from gpuspawner.store import tickets
 from tests.support import racers
 from tests.support.batch_jobs import (
     A100,
@@ -79,7 +77,6 @@ def test_what_a_job_pays(broker: Broker) -> None:
         ({"gpus": {"h100": 1}, "nodes": ("m2",)}, 10),
         ({"gpus": {"a100": 1, "h100": 1}, "nodes": ("m1", "m2")}, 14),
         ({"gpus": {}, "shards": {"": 3}}, 3),  # three quarters of an A100
-        ({"gpus": {"": 1}, "nodes": ("gone",)}, 4),  # nobody can say: the lowest
         ({"gpus": {}}, 0),
         ({"seconds": 1}, cost(4 * MICRO, 1) / MICRO),
         ({"seconds": 0}, 0),
@@ -205,6 +202,21 @@ def test_a_name_alone_makes_no_job_free(broker: Broker) -> None:
     assert credits_of(broker) == 88
 
 
+def test_what_was_once_paid_is_paid_when_its_namesakes_are_forgotten(broker: Broker) -> None:
+    """A second job by a server's name goes on for days, and nothing is read of the first one."""
+    ticket = wait_in_line(broker, "aa")
+    with broker.store.write() as connection:
+        tickets.end(connection, ticket.id, T0 + timedelta(hours=1), "granted", "")
+    true = run(1, name="gpuspawner-aa")
+    forged = {"begins": T0 + timedelta(minutes=5), "name": "gpuspawner-aa"}
+    broker.debit(CLUSTER, [true, run(2, seconds=None, ran=600, **forged)])
+    assert credits_of(broker) == 100
+    broker.debit(CLUSTER, [run(2, seconds=None, ran=5 * 3600, **forged)])
+    assert credits_of(broker) == 80
+    broker.debit(CLUSTER, [run(2, seconds=9 * 3600, **forged)])
+    assert credits_of(broker) == 64
+
+
 # Killed, doubled, at the same time.
 
 
@@ -238,76 +250,3 @@ def test_killed_anywhere_every_job_is_paid_once(broker: Broker, database_url: st
     assert lines(broker), "there was work that could break"
     broker.debit(CLUSTER, many(HOURS))
     paid_exactly(broker)
-
-
-# The audit.
-
-
-def session(
-    broker: Broker, ticket: str, begins: int = 0, ends: int = 3600, count: int = 1
-) -> Lease:
-    """One that ended, with its seconds since T0."""
-    devices = tuple(LeasedDevice(f"GPU-{n}", n, n, A100, 1) for n in range(count))
-    lease = Lease(
-        id=f"l{ticket}{begins}",
-        server=ServerRef("anna", ticket),
-        account="member:anna",
-        environment="pytorch",
-        devices=devices,
-        rate=0,
-        hold=0,
-        state=LeaseState.GRANTED,
-        engine="slurm",
-        granted_at=T0 + timedelta(seconds=begins),
-        ticket_id=ticket,
-    )
-    with broker.store.write() as connection:
-        leases.insert(connection, lease)
-        leases.end(connection, lease.id, T0 + timedelta(seconds=ends), "done", 0, 0)
-    return replace(lease, state=LeaseState.ENDED, ended_at=T0 + timedelta(seconds=ends))
-
-
-def holder(ticket: str, number: int = 1, **cells: Any) -> Run:
-    return run(number, name=f"gpuspawner-{ticket}", **cells)
-
-
-def test_a_session_and_its_job(broker: Broker) -> None:
-    wait_in_line(broker, "aa")
-    lease = session(broker, "aa")
-    cases: list[tuple[list[Run], list[str]]] = [
-        ([holder("aa")], []),
-        ([holder("aa", seconds=3601)], []),
-        ([holder("aa", seconds=3602)], ["3600 s here, and 3602 s in Slurm (job 1)"]),
-        ([holder("aa", seconds=3598)], ["3600 s here, and 3598 s in Slurm (job 1)"]),
-        ([], ["it had devices for 3600 s, and Slurm knows no job for it"]),
-        (
-            [holder("aa", gpus={"a100": 2})],
-            ["1 devices here, and 2 in Slurm (job 1)"],
-        ),
-        ([holder("aa", gpus={}, shards={"": 1})], []),
-        (
-            [holder("aa"), holder("aa", 2, seconds=60)],
-            [
-                "Slurm had 2 jobs for it (1, 2), together 3660 s",
-                "3600 s here, and 3660 s in Slurm (job 1, 2)",
-            ],
-        ),
-    ]
-    for runs, said in cases:
-        found = broker.compare([lease], {"aa": runs}, runs)
-        assert [each.what for each in found] == said
-        assert all(each.subject == "lease laa0 of anna/aa" for each in found)
-
-
-def test_one_job_for_two_sessions_of_a_ticket_after_a_crash(broker: Broker) -> None:
-    wait_in_line(broker, "aa")
-    mine = [session(broker, "aa", 0, 100), session(broker, "aa", 160, 3600)]
-    assert broker.compare(mine, {"aa": [holder("aa")]}) == []
-
-
-def test_devices_that_no_session_had(broker: Broker) -> None:
-    wait_in_line(broker, "aa")
-    runs = [holder("aa", seconds=90), holder("unknown", 2)]
-    assert [str(each) for each in broker.compare([], {}, runs)] == [
-        "ticket aa of anna/aa: job 1 had its devices for 90 s, and no session did"
-    ]
