@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ..errors import SlurmRefused, SlurmUnavailable
 from .controller import SCRIPT, Holder, minutes_of
@@ -35,6 +36,8 @@ _PREFIX = re.compile(r"^(?:\w+: )?(?:(?:fatal|error): )?(?:Batch job submission 
 class Slurm:
     """Slurm as its programs reach it: controller and database. Every call blocks: use a
     thread."""
+
+    notes: ClassVar[str] = "admin_comment"
 
     conf: str = ""
     """Path of slurm.conf; empty for Slurm's own default place."""
@@ -90,8 +93,8 @@ class Slurm:
     def submit(self, holder: Holder) -> None:
         self.run("sbatch", *words(holder), script=SCRIPT)
 
-    def cancel(self, job: int) -> None:
-        self.run("scancel", "--quiet", str(job))
+    def cancel(self, *jobs: int) -> None:
+        self.run("scancel", "--quiet", *map(str, jobs))
 
     def cancel_named(self, name: str) -> None:
         self.run("scancel", "--quiet", f"--name={name}")
@@ -110,8 +113,15 @@ class Slurm:
         changes = [f"{key}={value}" for key, value in told.items() if value is not None]
         self.run("scontrol", "update", f"JobId={job}", *changes)
 
-    def hold(self, jobs: Collection[int]) -> None:
-        self.run("scontrol", "hold", _listed(jobs))
+    def hold(self, jobs: Collection[int], note: str | None = None) -> None:
+        if note is None:
+            self.run("scontrol", "hold", _listed(jobs))
+        else:
+            words = f"JobId={_listed(jobs)}", "Priority=0", f"AdminComment={note}"
+            self.run("scontrol", "update", *words)
+
+    def note(self, jobs: Collection[int], note: str) -> None:
+        self.run("scontrol", "update", f"JobId={_listed(jobs)}", f"AdminComment={note}")
 
     def release(self, jobs: Collection[int]) -> None:
         self.run("scontrol", "release", _listed(jobs))
@@ -171,9 +181,14 @@ def _listed(jobs: Collection[int]) -> str:
     return ",".join(map(str, sorted(jobs)))
 
 
+def is_away(said: str) -> bool:
+    """Whether these words of Slurm's are no answer of it."""
+    return any(part in said.lower() for part in _AWAY)
+
+
 def _error(program: str, said: str, status: int) -> SlurmUnavailable | SlurmRefused:
     lines = [_PREFIX.sub("", line).strip() for line in said.splitlines() if line.strip()]
     why = "; ".join(dict.fromkeys(lines)) or f"{program} ended with status {status}"
-    if any(part in said.lower() for part in _AWAY):
+    if is_away(said):
         return SlurmUnavailable(why=why[:300])
     return SlurmRefused(why=why[:300].rstrip("."))

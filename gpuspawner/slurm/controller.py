@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,9 @@ class Controller(Protocol):
     """Every call blocks, and raises SlurmUnavailable when nobody answers, and SlurmRefused with
     Slurm's own words when the answer is no."""
 
+    notes: ClassVar[str]
+    """What the JSON of jobs calls the comments that :meth:`note` writes."""
+
     def jobs(self) -> str:
         """Everybody's jobs, and those that ended of late, in the JSON of ``squeue``."""
 
@@ -53,8 +56,9 @@ class Controller(Protocol):
         """Hand a job in. After SlurmUnavailable it may be there all the same: look for its
         name."""
 
-    def cancel(self, job: int) -> None:
-        """End a job, waiting or not."""
+    def cancel(self, *jobs: int) -> None:
+        """End jobs, waiting or not. Those that are over already are refused after the others
+        were ended."""
 
     def cancel_named(self, name: str) -> None:
         """End every job of this name, waiting or not."""
@@ -71,8 +75,12 @@ class Controller(Protocol):
         """Change what is named of a job: its time limit, its priority, its nice value, or the
         nodes that it must not run on."""
 
-    def hold(self, jobs: Collection[int]) -> None:
-        """Let none of these jobs begin until they are released."""
+    def hold(self, jobs: Collection[int], note: str | None = None) -> None:
+        """Let none of these jobs begin until they are released; with an admin's comment, if there
+        is one to write."""
+
+    def note(self, jobs: Collection[int], note: str) -> None:
+        """Write an admin's comment beside these jobs, in place of what was there."""
 
     def release(self, jobs: Collection[int]) -> None:
         """Let them begin, and give them back to the order."""

@@ -1,0 +1,286 @@
+"""Slurm as slurmrestd reaches it, for a hub on a machine without Slurm.
+
+The same questions and answers as by the programs (:mod:`gpuspawner.slurm.commands`), in the words
+of OpenAPI v0.0.38, which Slurm 22.05 speaks. A token of Slurm's says who asks; that of SlurmUser
+may also act for members.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+from ..errors import ConfigError, SlurmRefused, SlurmUnavailable
+from .commands import Slurm, is_away
+from .controller import SCRIPT, Holder
+from .jobs import jobs_of
+from .rest_access import Token, connection_to, in_words, must_be_safe, read_token
+
+PREFIX = "/slurm/v0.0.38/"
+
+_ANSWERS = range(2000, 3000)
+"""The numbers of what the controller itself says no with; every other error is no answer."""
+_UNLIMITED = 2**32 - 2
+"""Minutes from which on there is no limit."""
+_ENVIRONMENT = {"LC_ALL": "C", "PATH": "/usr/local/bin:/usr/bin:/bin"}
+"""slurmrestd takes no job without one; no variable of ours reaches it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """A :class:`gpuspawner.slurm.controller.Controller` behind slurmrestd. Every call blocks: use
+    a thread."""
+
+    notes: ClassVar[str] = "comment"
+    """v0.0.38 writes no other: who owns a job can change it, too."""
+
+    url: str
+    """``https://``, or ``http://`` on this machine, or ``unix://``."""
+    token_file: str
+    """Read at each call: a new token needs no restart."""
+    ca: str = ""
+    """The CA of an ``https://`` address; empty for those that this machine trusts."""
+    seconds: float = 20.0
+    """How long slurmrestd may be silent."""
+    programs: Slurm = field(default_factory=Slurm)
+    """For what slurmrestd cannot do, where they are."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an address on which others could listen, and for a token that
+        others can read."""
+        must_be_safe(self.url)
+        if self.ca and not os.path.isfile(self.ca):
+            raise ConfigError(f"c.Broker.slurm_rest_ca: there is no file {self.ca}.")
+        self.token()
+
+    # The controller.
+
+    def jobs(self) -> str:
+        return self._read("jobs")
+
+    def nodes(self) -> str:
+        return self._read("nodes")
+
+    def longest(self, partition: str) -> float:
+        found = json.loads(self._read(f"partition/{quote(partition, safe='')}"))
+        try:
+            limits = [each["max_time_limit"] for each in found["partitions"]]
+            known = [limit for limit in limits if 0 <= int(limit) < _UNLIMITED]
+        except (KeyError, TypeError, ValueError) as error:
+            raise _strange(error) from None
+        return min(known, default=math.inf)
+
+    def submit(self, holder: Holder) -> None:
+        found = self._tell("POST", "job/submit", submission(holder), user=holder.user)
+        if holder.nice < 0:  # a job's owner cannot set it
+            self.change(_number(found), nice=holder.nice)
+
+    def cancel(self, *jobs: int) -> None:
+        _each(jobs, lambda job: self._tell("DELETE", f"job/{job}"))
+
+    def cancel_named(self, name: str) -> None:
+        self.cancel(*(job.id for job in jobs_of(self.jobs()) if job.name == name and job.lives))
+
+    def change(
+        self,
+        job: int,
+        *,
+        minutes: int | None = None,
+        priority: int | None = None,
+        nice: int | None = None,
+        excluded: Collection[str] | None = None,
+    ) -> None:
+        nodes = None if excluded is None else ",".join(excluded)
+        # v0.0.38 wants priorities as text.
+        rank = None if priority is None else str(priority)
+        told = {"time_limit": minutes, "priority": rank, "nice": nice, "exclude_nodes": nodes}
+        self._change(job, {key: value for key, value in told.items() if value is not None})
+
+    def hold(self, jobs: Collection[int], note: str | None = None) -> None:
+        what: dict[str, object] = (
+            {"hold": True} if note is None else {"hold": True, "comment": note}
+        )
+        _each(sorted(jobs), lambda job: self._change(job, what))
+
+    def note(self, jobs: Collection[int], note: str) -> None:
+        _each(sorted(jobs), lambda job: self._change(job, {"comment": note}))
+
+    def release(self, jobs: Collection[int]) -> None:
+        _each(sorted(jobs), lambda job: self._change(job, {"hold": False}))
+
+    def close(self, node: str, reason: str) -> None:
+        self._program(f"NodeName={node} State=DRAIN Reason='why'").close(node, reason)
+
+    def reopen(self, node: str) -> None:
+        self._program(f"NodeName={node} State=RESUME").reopen(node)
+
+    # Beside that.
+
+    def ping(self, user: str = "") -> tuple[str, bool]:
+        """Which Slurm it is, and whether a controller answers somebody: a user for whom we act,
+        else us. Raises SlurmUnavailable."""
+        found = json.loads(self._read("ping", user=user))
+        try:
+            up = any(each["ping"] == "UP" for each in found["pings"])
+            return str(found["meta"]["Slurm"]["release"]), up
+        except (KeyError, TypeError) as error:
+            raise _strange(error) from None
+
+    def token(self) -> Token:
+        """Who we are to Slurm. Raises ConfigError for a file that holds no token, or that others
+        can read."""
+        return read_token(self.token_file)
+
+    # Below here: how.
+
+    def _program(self, words: str) -> Slurm:
+        """Slurm's programs, if they are here."""
+        if shutil.which("scontrol", path=self.programs.folder or None) is None:
+            raise SlurmRefused(
+                why="slurmrestd of Slurm 22.05 cannot close or open a machine. On the controller: "
+                f"scontrol update {words}"
+            )
+        return self.programs
+
+    def _change(self, job: int, what: Mapping[str, object]) -> None:
+        self._tell("POST", f"job/{job}", what)
+
+    def _read(self, path: str, user: str = "") -> str:
+        """What slurmrestd answers to a question. Half an answer is no answer."""
+        status, text = self._ask("GET", path, None, user)
+        _, errors = self._parsed(status, text)
+        if errors or status != http.client.OK:
+            raise SlurmUnavailable(why=self._unanswered(errors))
+        return text
+
+    def _tell(
+        self, method: str, path: str, what: Mapping[str, object] | None = None, user: str = ""
+    ) -> dict[str, Any]:
+        status, text = self._ask(method, path, what, user)
+        found, errors = self._parsed(status, text)
+        if not errors and status == http.client.OK:
+            return found
+        said = "; ".join(dict.fromkeys(_said(each) for each in errors))
+        if any(_code(each) in _ANSWERS for each in errors) and not is_away(said):
+            raise SlurmRefused(why=said[:300].rstrip("."))
+        raise SlurmUnavailable(why=self._unanswered(errors))
+
+    def _parsed(self, status: int, text: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """An answer and the errors in it."""
+        if status == http.client.UNAUTHORIZED:
+            raise SlurmUnavailable(
+                why="slurmrestd takes no tokens: start it with SLURM_JWT=daemon in its environment"
+            )
+        if status == http.client.NOT_FOUND:
+            raise SlurmUnavailable(
+                why=f"{self.url} has no {PREFIX}: it is no slurmrestd of Slurm 22.05"
+            )
+        try:
+            found = json.loads(text)
+            return found, [dict(each) for each in found.get("errors") or ()]
+        except (ValueError, TypeError, AttributeError) as error:
+            raise _strange(error) from None
+
+    def _ask(
+        self, method: str, path: str, what: Mapping[str, object] | None, user: str
+    ) -> tuple[int, str]:
+        try:
+            token = self.token()
+        except ConfigError as error:
+            raise SlurmUnavailable(why=error.message.rstrip(".")) from None
+        if token.has_ended():
+            raise SlurmUnavailable(
+                why=f"the token in {self.token_file} ended on {token.ends_at:%Y-%m-%d at %H:%M} "
+                f"UTC. Put a new one there: scontrol token username={token.user}"
+            )
+        headers = {
+            "X-SLURM-USER-NAME": user or token.user,
+            "X-SLURM-USER-TOKEN": token.text,
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+        }
+        body = None if what is None else json.dumps(what)
+        try:
+            with closing(connection_to(self.url, self.ca, self.seconds)) as connection:
+                connection.request(method, PREFIX + path, body, headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise SlurmUnavailable(why=f"slurmrestd at {self.url}: {in_words(error)}") from None
+
+    def _unanswered(self, errors: Iterable[Mapping[str, Any]]) -> str:
+        """slurmrestd says the same of a controller that is away and of a token that it refuses."""
+        said = "; ".join(dict.fromkeys(_said(each) for each in errors))
+        why = f"the controller does not answer slurmrestd, or not to the token in {self.token_file}"
+        return f"{why} ({said[:200].rstrip('.')})" if said else why
+
+
+def submission(holder: Holder) -> dict[str, Any]:
+    """What slurmrestd is told of a job. Pure."""
+    job: dict[str, Any] = {
+        "name": holder.name,
+        "comment": holder.comment,
+        "partition": holder.partition,
+        "nodes": [1, 1],
+        "tasks": 1,
+        "cpus_per_task": holder.cpus,
+        "memory_per_node": holder.megabytes,
+        "gres": holder.gres,
+        # "requeue": false is ignored by 22.05.8.
+        "no_requeue": True,
+        "standard_output": "/dev/null",
+        "standard_error": "/dev/null",
+        "current_working_directory": "/",
+        "environment": _ENVIRONMENT,
+    }
+    if holder.minutes is not None:
+        job["time_limit"] = holder.minutes
+    if holder.excluded:
+        job["exclude_nodes"] = ",".join(holder.excluded)
+    if holder.nice > 0:
+        job["nice"] = holder.nice
+    if holder.account:
+        job["account"] = holder.account
+    return {"script": SCRIPT, "job": job}
+
+
+def _each(jobs: Iterable[int], tell: Callable[[int], object]) -> None:
+    """Tell Slurm of each job; a no to one is said when the others were told."""
+    refused: SlurmRefused | None = None
+    for job in jobs:
+        try:
+            tell(job)
+        except SlurmRefused as error:
+            refused = refused or error
+    if refused is not None:
+        raise refused
+
+
+def _number(found: Mapping[str, Any]) -> int:
+    try:
+        return int(found["job_id"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _strange(error) from None
+
+
+def _code(error: Mapping[str, Any]) -> int:
+    """The number of an error, which v0.0.38 calls by three names."""
+    found = (error.get(key) for key in ("error_code", "error_number", "errno"))
+    return next((number for number in found if isinstance(number, int)), 0)
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    return str(error.get("error") or error.get("description") or "no reason given")
+
+
+def _strange(error: Exception) -> SlurmUnavailable:
+    why = f"slurmrestd did not answer as Slurm 22.05 does ({error!r:.80})"
+    return SlurmUnavailable(why=why)
