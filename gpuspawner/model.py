@@ -21,6 +21,8 @@ class DeviceStatus(str, Enum):
     OK = "ok"
     UNKNOWN = "unknown"
     """Not answering, or gone since the last look. Never free."""
+    DRAINED = "drained"
+    """Whoever gives out its machine gives out nothing more of it; what is on it goes on."""
     PARENT = "parent"
     """A GPU in MIG mode: its instances are leased, never the GPU itself."""
 
@@ -51,7 +53,8 @@ class Device:
     slots: int = 1
     status: DeviceStatus = DeviceStatus.OK
     reason: str = ""
-    """Why the status is not ``ok``, in words."""
+    """Why the status is not ``ok``, in words; of one that is, what else is to be known of it, such
+    as that its machine is off until it is needed."""
     processes: tuple[DeviceProcess, ...] = ()
     held_bytes: int = 0
     """Memory that is held though no process is listed that could hold it, roughly; what a driver

@@ -26,7 +26,7 @@ class DeviceView:
     """``free``, ``leased``, ``occupied``, ``unknown``, ``parent`` or ``prohibited``; of those
     that an admin closed, what is free is ``drained`` and what is leased is ``draining``."""
     detail: str
-    """Why, in words; empty for a free device."""
+    """Why, in words; of a free device what else is to be known of it, which mostly is nothing."""
     lease_id: str | None = None
     machine: str = ""
     """The name of the machine that it is in, where there are several."""
@@ -101,6 +101,8 @@ def _view(device: Device, lease_id: str | None) -> DeviceView:
         detail = f"lease {lease_id}"
         if device.status is DeviceStatus.UNKNOWN:
             detail += f"; not answering: {device.reason}"
+        if device.status is DeviceStatus.DRAINED:
+            return DeviceView(device, "draining", f"{detail}; {device.reason}", lease_id)
         return DeviceView(device, "leased", detail, lease_id)
     if device.status is DeviceStatus.OK and why_not is None:
         if busy := device.compute_processes:
@@ -109,7 +111,7 @@ def _view(device: Device, lease_id: str | None) -> DeviceView:
         if device.held_bytes:
             held = f"{device.held_bytes / 2**30:.1f} GB of its memory"
             return DeviceView(device, "occupied", f"{held} are held, and by no process in sight")
-        return DeviceView(device, "free", "")
+        return DeviceView(device, "free", device.reason)
     state = device.status.value if device.status is not DeviceStatus.OK else "prohibited"
     return DeviceView(device, state, why_not or device.reason)
 
@@ -118,13 +120,16 @@ def _closed(view: DeviceView, closure: Closure) -> DeviceView:
     """A drained device: a device that nobody could have anyway keeps its state."""
     state = {"free": "drained", "leased": "draining"}.get(view.state, view.state)
     drained = f"drained by {closure.actor}" + (f": {closure.reason}" if closure.reason else "")
+    before = view.detail
+    if view.device.status is DeviceStatus.DRAINED:
+        before = f"lease {view.lease_id}" if view.lease_id else ""  # else it is said twice
     if server := kept_for(closure):
         drained = f"kept for {server}, which starts again"
     if closure.actor == LEAK:
         drained = (
             "in quarantine" if view.state == "occupied" else f"in quarantine: {closure.reason}"
         )
-    detail = f"{view.detail.rstrip('.')}; {drained}" if view.detail else drained
+    detail = f"{before.rstrip('.')}; {drained}" if before else drained
     return replace(view, state=state, detail=detail)
 
 

@@ -18,7 +18,7 @@ def no_device_free(
 ) -> NoDeviceFree:
     """Waiting would help. ``matching`` are the devices that the request allows, ``candidates``
     those of them that are free; each matching device counts once, as the first that is true of
-    free, in use, unknown, occupied."""
+    free, in use, unknown, drained, occupied."""
     free = {d.uuid for d in candidates}
     busy = {place.uuid for place in taken}
     counts: Counter[str] = Counter()
@@ -29,12 +29,14 @@ def no_device_free(
             counts["in_use"] += 1
         elif device.status is DeviceStatus.UNKNOWN:
             counts["unknown"] += 1
+        elif device.status is DeviceStatus.DRAINED:
+            counts["drained"] += 1
         else:
             counts["occupied"] += 1
     return NoDeviceFree(
         _who_has_them(request, len(matching), counts, most_of_one_model(candidates)),
         matching=len(matching),
-        **{state: counts[state] for state in ("in_use", "occupied", "unknown", "free")},
+        **{state: counts[state] for state in ("in_use", "occupied", "unknown", "drained", "free")},
     )
 
 
@@ -66,6 +68,7 @@ def _who_has_them(request: Request, total: int, counts: Mapping[str, int], most_
             _count(counts["in_use"], "is in use", "are in use"),
             _count(counts["occupied"], "is used", "are used", " by programs outside the hub"),
             _count(counts["unknown"], "does not answer", "do not answer"),
+            _count(counts["drained"], "is drained", "are drained"),
         ]
     )
     if not counts["free"]:

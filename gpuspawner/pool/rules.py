@@ -31,6 +31,8 @@ def leasable(device: Device) -> str | None:
     """None when the device could be leased if it were free, else why not, as a sentence."""
     if device.status is DeviceStatus.UNKNOWN:
         return device.reason or "It does not answer."
+    if device.status is DeviceStatus.DRAINED:
+        return device.reason or "Its machine is drained."
     if device.status is DeviceStatus.PARENT:
         return device.reason or "It is in MIG mode: its instances are leased instead."
     if device.compute_mode == "prohibited":

@@ -83,6 +83,8 @@ class Sample:
     """Why it does not answer; then there is nothing else."""
     silent: str = ""
     """Why nobody could ask it, as a sentence; then there is nothing else. It may be quite well."""
+    resting: bool = False
+    """Whether it is silent because its machine is off until it is needed."""
 
     @property
     def busy(self) -> bool | None:

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from ..broker import Broker, DeviceView
-from ..model import Device, Lease, LeaseState
+from ..model import Device, DeviceStatus, Lease, LeaseState
 from ..telemetry import DeviceUse, Sample
 from ..telemetry.values import THROTTLE
 
@@ -53,6 +53,8 @@ class Doing:
     """Why it does not answer."""
     silent: str = ""
     """Why nobody could ask it."""
+    resting: bool = False
+    """Whether nobody was to expect it to answer."""
     xids: tuple[int, ...] = ()
     """Errors of the last minutes."""
 
@@ -85,7 +87,7 @@ class Tile:
         told, doing = [], self.doing
         if doing.error:
             told.append(f"does not answer: {doing.error}" if _full(sight) else "does not answer")
-        if doing.silent:
+        if doing.silent and not doing.resting:
             told.append(doing.silent if _full(sight) else "its machine does not tell what it does")
         if doing.xids and _full(sight):
             told.append("Xid " + ", ".join(map(str, doing.xids)))
@@ -94,9 +96,14 @@ class Tile:
         elif doing.warm:
             told.append("too warm")
         detail = self.view.detail.partition("; ")[2] if self.lease else self.view.detail
-        if detail and _full(sight):
+        if detail and _full(sight) and detail != self.note:
             told.append(detail)
         return "; ".join(part.rstrip(".") for part in told)
+
+    @property
+    def note(self) -> str:
+        """What everybody is told of it that is no fault; empty when there is nothing."""
+        return self.device.reason if self.device.status is DeviceStatus.OK else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +163,7 @@ def doing_of(samples: Sequence[Sample], minute: DeviceUse | None, now: datetime)
             warm=bool(sample.throttle & TOO_WARM),
             error=sample.error,
             silent=sample.silent,
+            resting=sample.resting,
             xids=xids,
         )
     if minute is None:
@@ -204,6 +212,7 @@ def words(tile: Tile, sight: Sight, now: datetime) -> dict[str, Any]:
         "filled": 0 if filled is None else min(100, round(filled)),
         "temperature": "" if doing.celsius is None else f"{doing.celsius} \N{DEGREE SIGN}C",
         "health": tile.health(sight),
+        "note": tile.note,
     }
 
 

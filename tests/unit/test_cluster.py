@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 
 from gpuspawner.broker import DeviceView
-from gpuspawner.model import Device, Lease, LeaseState, ServerRef
+from gpuspawner.model import Device, DeviceStatus, Lease, LeaseState, ServerRef
 from gpuspawner.telemetry import DeviceUse, Sample
 from gpuspawner.web.cluster import Doing, Picture, Sight, Tile, doing_of, holder, summary, words
 from gpuspawner.web.live import Frame, Viewer, as_text
@@ -92,6 +93,19 @@ def test_a_name_is_told_to_whom_it_may_be_told() -> None:
 def test_what_is_wrong_is_said_in_full_to_admins(some: Tile, member: str, admin: str) -> None:
     assert some.health(Sight.PLAIN) == some.health(Sight.NAMES) == member
     assert some.health(Sight.ADMIN) == admin
+
+
+def test_a_machine_that_is_off_until_it_is_needed_is_nothing_wrong() -> None:
+    off = replace(GPU, reason="off (power saving)")
+    silent = Doing(silent="the machine gpu2 is off (power saving)", resting=True)
+    some = Tile(DeviceView(off, "free", off.reason), None, silent)
+    for sight in Sight:
+        told = words(some, sight, NOW)
+        assert (told["health"], told["note"]) == ("", "off (power saving)")
+    drained = Tile(DeviceView(off, "drained", "off (power saving); drained by kim"), None, silent)
+    assert drained.health(Sight.ADMIN) == "off (power saving); drained by kim"
+    broken = replace(GPU, status=DeviceStatus.UNKNOWN, reason="the machine gpu2 gets no work")
+    assert words(Tile(DeviceView(broken, "unknown", ""), None, silent), sight, NOW)["note"] == ""
 
 
 # What is known of it.

@@ -93,6 +93,8 @@ def test_an_exact_name_with_too_little_memory_falls_back_to_its_words() -> None:
     [
         ({"status": DeviceStatus.UNKNOWN, "reason": "GPU is lost"}, "GPU is lost"),
         ({"status": DeviceStatus.UNKNOWN}, "does not answer"),
+        ({"status": DeviceStatus.DRAINED, "reason": "drained by root"}, "drained by root"),
+        ({"status": DeviceStatus.DRAINED}, "machine is drained"),
         ({"status": DeviceStatus.PARENT}, "its instances are leased"),
         ({"compute_mode": "prohibited"}, "nvidia-smi --compute-mode=0"),
     ],
@@ -309,7 +311,8 @@ def test_all_in_use() -> None:
     taken = in_use(0, 1, 2, 3)
     kind, said, fields = refusal(Request(devices=1), SIX[:4], taken)
     assert (kind, said) == (NoDeviceFree, "All 4 GPUs are in use.")
-    assert fields == {"matching": 4, "in_use": 4, "occupied": 0, "unknown": 0, "free": 0}
+    others = dict.fromkeys(("occupied", "unknown", "drained", "free"), 0)
+    assert fields == {"matching": 4, "in_use": 4, **others}
     _, said, _ = refusal(Request(devices=1, model="A100", memory_bytes=40 * GIB), SIX, taken)
     assert said == "All 4 A100 GPUs with 40 GB are in use."
     _, said, _ = refusal(Request(devices=1, models=("A100", "H100")), SIX, taken)
@@ -324,7 +327,9 @@ def test_each_reason_is_counted_once_and_said() -> None:
     devices = [sick_in_use, sick, used, SIX[3]]
     kind, said, fields = refusal(Request(devices=1), devices, in_use(0, 3))
     assert kind is NoDeviceFree
-    assert fields == {"matching": 4, "in_use": 2, "occupied": 1, "unknown": 1, "free": 0}
+    assert fields == {
+        "matching": 4, "in_use": 2, "occupied": 1, "unknown": 1, "drained": 0, "free": 0
+    }  # fmt: skip
     assert said == (
         "No GPU is free: of 4, 2 are in use, 1 is used by programs outside the hub "
         "and 1 does not answer."
@@ -340,6 +345,12 @@ def test_a_device_that_does_not_answer_still_exists_so_waiting_may_help() -> Non
     lost = [replace(d, status=DeviceStatus.UNKNOWN) for d in SIX]
     kind, said, _ = refusal(Request(devices=4, model="A100"), lost)
     assert (kind, said) == (NoDeviceFree, "No A100 GPU is free: of 4, 4 do not answer.")
+
+
+def test_a_drained_device_comes_back_so_waiting_may_help() -> None:
+    closed = [replace(d, status=DeviceStatus.DRAINED) for d in SIX]
+    kind, said, _ = refusal(Request(devices=4, model="A100"), closed)
+    assert (kind, said) == (NoDeviceFree, "No A100 GPU is free: of 4, 4 are drained.")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_what_is_given_could_be_given_and_what_could_be_is(
             pool.choose(request, devices, taken, links)
         fields = caught.value.fields
         if expected is NoDeviceFree:
-            parts = ("in_use", "occupied", "unknown", "free")
+            parts = ("in_use", "occupied", "unknown", "drained", "free")
             assert fields["matching"] == sum(fields[part] for part in parts)
             assert fields["free"] < fields["matching"]
         else:

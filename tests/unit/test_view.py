@@ -48,6 +48,7 @@ def device(index: int, model: str = "A100", gib: int = 80, **fields: Any) -> Dev
 COMPUTES = DeviceProcess(4711, name="python")
 DRAWS = DeviceProcess(12, kind="graphics", name="Xorg")
 LOST = {"status": DeviceStatus.UNKNOWN, "reason": "The GPU is lost."}
+TAKEN_OUT = {"status": DeviceStatus.DRAINED, "reason": "drained by root: a new fan"}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,9 @@ LOST = {"status": DeviceStatus.UNKNOWN, "reason": "The GPU is lost."}
         ),
         (LOST, False, "unknown", "The GPU is lost."),
         (LOST, True, "leased", "lease lease-1; not answering: The GPU is lost."),
+        (TAKEN_OUT, False, "drained", "drained by root: a new fan"),
+        (TAKEN_OUT, True, "draining", "lease lease-1; drained by root: a new fan"),
+        ({"reason": "off (power saving)"}, False, "free", "off (power saving)"),
         (
             {"status": DeviceStatus.PARENT, "reason": "In MIG mode."},
             False,
@@ -109,6 +113,8 @@ CLOSED = Closure("GPU-0", NOW, "kim", "a new fan")
         ({}, False, "drained", "drained by kim: a new fan"),
         ({}, True, "draining", "lease lease-1; drained by kim: a new fan"),
         (LOST, False, "unknown", "The GPU is lost; drained by kim: a new fan"),
+        (TAKEN_OUT, False, "drained", "drained by kim: a new fan"),
+        (TAKEN_OUT, True, "draining", "lease lease-1; drained by kim: a new fan"),
         (
             {"processes": (COMPUTES,)},
             False,
