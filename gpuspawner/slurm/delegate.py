@@ -16,6 +16,7 @@ from ..errors import ConfigError, GPUSpawnerError, SlurmRefused, SlurmUnavailabl
 from ..model import Device, DeviceStatus, Inventory, Ticket
 from ..scheduler.delegated import Turn
 from . import holder
+from .cancelling import Cancelling
 from .cluster import Cluster, Node
 from .controller import Controller
 from .jobs import HOLDER, Job, read_jobs
@@ -36,6 +37,9 @@ OLD = timedelta(seconds=5)
 
 SETTLING = 0.5
 """Seconds that Slurm gets to act on what it was told, before it is asked what came of it."""
+
+FRESH = 2.0
+"""Seconds for which a look says what jobs a ticket has."""
 
 NODES_EVERY = 15.0
 """Seconds between two looks at the nodes."""
@@ -64,6 +68,7 @@ class SlurmDelegate(Tending, SamplesNodes):
         """``as_member``: jobs belong to the members' own users on the nodes, else to ours.
         ``before`` is called with each ticket before its job is submitted."""
         super().__init__(cluster, slurm, log)
+        self._cancelling = Cancelling(slurm.cancel)
         self._as_member = as_member
         self._before = before
         self._log = log
@@ -114,9 +119,34 @@ class SlurmDelegate(Tending, SamplesNodes):
 
     def cancel(self, ticket_id: str) -> None:
         """Every job of this ticket, waiting or not. Raises SlurmUnavailable."""
-        with suppress(SlurmRefused):  # there is none any more
-            self.slurm.cancel_named(f"{HOLDER}{ticket_id}")
-            self._has_news()
+        job = self._surely(ticket_id)
+        if job is None:
+            with suppress(SlurmRefused):  # there is none any more
+                self.slurm.cancel_named(f"{HOLDER}{ticket_id}")
+        elif job.lives:
+            self._cancelling.end([job.id])
+        else:
+            return
+        self._has_news()
+
+    def cancel_job(self, number: int) -> None:
+        """One that lived a moment ago. Raises SlurmUnavailable."""
+        self._cancelling.end([number])
+        self._has_news()
+
+    def _surely(self, ticket_id: str) -> Job | None:
+        """The one job of a ticket, when a look of just now has shown it; None when there may be
+        another one. To find it by its name, Slurm is asked for everybody's jobs; and a number that
+        is not of just now may be somebody else's, once a controller has lost what it knew."""
+        with suppress(SlurmUnavailable):
+            self.turns(FRESH)
+        began = self._began  # first: another look may come in between
+        job, submitted = self._jobs.get(ticket_id), self._submitted.get(ticket_id)
+        if job is None or time.monotonic() - began > 2 * FRESH:
+            return None
+        if submitted is None:  # by another process, which may have done it again
+            return job if job.lives else None
+        return job if submitted < began else None
 
     def extend(self, ticket_id: str, seconds: int) -> None:
         """Raises SlurmRefused or SlurmUnavailable."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..engines import LABEL_LEASE, DockerEngine
 from ..engines.docker import sighting_of
-from ..errors import EngineUnavailable, SlurmRefused, SlurmUnavailable
+from ..errors import EngineUnavailable, SlurmUnavailable
 from ..model import Lease, LeaseState, Sighting
 from .delegate import SlurmDelegate
 from .reaching import MOST_AT_ONCE, QUICK
@@ -179,8 +179,7 @@ class SlurmEngine:
             raise EngineUnavailable() from error
 
     def _cancel(self, job: str) -> None:
-        with suppress(SlurmRefused):
-            try:
-                self._delegate.slurm.cancel(int(job))
-            except SlurmUnavailable as error:
-                raise EngineUnavailable() from error
+        try:
+            self._delegate.cancel_job(int(job))
+        except SlurmUnavailable as error:
+            raise EngineUnavailable() from error

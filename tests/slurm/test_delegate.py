@@ -7,16 +7,18 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from multiprocessing import get_context
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
 
 from gpuspawner.broker import Broker, Terms
 from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
-from gpuspawner.errors import SlurmUnavailable
+from gpuspawner.errors import SlurmRefused, SlurmUnavailable
 from gpuspawner.model import Request, ServerRef, Ticket
 from gpuspawner.scheduler.delegated import Turn
 from gpuspawner.slurm.cluster import read_cluster
@@ -55,6 +57,17 @@ def ticket(number: int, *, age: float = 0.0) -> Ticket:
 def devices(delegate: SlurmDelegate, ticket: Ticket) -> tuple[str, ...]:
     turn = delegate.turns().get(ticket.id)
     return turn.uuids if turn else ()
+
+
+class Noted(Slurm):
+    """Also writes down how scancel was called."""
+
+    cancels: ClassVar[list[tuple[str, ...]]] = []
+
+    def run(self, program: str, *words: str, script: str = "") -> str:
+        if program == "scancel":
+            self.cancels.append(words)
+        return Slurm.run(self, program, *words, script=script)
 
 
 def names(cluster: SlurmCluster) -> list[str]:
@@ -112,6 +125,47 @@ def test_killed_in_the_middle_of_submits(
         return names(cluster) == [f"gpuspawner-{each.id}" for each in tickets]
 
     wait_for(one_each, "one job for each ticket", interval=0.5)
+
+
+def test_jobs_are_ended_by_number_and_those_nobody_has_seen_by_name(
+    delegate: SlurmDelegate, cluster: SlurmCluster
+) -> None:
+    """To find a job by its name, Slurm is asked for everybody's."""
+    one = SlurmDelegate(delegate.cluster, Noted(conf=delegate.slurm.conf, seconds=60))
+    Noted.cancels.clear()
+    tickets = [ticket(number) for number in range(100, 103)]
+    for each in tickets:
+        one.submit(each)
+
+    def turns() -> list[Turn]:
+        found = one.turns(0)
+        return [found[each.id] for each in tickets if each.id in found]
+
+    wait_for(lambda: len(turns()) == 3, "a look at all of them")
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(one.cancel, [each.id for each in tickets]))
+    numbers = [word for words in Noted.cancels for word in words[1:]]
+    assert len(numbers) == 3 and all(number.isdecimal() for number in numbers)
+    wait_for(lambda: all(turn.over for turn in turns()), "their ends to be seen")
+    assert not names(cluster)
+    one.cancel(tickets[0].id)
+    assert [word for words in Noted.cancels for word in words[1:]] == numbers, "once is enough"
+
+    last = ticket(103)
+    one.submit(last)
+    one.cancel(last.id)
+    assert Noted.cancels[-1] == ("--quiet", f"--name=gpuspawner-{last.id}")
+    wait_for(lambda: not names(cluster), "the last one to go")
+
+
+def test_a_job_that_is_over_keeps_no_other_alive(
+    delegate: SlurmDelegate, cluster: SlurmCluster
+) -> None:
+    delegate.submit(ticket(104))
+    (job,) = wait_for(delegate.living, "its job")
+    with suppress(SlurmRefused):
+        delegate.slurm.cancel(999_998, job.id, 999_999)
+    wait_for(lambda: not names(cluster), "it to go")
 
 
 def test_no_answer_is_no_end(delegate: SlurmDelegate, cluster: SlurmCluster) -> None:

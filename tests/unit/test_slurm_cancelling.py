@@ -1,0 +1,60 @@
+"""Jobs that are ended together. Real: the threads. Stand-in: Slurm, which only writes down."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gpuspawner.errors import SlurmRefused, SlurmUnavailable
+from gpuspawner.slurm.cancelling import Cancelling
+from tests.support.processes import wait_for
+
+
+class Told:
+    """Slurm, which takes its time over the first call."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[list[int]] = []
+        self.go_on = threading.Event()
+        self._error = error
+
+    def __call__(self, *jobs: int) -> None:
+        self.calls.append(list(jobs))
+        if len(self.calls) == 1:
+            self.go_on.wait(60)
+        if self._error is not None:
+            raise self._error
+
+
+def all_at_once(told: Told, cancelling: Cancelling) -> list[BaseException | None]:
+    """One call runs, nine more are asked for meanwhile: what became of each."""
+    with ThreadPoolExecutor(10) as threads:
+        first = threads.submit(cancelling.end, [1])
+        wait_for(lambda: told.calls, "the first call")
+        others = [threads.submit(cancelling.end, [number]) for number in range(2, 11)]
+        wait_for(lambda: len(cancelling._next.jobs) == 9, "the others to have asked")
+        told.go_on.set()
+        return [each.exception(60) for each in (first, *others)]
+
+
+def test_those_who_ask_meanwhile_share_a_call() -> None:
+    told = Told()
+    assert all_at_once(told, Cancelling(told)) == [None] * 10
+    assert told.calls == [[1], list(range(2, 11))]
+
+
+def test_a_job_that_has_ended_is_no_mistake() -> None:
+    told = Told(SlurmRefused(why="Invalid job id specified"))
+    assert all_at_once(told, Cancelling(told)) == [None] * 10
+
+
+def test_everybody_hears_that_nobody_answered_and_may_try_again() -> None:
+    away = SlurmUnavailable(why="it is away")
+    told = Told(away)
+    cancelling = Cancelling(told)
+    assert all_at_once(told, cancelling) == [away] * 10
+    with pytest.raises(SlurmUnavailable):
+        cancelling.end([2])
+    assert told.calls[2] == [2], "only what is asked for now"
