@@ -304,6 +304,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
 
     async def poll(self) -> Any:
         """None while the server lives or nobody can say: unknown is not dead."""
+        await self.cleared()
         if not self.touched and not self._start_pending:
             return 0  # refused before anything was created
         try:

@@ -35,7 +35,7 @@ from ..errors import GPUSpawnerError, StartFailed
 from ..model import LeaseState, Request, format_credits
 from . import claims
 from .acquiring import Acquiring
-from .answering import answers
+from .answering import Answer, answer_of, spare_hub
 from .base import spawn_exception
 from .gone import Proof
 from .progress import Progress
@@ -50,6 +50,9 @@ ASK_SELDOM = 0.2
 
 LOOK_AFTER = 0.25
 """Seconds after which the engine is asked again whether a server that does not answer lives."""
+
+CLEARING = 60.0
+"""Seconds for which the Hub waits for what a failed start left to be cleared away."""
 
 
 class GPUSpawnerMixin(Acquiring):
@@ -134,7 +137,7 @@ class GPUSpawnerMixin(Acquiring):
         try:
             url = await super().start()
             self.said.say("Waiting for the server to answer", 80)
-            await self._wait_ready(url)
+            answer = await self._wait_ready(url)
             lease = self.lease
             self.lease = await self.broker.run(
                 self.broker.confirm, lease.id, self.engine_ref(), devices=lease.devices
@@ -150,8 +153,19 @@ class GPUSpawnerMixin(Acquiring):
             raise spawn_exception(await self._too_slow()) from None
         self.seen_alive_at = self.broker.clock()
         self.said.say("The server answers", 95)
+        spare_hub(self.server, url, answer)
         self.watch_claim()
         return url
+
+    async def cleared(self) -> None:
+        """Wait while a start that failed is being cleared away: for the ``poll`` of an engine.
+
+        When that takes longer than ``slow_spawn_timeout``, the Hub asks whether the server lives,
+        and a second later says "failed to start" in place of what failed.
+        """
+        spawn = self._spawn_future  # which polls as well, when it has failed
+        if self._stop_pending and spawn is not None and spawn is not asyncio.current_task():
+            await asyncio.wait([spawn], timeout=CLEARING)
 
     async def poll(self) -> Any:
         """As the engine says; a server whose member has yet to come is watched meanwhile."""
@@ -185,36 +199,36 @@ class GPUSpawnerMixin(Acquiring):
         """The engine's own name of this server."""
         return ""
 
-    async def _wait_ready(self, url: Any) -> None:
-        """Until the server answers or is proved gone: whoever dies early says why at once.
+    async def _wait_ready(self, url: Any) -> Answer:
+        """What the server answers, or is proved gone: whoever dies early says why at once.
 
         An open port proves nothing (Docker's proxy accepts for a container that does not
-        listen yet), so this asks over HTTP, as the Hub does after us.
+        listen yet), so this asks over HTTP, as the Hub would after us.
         """
         address = self._server_url(url)
         ssl_context = self._hub_ssl_context()
 
         looked_at = 0.0
 
-        async def answers_or_gone() -> bool:
+        async def answered_or_gone() -> Answer | None:
             nonlocal looked_at
-            if await answers(address, ssl_context):
-                return True
+            if answer := await answer_of(address, ssl_context):
+                return answer
             if time.monotonic() - looked_at < LOOK_AFTER:
-                return False
+                return None
             looked_at = time.monotonic()
             if (await self.poll()) is not None:
                 detail = await self.failure_detail()
                 raise StartFailed(cause=detail or "it exited at once")
-            return False
+            return None
 
-        if await answers(address, ssl_context):
-            return
+        if answer := await answer_of(address, ssl_context):
+            return answer
         await asyncio.sleep(ASK_AGAIN)
         message = f"{self._log_name} did not answer at {address}"
         try:
-            await exponential_backoff(
-                answers_or_gone,
+            found: Answer = await exponential_backoff(
+                answered_or_gone,
                 message,
                 start_wait=ASK_AGAIN,
                 max_wait=ASK_SELDOM,
@@ -224,6 +238,7 @@ class GPUSpawnerMixin(Acquiring):
             self.log.error("%s. %s", message, await self.failure_detail())
             cause = f"it did not answer within {self.http_timeout} seconds"
             raise StartFailed(cause=cause) from None
+        return found
 
     def _server_url(self, started: Any) -> str:
         """The API of the server, from what ``start`` returned: an URL or (ip, port)."""

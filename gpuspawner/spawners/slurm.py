@@ -164,6 +164,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
     async def poll(self) -> Any:
         if self.node is None or self._start_pending:
             return await super().poll()
+        await self.cleared()
         watch_over(self)
         # First the job: a machine that was lost with it keeps who asks its engine waiting.
         status = await self._poll_job()

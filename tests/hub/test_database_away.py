@@ -24,6 +24,7 @@ GRANT = 100_000
 SENTENCE = "The database does not answer. Try again in a moment; nothing was changed."
 
 CONFIG = f"""
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 60}}  # whoever asks hears how it ended
 c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second
 c.Broker.opening_grant = {GRANT}
 

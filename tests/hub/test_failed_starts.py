@@ -51,6 +51,13 @@ environments:
 CONFIG = f"""
 c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second: what is charged by mistake shows
 c.Broker.opening_grant = {GRANT}
+
+async def tidy(spawner):
+    import asyncio
+    if spawner.user.name == "tidy":
+        await asyncio.sleep(12)  # somewhat longer than the Hub looks on
+
+c.Spawner.post_stop_hook = tidy
 """
 
 
@@ -157,6 +164,15 @@ def test_container_exits_at_once(hub: GPUHub, member: str) -> None:
     # Its last words are for the admin.
     assert "no module named jupyterhub: this image is made to fail" in hub.log_text()
     assert_next_start_works(hub, member)
+
+
+def test_the_reason_is_said_however_long_it_takes_to_clear_away(hub: GPUHub) -> None:
+    """The Hub gives up looking on after ten seconds, and asks whether the server lives."""
+    assert fails(hub, "tidy", "exits") == (
+        500,
+        "Your server did not start: it exited at once with code 3. Nothing was charged.",
+    )
+    assert_cost_nothing(hub, "tidy")
 
 
 def test_server_never_answers(hub: GPUHub, member: str) -> None:
