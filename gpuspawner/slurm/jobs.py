@@ -136,7 +136,7 @@ def jobs_of(text: str) -> list[Job]:
         found = json.loads(rest)
         if errors := found.get("errors"):
             raise SlurmUnavailable(why=f"squeue says {str(errors)[:200]}")
-        return [_job(each, notes) for each in (*found["jobs"], *rows)]
+        return [_job(each) for each in (*found["jobs"], *rows)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"squeue --json did not answer as Slurm 22.05 does ({error!r:.80})"
         raise SlurmUnavailable(why=why) from None
