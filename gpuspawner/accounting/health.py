@@ -36,6 +36,9 @@ ENGINE_SECONDS = 60.0
 LEAKS_EVERY = 6
 """After so many rounds it looks for devices that are not empty: that lists processes."""
 
+ONCE_MORE = 15.0
+"""Seconds until a device is probed again when what came of it could not be written or told."""
+
 Probe = Callable[[str], Probed]
 """Tries the device with this UUID. Blocks. Raises Untried."""
 
@@ -176,6 +179,9 @@ class HealthDuty:
         except Untried as reason:
             said = f"it stays out and is tried again, for it could not be tried: {reason}"
             self.tick.trouble(part, Unavailable(said))
+        except Unavailable as error:
+            self.tick.trouble(part, error)
+            await asyncio.sleep(ONCE_MORE)  # it passed, and who is to be told may be back by then
         except GPUSpawnerError as error:
             self.tick.trouble(part, error)
         except Exception as error:

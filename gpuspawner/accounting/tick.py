@@ -136,9 +136,11 @@ class Tick:
         return actions
 
     async def _end_deserted(self) -> None:
-        """Take back from a scheduler beside ours what nobody waits for or uses any more."""
+        """Take back from a scheduler beside ours what nobody waits for or uses any more, and see
+        that it gives out nothing that is closed."""
         try:
             await self.broker.run(self.broker.end_deserted)
+            await self.broker.run(self.broker.keep_closed)
         except Unavailable as error:
             self.trouble("Scheduler", error)
         else:

@@ -11,7 +11,7 @@ from ..errors import InvalidRequest, TicketEnded
 from ..model import Device, Ticket
 from ..store import closures, devices, health, tickets
 from ..store.closures import GRANTING, HEALTH, LEAK, Closure
-from .core import Core
+from .machines import Machines
 from .view import DeviceView
 
 MOST_POINTS = 1_000_000
@@ -24,7 +24,7 @@ LONGEST_REASON = 300
 """Characters."""
 
 
-class Admin(Core):
+class Admin(Machines):
     """The part of the broker that changes what the scheduler goes by."""
 
     @property
@@ -58,22 +58,19 @@ class Admin(Core):
 
     def undrain(self, device: str, *, actor: str, reason: str = "") -> bool:
         """Give a device out again, one that is gone too, and a sick one as it is: only what is
-        new drains it. False when it was not drained."""
+        new drains it. False when it was not drained.
+
+        Raises Refused, and changes nothing, where somebody else closed its machine.
+        """
         drained = self.store.run(closures.load).keys() - {GRANTING}
         uuid = device if device in drained else self.find_device(device).uuid
         reason = checked_reason(reason)
         if self.delegate is not None:
             self.delegate.reopen(uuid)
         done = [self._reopen(each, "undrain", actor, reason) for each in self.on_machine(uuid)]
+        if self.delegate is not None and any(done):
+            self._open_there(uuid)  # it may have been closed once more before this was written
         return any(done)
-
-    def on_machine(self, uuid: str) -> tuple[str, ...]:
-        """The devices that are drained together with a device, itself among them."""
-        return (uuid,) if self.delegate is None else self.delegate.on_machine(uuid)
-
-    def machine_of(self, uuid: str) -> str:
-        """The name of the machine that a device is in; empty where there is only this one."""
-        return "" if self.delegate is None else self.delegate.machine_of(uuid)
 
     def on_machines(self, views: Sequence[DeviceView]) -> tuple[DeviceView, ...]:
         """The same, each with the name of its machine."""

@@ -18,7 +18,7 @@ from ..slurm import associations, syncing
 from ..slurm.associations import Group, Person, Wanted, read
 from ..slurm.cluster import Cluster, read_cluster
 from ..slurm.commands import Slurm
-from ..slurm.names import is_system_user
+from ..slurm.names import account_of, is_system_user
 from ..store import batch, book, memberships, payers, roster, tickets
 from .delegating import Delegating
 from .queue_settings import QueueSettings
@@ -132,17 +132,20 @@ class Admitting(Delegating, QueueSettings):
         found = read(slurm, cluster.name)
         return syncing.plan(asked, found, cluster.name, is_system_user)
 
-    def admit_to_cluster(self, ticket: Ticket) -> None:
+    def admit_to_cluster(self, ticket: Ticket) -> str:
         """See to it that Slurm takes jobs of whoever waits with this ticket, on the group that it
-        counts on. What cannot be done is only noted: Slurm's database may be away while its
-        controller knows the member, who says no itself if it does not."""
+        counts on: the account of that group, whatever their default is.
+
+        What cannot be done is only noted, and they have their default: Slurm's database may be
+        away while its controller knows the member, who says no itself if it does not.
+        """
         person = Person(
             member=ticket.server.user, group=ticket.group, priority=_word(ticket.priority)
         )
         asked, cluster = self.wanted_of([person]), self.nodes().name
         known, at = self._admitted.get(person.member, (None, 0.0))
         if known == person and time.monotonic() - at < KNOWN:
-            return
+            return account_of(person.group)
         slurm = replace(self.slurm(), seconds=PATIENCE)
         problems: tuple[str, ...] = ()
         try:
@@ -156,6 +159,7 @@ class Admitting(Delegating, QueueSettings):
             self._admitted = {**self._admitted, person.member: (person, time.monotonic())}
         for problem in problems:
             self.log.warning("Slurm is not told of %s: %s", person.member, problem)
+        return "" if problems else account_of(person.group)
 
     # Steps of the above.
 

@@ -20,19 +20,19 @@ from ..pool import Fleet, texts
 from ..scheduler import Part, Ranked
 from ..scheduler.delegated import Delegate, Turn
 from ..slurm.cluster import read_cluster
-from ..slurm.commands import Slurm
 from ..slurm.delegate import SlurmDelegate
 from ..slurm.engine import SlurmEngine
 from ..slurm.reaching import reach
 from ..store import closures, leases, tickets
-from .core import Core
+from .controllers import Controllers
+from .machines import Machines, closed_devices
 from .standing import Standing, waits_for
 
 LEAST = 0.05
 """Seconds between two looks at the line, however much happens."""
 
 
-class Delegating(Core):
+class Delegating(Machines, Controllers):
     """The part of the broker that knows a scheduler beside its own. ``delegate`` is None where
     there is none, and nothing here is called then."""
 
@@ -53,8 +53,8 @@ class Delegating(Core):
         config=True,
         help="""
         Whether a server's job in Slurm belongs to its member's own user on the nodes, which
-        needs a hub that runs as root. Else it belongs to the hub's user, and Slurm's fair share
-        and limits know one member only.
+        needs a hub that runs as root, or ``slurm_rest``. Else it belongs to the hub's user, and
+        Slurm's fair share and limits know one member only.
 
         Example::
 
@@ -72,9 +72,9 @@ class Delegating(Core):
         if not self.cluster:
             return None
         cluster = read_cluster(self.cluster)
-        slurm = Slurm(conf=cluster.slurm_conf)
-        if not self.jobs_of_members:
-            return SlurmDelegate(cluster, slurm, as_member=False, log=self.log)
+        slurm = self.controller_of(cluster)
+        if not self.jobs_of_members or not self.has_slurm_programs():
+            return SlurmDelegate(cluster, slurm, as_member=self.jobs_of_members, log=self.log)
         return SlurmDelegate(cluster, slurm, before=self.admit_to_cluster, log=self.log)
 
     def delegated_engine(self) -> Engine | None:
@@ -104,17 +104,21 @@ class Delegating(Core):
 
     def _delegated_turns(self, present: frozenset[str]) -> list[str]:
         """The tickets that got devices and that a spawn waits with, the first of them first.
-        Hands over those that were not; ends those that the other side gave up."""
+        Hands over those that were not; ends those that the other side gave up; gives back what
+        nobody may have."""
         delegate = self._other()
         with self.line.lock:
             self._see_line()
             waiting = list(self.line.tickets.values())
             deserted = self.line.deserted()
-        paused = closures.GRANTING in self.line.closed
+            closed = self.line.closed
+        paused = closures.GRANTING in closed
         self._said = said = delegate.turns()
+        self.keep_closed(closed)
         delegate.tend(waiting, paused=paused)
         if paused:
             return []
+        shut = delegate.drained().union(closed_devices(closed))
         mine = []
         for ticket in waiting:
             turn = said.get(ticket.id)
@@ -127,10 +131,22 @@ class Delegating(Core):
                         self._hand_over(ticket, tell=True)
             elif turn.over:
                 self.end_ticket(ticket.id, "refused", turn.over)
+            elif shut.intersection(turn.uuids):
+                self._give_back(ticket, turn)
             elif turn.uuids:
                 mine.append(turn)
         mine.sort(key=lambda turn: (turn.since or self.clock(), turn.ticket_id))
         return [turn.ticket_id for turn in mine if turn.ticket_id in present]
+
+    def _give_back(self, ticket: Ticket, turn: Turn) -> None:
+        """A ticket got what is closed meanwhile, and nobody may have: it waits for others, and
+        does not hold that. Raises Unavailable."""
+        with self.line.lock:
+            if ticket.id not in self.line.tickets:
+                return  # it was granted before that was closed
+        where = self.machine_of(turn.uuids[0])
+        self.log.warning("Ticket %s got GPUs of %s, which is closed: it waits on", ticket.id, where)
+        self._other().decline(ticket.id)
 
     def _hand_over(self, ticket: Ticket, *, tell: bool) -> None:
         """Raises Refused, with the ticket ended, when it will never be served; what nobody

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 import sqlalchemy as sa
 from traitlets import Dict, Enum, Float, Integer
 
-from ..errors import ConfigError
+from ..errors import ConfigError, Refused
 from ..ledger import rules
 from ..model import Device, Lease, LeasedDevice, Notice, NoticeKind
 from ..store import book, closures, devices, health, leases, notices
@@ -33,6 +33,7 @@ from ..telemetry.health import (
 from ..telemetry.symptoms import Symptom, checked_actions
 from .giving import Giving, refundable
 from .leaks import Leaks
+from .machines import Machines, closed_devices
 from .sessions import end_clock
 
 REFUND_KEY = "sick"
@@ -75,7 +76,7 @@ class OnSick:
         return next(each for each in self.lease.devices if each.uuid == self.sick.uuid)
 
 
-class Health(Leaks, Giving):
+class Health(Leaks, Giving, Machines):
     """The part of the broker that knows which devices are sick."""
 
     when_sick = Dict(
@@ -167,14 +168,18 @@ class Health(Leaks, Giving):
                     probes.append(HealthChange(uuid, "probe", before.state.reason))
             elif verdict.state != before.state:
                 changes += self._judged(uuid, it, policy, now)
+        if any(change.event == "sick" for change in changes):
+            self.keep_closed()
         return [*changes, *probes]
 
     def probed(self, uuid: str, failure: str = "") -> bool:
         """A sick device was probed: it is given out again, or stays out for the ``failure``.
 
-        False when it is not sick any more, or was given to somebody: then nothing changes.
+        False when it is not sick any more, or was given to somebody: then nothing changes. Raises
+        Unavailable when whoever gives its machine out does not answer: try it again then.
         """
         now = self.clock()
+        opened = not failure and self._opened_there(uuid)
         with self.store.write() as connection:
             known = health.get(connection, uuid)
             if known is None or known.state.verdict != SICK:
@@ -188,6 +193,9 @@ class Health(Leaks, Giving):
             if closed is not None and closed.actor == HEALTH:
                 closures.reopen(connection, uuid)
                 self._note(connection, HEALTH, "undrain", uuid, "the probe passed", now)
+            left = self._closed_on(uuid, closed_devices(closures.load(connection)))
+        if opened and not left:
+            self._open_there(uuid)  # it may have been closed once more before this was written
         return True
 
     def sick_of(self, user: str) -> list[OnSick]:
@@ -211,6 +219,23 @@ class Health(Leaks, Giving):
         return len(ids)
 
     # Steps of the above.
+
+    def _opened_there(self, uuid: str) -> bool:
+        """Before a device is open here: its machine is given out again, if nothing else of it is
+        closed. False when that was refused: whoever closed it opens it. Raises Unavailable."""
+        if self.delegate is None:
+            return False
+        closed = closed_devices(self.store.run(closures.load))
+        if closed.get(uuid) is None or self._closed_on(uuid, closed.keys() - {uuid}):
+            return True
+        if closed[uuid].actor != HEALTH:
+            return True
+        try:
+            self.delegate.reopen(uuid)
+        except Refused as error:
+            self.log.warning("Device %s is well, and %s", uuid, error.message)
+            return False
+        return True
 
     def _judged(
         self, uuid: str, it: Found, policy: HealthPolicy, now: datetime

@@ -72,6 +72,9 @@ class Delegate(Protocol):
         """Take a ticket back, and what it got with it; the server on it is gone. Doing it twice
         changes nothing. Raises Unavailable."""
 
+    def decline(self, ticket_id: str) -> None:
+        """Give back what a ticket got, and let it be handed over once more. Raises Unavailable."""
+
     def extend(self, ticket_id: str, seconds: int) -> None:
         """Let it have its devices for so many seconds in all. Raises Refused or Unavailable."""
 
@@ -89,8 +92,18 @@ class Delegate(Protocol):
     def on_machine(self, uuid: str) -> tuple[str, ...]:
         """All devices of the machine that a device is in: they are closed together."""
 
+    def drained(self) -> frozenset[str]:
+        """The devices of all machines that are closed there, by whomever, as it said last."""
+
     def close(self, uuid: str, reason: str) -> None:
-        """Give out nothing more of a device's machine. Raises Refused or Unavailable."""
+        """Give out nothing more of a device's machine; one that is closed there stays as it is.
+        Raises Refused or Unavailable."""
+
+    def keep_closed(self, closed: Mapping[str, str]) -> list[str]:
+        """The same for all these devices, each with the reason, where it is not so; those of the
+        machines that were closed now. Cheap when nothing changed. What is refused, or nobody
+        answers to, is tried again the next time, and not given to who is handed over meanwhile."""
 
     def reopen(self, uuid: str) -> None:
-        """Give it out again. Raises Refused or Unavailable."""
+        """Give out again what :meth:`close` closed. Raises Refused, also for a machine that was
+        closed by somebody else, or Unavailable."""

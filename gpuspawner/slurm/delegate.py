@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from ..errors import ConfigError, GPUSpawnerError, SlurmRefused, SlurmUnavailable
-from ..model import Device, DeviceStatus, Inventory, Ticket
+from ..model import Ticket
 from ..scheduler.delegated import Turn
 from . import holder
+from .asking import AWAY_PATIENCE, PATIENCE, Asker
 from .cancelling import Cancelling
-from .cluster import Cluster, Node
-from .controller import Controller
+from .cluster import Cluster
+from .controller import Controller, Holder
 from .jobs import HOLDER, Job, read_jobs
 from .names import user_of
 from .telemetry import SamplesNodes
@@ -41,12 +41,6 @@ SETTLING = 0.5
 FRESH = 2.0
 """Seconds for which a look says what jobs a ticket has."""
 
-NODES_EVERY = 15.0
-"""Seconds between two looks at the nodes."""
-
-_GONE = frozenset({"DOWN", "NOT_RESPONDING", "DRAIN", "FAIL"})
-"""What Slurm calls nodes that get no jobs now. One that is off is switched on for a job."""
-
 SWITCHED_ON = "its machine is being switched on"
 
 
@@ -62,27 +56,27 @@ class SlurmDelegate(Tending, SamplesNodes):
         slurm: Controller,
         *,
         as_member: bool = True,
-        before: Callable[[Ticket], None] = lambda ticket: None,
+        before: Callable[[Ticket], str] = lambda ticket: "",
         log: logging.Logger | Any = LOG,
     ) -> None:
         """``as_member``: jobs belong to the members' own users on the nodes, else to ours.
-        ``before`` is called with each ticket before its job is submitted."""
+        ``before`` is called with each ticket before its job is submitted; it says which account
+        of its member the job counts on, and nothing for their default."""
         super().__init__(cluster, slurm, log)
         self._cancelling = Cancelling(slurm.cancel)
         self._as_member = as_member
         self._before = before
         self._log = log
-        self._lock = threading.Lock()
+        self._asker = Asker(lambda: self._look())
         self._jobs: dict[str, Job] = {}
         self._turns: dict[str, Turn] = {}
+        self._given_back: set[int] = set()
         self._began = self._answered = float("-inf")
         self._trouble: SlurmUnavailable | None = None
         self._told: float | None = None
         """When Slurm was first told something since the last look."""
         self._submitted: dict[str, float] = {}
         self._submitting = [threading.Lock() for _ in range(AT_ONCE)]
-        self._nodes: Inventory | None = None
-        self._nodes_at = float("-inf")
 
     # Tickets.
 
@@ -90,6 +84,7 @@ class SlurmDelegate(Tending, SamplesNodes):
         """Raises TooMuchAsked, SlurmRefused or SlurmUnavailable."""
         # Who asks and the round may both find that it has no job.
         with self._submitting[hash(ticket.id) % len(self._submitting)]:
+            self._must_answer()
             if ticket.id not in self._submitted and _is_old(ticket):
                 self.turns()  # an earlier hub may have submitted it
             job = self._jobs.get(ticket.id)
@@ -98,13 +93,13 @@ class SlurmDelegate(Tending, SamplesNodes):
 
     def _submit(self, ticket: Ticket) -> None:
         user = user_of(ticket.server.user) if self._as_member else ""
-        lacking = self.lacking(ticket)
-        job = holder.of(ticket, self.cluster, user=user, lacking=lacking)
-        self._before(ticket)
+        lacking = {*self.must_be_open(ticket), *self.lacking(ticket)}
+        account = self._before(ticket)
+        job = holder.of(ticket, self.cluster, user=user, account=account, lacking=lacking)
         # Before and after: a look that begins in between proves nothing.
         self._submitted[ticket.id] = float("inf")
         try:
-            self.slurm.submit(job)
+            self._hand_in(job)
         except SlurmRefused as error:
             raise _explained(error, user) from None
         finally:
@@ -113,12 +108,24 @@ class SlurmDelegate(Tending, SamplesNodes):
         self._hand.submitted(ticket)
         self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
 
+    def _hand_in(self, job: Holder) -> None:
+        """Raises SlurmRefused or SlurmUnavailable."""
+        try:
+            self.slurm.submit(job)
+        except SlurmRefused as error:
+            if not job.account or "Invalid account" not in error.message:
+                raise
+            # The controller may hear of it later than its database, or it is gone since.
+            self._log.warning("Slurm does not know %s in the account %s", job.user, job.account)
+            self.slurm.submit(replace(job, account=""))
+
     def is_missing(self, ticket: Ticket) -> bool:
         submitted = self._submitted.get(ticket.id)
         return submitted is None or submitted < self._began
 
     def cancel(self, ticket_id: str) -> None:
         """Every job of this ticket, waiting or not. Raises SlurmUnavailable."""
+        self._must_answer()
         job = self._surely(ticket_id)
         if job is None:
             with suppress(SlurmRefused):  # there is none any more
@@ -157,13 +164,30 @@ class SlurmDelegate(Tending, SamplesNodes):
         self.must_allow(minutes)
         self.slurm.change(job.id, minutes=minutes)
 
+    def decline(self, ticket_id: str) -> None:
+        job = self._jobs.get(ticket_id)
+        if job is not None and job.lives:
+            self._given_back.add(job.id)
+            self._hand.give_back(job)
+            self._has_news()
+
     def turns(self, age: float = EVERY) -> Mapping[str, Turn]:
-        with self._lock:
-            if time.monotonic() >= max(self._answered + max(age, EVERY), self._settled()):
-                self._look()
-            if self._trouble is not None:
-                raise self._trouble
-            return self._turns
+        def is_due() -> bool:
+            return time.monotonic() >= max(self._answered + max(age, EVERY), self._settled())
+
+        patience = PATIENCE if self._trouble is None else AWAY_PATIENCE
+        if not self._asker.wait(is_due, patience):
+            why = f"it has not answered for {self._asker.seconds:.0f} seconds"
+            raise self._trouble or SlurmUnavailable(why=why)
+        if (trouble := self._trouble) is not None:
+            raise trouble
+        return self._turns
+
+    def _must_answer(self) -> None:
+        """Before it is told something: nobody waits long where it does not answer already. Raises
+        SlurmUnavailable."""
+        if self._trouble is not None or self._asker.seconds > PATIENCE:
+            self.turns()
 
     def soon(self) -> float:
         now = time.monotonic()
@@ -196,15 +220,22 @@ class SlurmDelegate(Tending, SamplesNodes):
 
     def _look(self) -> None:
         began = time.monotonic()
-        self._trouble = self._told = None
+        self._told = None
         try:
-            jobs = read_jobs(self.slurm)
+            self._read(read_jobs(self.slurm), began)
         except SlurmUnavailable as error:
             self._trouble = error
-            return
+        except SlurmRefused as error:
+            self._trouble = SlurmUnavailable(why=error.message)
+        except Exception as error:  # what it says is nothing that we can go by
+            self._log.exception("Slurm's answer could not be read")
+            self._trouble = SlurmUnavailable(why=f"its answer could not be read ({error!r:.80})")
+        else:
+            self._trouble = None
         finally:
             self._answered = time.monotonic()  # also no answer costs Slurm time
-        self._began = began
+
+    def _read(self, jobs: list[Job], began: float) -> None:
         line = sorted((job for job in jobs if job.waits), key=lambda job: (-job.priority, job.id))
         places = {job.id: place for place, job in enumerate(line, start=1)}
         found: dict[str, Job] = {}
@@ -212,11 +243,13 @@ class SlurmDelegate(Tending, SamplesNodes):
             if job.ticket_id:
                 found[job.ticket_id] = self._better(found.get(job.ticket_id), job)
         before = self._jobs
+        self._given_back.intersection_update(job.id for job in jobs)
         self._jobs = {name: _with_devices(job, before.get(name)) for name, job in found.items()}
         self._turns = {
             name: self._turn(job, places.get(job.id, 0), len(line))
             for name, job in self._jobs.items()
         }
+        self._began = began
         for name in self._submitted.keys() - self._jobs.keys():
             if self._submitted[name] < began:
                 del self._submitted[name]
@@ -248,7 +281,7 @@ class SlurmDelegate(Tending, SamplesNodes):
             return Turn(
                 ticket_id=job.ticket_id,
                 over=job.end,
-                again=job.may_come_again,
+                again=job.may_come_again or job.id in self._given_back,
                 ended_at=job.ended_at,
             )
         why = SWITCHED_ON if job.state == "CONFIGURING" else ""
@@ -263,59 +296,6 @@ class SlurmDelegate(Tending, SamplesNodes):
         except ConfigError as error:
             self._log.error("%s", error.message)
             return ()
-
-    # Devices.
-
-    def observe(self, now: datetime) -> Inventory:
-        """The devices of all nodes; those of a node that gets no jobs are unknown."""
-        with self._lock:
-            if self._nodes is None or time.monotonic() - self._nodes_at >= NODES_EVERY:
-                self._nodes = self._look_at_nodes(now)
-                self._nodes_at = time.monotonic()
-            return replace(self._nodes, observed_at=now)
-
-    def _look_at_nodes(self, now: datetime) -> Inventory:
-        try:
-            states = _states(self.slurm.nodes())
-        except GPUSpawnerError as error:
-            devices = self._nodes.devices if self._nodes else ()
-            return Inventory(
-                devices=devices, observed_at=now, source=self.name, error=error.message
-            )
-        node_of = {device.uuid: node for node in self.cluster.nodes for device in node.devices}
-        devices = tuple(
-            _seen(device, node_of[device.uuid], states)
-            for device in holder.devices_of(self.cluster)
-        )
-        return Inventory(devices=devices, observed_at=now, source=self.name)
-
-
-def _seen(device: Device, node: Node, states: Mapping[str, str]) -> Device:
-    why = states.get(node.name, "Slurm does not know it")
-    if not why:
-        return device
-    reason = f"the machine {node.name} gets no work: {why}"
-    return replace(device, status=DeviceStatus.UNKNOWN, reason=reason)
-
-
-def _states(text: str) -> dict[str, str]:
-    """Why each node gets no jobs, empty for one that does. Raises SlurmUnavailable."""
-    try:
-        nodes: list[dict[str, Any]] = json.loads(text)["nodes"]
-        return {str(node["name"]): _why_closed(node) for node in nodes}
-    except (ValueError, KeyError, TypeError) as error:
-        why = f"sinfo --json did not answer as Slurm 22.05 does ({error!r:.80})"
-        raise SlurmUnavailable(why=why) from None
-
-
-def _why_closed(node: Mapping[str, Any]) -> str:
-    flags: Iterable[str] = node.get("state_flags") or ()
-    words = {str(node["state"]).upper(), *(str(flag).upper() for flag in flags)}
-    if not words & _GONE:
-        return ""
-    said = " and ".join(sorted(word.lower().replace("_", " ") for word in words & _GONE))
-    reason = str(node.get("reason") or "")
-    return f"{said} ({reason})" if reason else said
 
 
 def _is_old(ticket: Ticket) -> bool:

@@ -1,4 +1,4 @@
-"""An admin's hand on what Slurm orders: places, points, pauses, and machines that are closed.
+"""An admin's hand on what Slurm orders: places, points and pauses.
 
 What admins decided is in the store. Slurm is brought in line with it again and again, so that
 nothing is lost whoever dies in between, and whoever made the change.
@@ -6,17 +6,20 @@ nothing is lost whoever dies in between, and whoever made the change.
 
 from __future__ import annotations
 
-import json
 import logging
+import os
+import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..errors import SlurmRefused, SlurmUnavailable
+from ..errors import SlurmRefused
 from ..model import Ticket
 from . import holder
 from .controller import Controller
-from .jobs import Job
+from .jobs import GIVEN_BACK, Job
 
 FIRST = 4_000_000_000
 """The priority of the first place of an admin's own. Slurm keeps to a priority that it is told,
@@ -26,16 +29,39 @@ PLACES = 2_000_000
 """Priorities below :data:`FIRST` that are places. No job comes near them by itself."""
 
 
+MARK = "[gpuspawner: held for a pause]"
+"""Of the admin's comment of a job while we hold it back. It stays with the job whoever is started
+anew, and no member can write it: what an admin holds is not released by us."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
+"""Seconds until Slurm is told again what it refused: twice as many each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _No:
+    """What Slurm refused of a ticket's job."""
+
+    what: str
+    again_at: float
+    pause: float
+
+
 class Hand:
     """Keeps the jobs of one process's waiting tickets as admins want them."""
 
-    def __init__(self, slurm: Controller, log: logging.Logger | Any) -> None:
+    def __init__(
+        self,
+        slurm: Controller,
+        log: logging.Logger | Any,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._slurm = slurm
         self._log = log
+        self._clock = clock
         self._nice: dict[str, int] = {}
-        """What was last told of each ticket."""
-        self._held: set[int] | None = None
-        """The jobs that we held; None when nobody remembers."""
+        """What Slurm took last of each ticket."""
+        self._noes: dict[str, _No] = {}
+        """What it did not take last, by ticket."""
         self._refused: set[str] = set()
 
     def submitted(self, ticket: Ticket) -> None:
@@ -43,19 +69,24 @@ class Hand:
         self._nice[ticket.id] = holder.niceness(ticket.boost)
 
     def pause(self, jobs: Iterable[Job]) -> None:
-        """Hold each job that waits. Raises SlurmUnavailable."""
-        waiting = {job.id for job in jobs if job.waits}
-        found = {job.id for job in jobs if job.waits and job.priority}
-        if found and self._tell(partial(self._slurm.hold, found), f"hold {_listed(found)}"):
-            self._log.info("Held %d jobs: no GPUs are given out just now", len(found))
-        self._held = waiting
+        """Hold each of these jobs that waits. Raises SlurmUnavailable."""
+        found = [job for job in jobs if job.waits and job.priority]
+        held = 0
+        for note, some in _by_note(found, MARK).items():
+            said = f"hold {_listed(some)}"
+            # Without the rights of an admin we hold what is our own, as its owner.
+            if self._tell(partial(self._slurm.hold, some, note), said) or self._tell(
+                partial(self._slurm.hold, some), said
+            ):
+                held += len(some)
+        if held:
+            self._log.info("Held %d jobs: no GPUs are given out just now", held)
 
     def go_on(self, jobs: Iterable[Job], places: Mapping[int, int]) -> None:
-        """Release what was held for a pause: first the jobs with places of an admin's, so that
+        """Release what we held for a pause: first the jobs with places of an admin's, so that
         nobody goes before them. Raises SlurmUnavailable."""
-        held = {job.id for job in jobs if job.waits and job.reason.startswith("JobHeld")}
-        if self._held is not None:
-            held &= self._held
+        ours = [job for job in jobs if job.waits and _is_ours(job)]
+        held = {job.id for job in ours if not job.priority}
         for job in sorted(held & places.keys(), key=lambda each: places[each]):
             # Slurm gives no priority to a job that is held; the others are held until it has it.
             self._release([job])
@@ -63,7 +94,9 @@ class Hand:
             held.remove(job)
         if held and self._release(held):
             self._log.info("Released %d jobs", len(held))
-        self._held = set()
+        marked = [job for job in jobs if job.waits and MARK in job.note]
+        for note, some in _by_note(marked, "").items():
+            self._tell(partial(self._slurm.note, some, note), f"comment of {_listed(some)}")
 
     def order(self, waiting: Collection[tuple[Ticket, Job]]) -> None:
         """Each job at its admin's place, or in the order with its points. Raises
@@ -74,34 +107,43 @@ class Hand:
             if ticket.position is not None:
                 place = FIRST - ticket.position
                 if job.priority != place:
-                    self._change(job.id, priority=place)
+                    self._insist(ticket, job, priority=place)
                 continue
             if job.priority > FIRST - PLACES:
                 self._release([job.id])
                 self._nice.pop(ticket.id, None)
             nice = holder.niceness(ticket.boost)
-            if self._nice.get(ticket.id) != nice:
-                self._change(job.id, nice=nice)
+            if self._nice.get(ticket.id) != nice and self._insist(ticket, job, nice=nice):
                 self._nice[ticket.id] = nice
-        for gone in self._nice.keys() - {ticket.id for ticket, _ in waiting}:
-            del self._nice[gone]
+        there = {ticket.id for ticket, _ in waiting}
+        for known in (self._nice, self._noes):
+            for gone in known.keys() - there:
+                known.pop(gone)
 
     def exclude(self, job: Job, nodes: Collection[str]) -> None:
         """Let a job that waits run on all nodes but these. Raises SlurmUnavailable."""
         self._change(job.id, excluded=nodes)
 
-    # Machines.
+    def give_back(self, job: Job) -> None:
+        """End a job whose ticket is to get another one. Raises SlurmUnavailable."""
+        note = _noted(job, GIVEN_BACK)
+        self._tell(partial(self._slurm.note, [job.id], note), f"comment of {job.id}")
+        self._tell(partial(self._slurm.cancel, job.id), f"end {job.id}")
 
-    def close(self, node: str, reason: str) -> None:
-        """No job starts on a node any more; what runs goes on. Raises SlurmRefused or
-        SlurmUnavailable."""
-        self._slurm.close(node, reason)
-
-    def reopen(self, node: str) -> None:
-        """Give a closed node to jobs again; one that is not closed stays as it is. Raises
-        SlurmRefused or SlurmUnavailable."""
-        if node in _closed(self._slurm.nodes()):
-            self._slurm.reopen(node)
+    def _insist(self, ticket: Ticket, job: Job, **what: int) -> bool:
+        """Tell it; what was refused is told again after a pause that grows."""
+        said, now = f"{job.id} {what}", self._clock()
+        before = self._noes.get(ticket.id)
+        if before is not None and before.what != said:
+            before = None
+        if before is not None and now < before.again_at:
+            return False
+        if self._change(job.id, **what):
+            self._noes.pop(ticket.id, None)
+            return True
+        pause = FIRST_PAUSE if before is None else min(2 * before.pause, LONGEST_PAUSE)
+        self._noes[ticket.id] = _No(said, now + pause, pause)
+        return False
 
     def _release(self, jobs: Collection[int]) -> bool:
         return self._tell(partial(self._slurm.release, jobs), f"release {_listed(jobs)}")
@@ -122,16 +164,25 @@ class Hand:
         return True
 
 
-def _closed(text: str) -> frozenset[str]:
-    """The nodes that are drained. Raises SlurmUnavailable."""
-    try:
-        nodes: list[Mapping[str, Any]] = json.loads(text)["nodes"]
-        return frozenset(
-            str(node["name"]) for node in nodes if "DRAIN" in (node.get("state_flags") or ())
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        why = f"sinfo --json did not answer as Slurm 22.05 does ({error!r:.80})"
-        raise SlurmUnavailable(why=why) from None
+def _is_ours(job: Job) -> bool:
+    """Whether we hold a job for a pause, if it is held: not one that an admin held, in one way or
+    the other, as they held it before or made it their own since."""
+    if job.reason == "JobHeldUser":
+        # An owner who is no admin can hold in this way only.
+        return MARK not in job.note and job.uid == os.geteuid() != 0
+    return MARK in job.note
+
+
+def _by_note(jobs: Iterable[Job], mark: str) -> dict[str, list[int]]:
+    """The jobs by the comment that they are to have; what else an admin wrote there stays."""
+    found = defaultdict(list)
+    for job in jobs:
+        found[_noted(job, mark)].append(job.id)
+    return found
+
+
+def _noted(job: Job, mark: str) -> str:
+    return f"{job.note.replace(MARK, '').strip()} {mark}".strip()
 
 
 def _listed(ids: Iterable[int]) -> str:

@@ -25,6 +25,9 @@ _LIVES = frozenset({WAITS, "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", 
 _AGAIN = frozenset({"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "REVOKED"})
 """Ends that the job had no part in: it may be handed in once more."""
 
+GIVEN_BACK = "[gpuspawner: given back]"
+"""Of the admin's comment of a job that was ended so that its ticket gets other devices."""
+
 _JOBS = re.compile(r'"jobs"\s*:\s*\[\s*')
 _BETWEEN = re.compile(r"\s*(?:,\s*)?")
 _DECODER = json.JSONDecoder()
@@ -79,6 +82,9 @@ class Job:
     priority: int = 0
     excluded: str = ""
     """The nodes that it must not run on, as Slurm writes them."""
+    account: str = ""
+    note: str = ""
+    """An admin's comment: no member can write it."""
     submitted_at: datetime | None = None
     started_at: datetime | None = None
     """For a job that waits, when Slurm expects it to start."""
@@ -102,7 +108,7 @@ class Job:
     @property
     def may_come_again(self) -> bool:
         """Whether it ended for a reason that would not stop it a second time."""
-        return self.state in _AGAIN
+        return self.state in _AGAIN or GIVEN_BACK in self.note
 
     @property
     def why(self) -> str:
@@ -125,10 +131,10 @@ _ENDS = {
 
 def read_jobs(slurm: Controller) -> list[Job]:
     """Every job that Slurm knows of. Blocks. Raises SlurmUnavailable."""
-    return jobs_of(slurm.jobs())
+    return jobs_of(slurm.jobs(), slurm.notes)
 
 
-def jobs_of(text: str) -> list[Job]:
+def jobs_of(text: str, notes: str = "admin_comment") -> list[Job]:
     """The jobs in what ``squeue --json`` printed. Raises SlurmUnavailable for what is none of it:
     half an answer is no answer."""
     try:
@@ -136,7 +142,7 @@ def jobs_of(text: str) -> list[Job]:
         found = json.loads(rest)
         if errors := found.get("errors"):
             raise SlurmUnavailable(why=f"squeue says {str(errors)[:200]}")
-        return [_job(each) for each in (*found["jobs"], *rows)]
+        return [_job(each, notes) for each in (*found["jobs"], *rows)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"squeue --json did not answer as Slurm 22.05 does ({error!r:.80})"
         raise SlurmUnavailable(why=why) from None
@@ -158,7 +164,7 @@ def _taken_apart(text: str) -> tuple[list[Any], str]:
     return rows, text[: first.end()] + text[at:]
 
 
-def _job(row: Mapping[str, Any]) -> Job:
+def _job(row: Mapping[str, Any], notes: str) -> Job:
     state = str(row["job_state"])
     kind, indices = given(row.get("gres_detail") or [])
     lives = state in _LIVES
@@ -174,6 +180,8 @@ def _job(row: Mapping[str, Any]) -> Job:
         indices=indices,
         priority=int(row.get("priority") or 0),
         excluded=str(row.get("excluded_nodes") or ""),
+        account=str(row.get("account") or ""),
+        note=str(row.get(notes) or ""),
         submitted_at=_time(row.get("submit_time")),
         started_at=_time(row.get("start_time")),
         ended_at=None if lives else _time(row.get("end_time")),

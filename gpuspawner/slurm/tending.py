@@ -1,10 +1,9 @@
 """The part of :class:`gpuspawner.slurm.delegate.SlurmDelegate` for images, and for what admins
-decide about the line and about machines."""
+decide about the line."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
@@ -17,18 +16,16 @@ from .controller import Controller
 from .hand import Hand
 from .images import NodeImages
 from .jobs import Job
+from .nodes import Nodes
 
 
-class Tending:
-    """What the jobs that wait, and the nodes, are told beside submits and cancels."""
+class Tending(Nodes):
+    """What the jobs that wait are told beside submits and cancels."""
 
-    _lock: threading.Lock
     _jobs: Mapping[str, Job]
-    _nodes_at: float
 
     def __init__(self, cluster: Cluster, slurm: Controller, log: logging.Logger | Any) -> None:
-        self.cluster = cluster
-        self.slurm = slurm
+        super().__init__(cluster, slurm, log)
         self.images = NodeImages(cluster.nodes, log)
         self._hand = Hand(slurm, log)
 
@@ -45,14 +42,14 @@ class Tending:
         return ""
 
     def tend(self, waiting: Collection[Ticket], *, paused: bool) -> None:
-        with self._lock:
-            jobs = dict(self._jobs)
-        if paused:
-            self._hand.pause(jobs.values())
-            return
+        jobs = self._jobs
+        # Jobs of no ticket that waits here may be another hub's.
         found = [(t, jobs[t.id]) for t in waiting if t.id in jobs and jobs[t.id].waits]
+        if paused:
+            self._hand.pause(job for _, job in found)
+            return
         places = {job.id: ticket.position for ticket, job in found if ticket.position is not None}
-        self._hand.go_on(jobs.values(), places)
+        self._hand.go_on([job for _, job in found], places)
         self._hand.order(found)
         for ticket, job in found:
             if job.excluded and self.images.wanted(ticket) is not None:
@@ -61,7 +58,7 @@ class Tending:
     def _let_in(self, ticket: Ticket, job: Job) -> None:
         """Let a job that waits run also where its image has come meanwhile."""
         with suppress(ImageAwaited, Refused):
-            lacking = self.lacking(ticket)
+            lacking = {*self.lacking(ticket), *self._untold}
             nodes = holder.excluded(ticket.request, self.cluster, lacking)
             if set(nodes) < set(job.excluded.split(",")):
                 self._hand.exclude(job, nodes)
@@ -74,23 +71,3 @@ class Tending:
         if minutes > most:
             hours = f"{most / 60:.1f}".removesuffix(".0")
             raise SlurmRefused(why=f"the partition {partition} lets nothing run for over {hours} h")
-
-    # Machines.
-
-    def machine_of(self, uuid: str) -> str:
-        found = self.cluster.device(uuid)
-        return found[0].name if found else ""
-
-    def on_machine(self, uuid: str) -> tuple[str, ...]:
-        found = self.cluster.device(uuid)
-        return tuple(device.uuid for device in found[0].devices) if found else (uuid,)
-
-    def close(self, uuid: str, reason: str) -> None:
-        if machine := self.machine_of(uuid):
-            self._hand.close(machine, reason)
-            self._nodes_at = float("-inf")
-
-    def reopen(self, uuid: str) -> None:
-        if machine := self.machine_of(uuid):
-            self._hand.reopen(machine)
-            self._nodes_at = float("-inf")

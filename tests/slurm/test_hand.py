@@ -75,7 +75,7 @@ def test_a_drained_gpu_drains_its_machine(hub: SlurmHub, cluster: SlurmCluster) 
     assert answer.json()["whole_machine"] == first.name and answer.json()["changed"]
     assert set(hub.broker.closures()) >= {device.uuid for device in first.devices}
     state = cluster.run("sinfo", "-h", "-n", first.name, "-o", "%T|%E")
-    assert state.strip() == "drained|fan; it's broken"
+    assert state.strip() == "drained|gpuspawner: fan; it's broken"
     hub.ask("ann", gpus=1)
     assert hub.node_of(hub.wait_lease("ann")) is second
     with open_browser() as browser:
