@@ -11,6 +11,7 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -30,6 +31,7 @@ from gpuspawner.slurm.sampler import Recorder, listening
 from gpuspawner.slurm.samples import MOST_BYTES
 from gpuspawner.slurm.telemetry import NodesSampler
 from gpuspawner.telemetry import Sample
+from tests.support.gate import Gate
 from tests.support.node_sampler import NodeSampler
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.nvml_library import GIB, GPU, gpus
@@ -157,6 +159,22 @@ def test_a_node_that_is_killed_or_hangs_takes_no_other_along(
         asked.until("all of them", lambda _: asked.use() == [50, 50, 70])
     errors = [sample.error for sample in asked.all if sample.uuid != FLEET[2].uuid]
     assert not any(errors), "silence is no fault of a GPU"
+
+
+def test_what_a_node_saw_while_nobody_reached_it_is_made_up_for(nodes: list[Node]) -> None:
+    with Gate(nodes[1].sampler) as gate:
+        asked = Asked(replace(nodes[1], sampler=gate.url))
+        asked.until("a sample", lambda _: asked.use() == [None, None, 70])
+        gate.shut()
+        since = utcnow()
+        asked.until("the silence", lambda newest: bool(newest[FLEET[2].uuid].silent))
+        time.sleep(3)
+        until = utcnow()
+        gate.open()
+        asked.until("what it tells", lambda _: asked.use() == [None, None, 70])
+    seen = [sample.at for sample in asked.all if not sample.silent]
+    assert [at for at in seen if since < at < until], "what was seen meanwhile"
+    assert len(set(seen)) == len(seen), "and nothing twice"
 
 
 def stop(sampler: NodeSampler) -> Callable[[], None]:
