@@ -8,6 +8,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from multiprocessing import get_context
 from pathlib import Path
@@ -252,3 +253,28 @@ def test_what_slurm_does_not_name_is_not_ended(
     assert (seen.lease_id, seen.alive) == ("1f", True)
     assert client.inspect_container(container)["State"]["Running"]
     assert engine.running() == set(), "nothing of it is promised either"
+
+
+def test_nobody_waits_for_a_node_that_is_lost(
+    delegate: SlurmDelegate, cluster: SlurmCluster
+) -> None:
+    """What ran there runs on as far as anybody knows, until Slurm says that the node is lost."""
+    engine, node = SlurmEngine(delegate), cluster.nodes[1]
+    one = replace(ticket(105), request=Request(devices=1, model="H100"))
+    delegate.submit(one)
+    wait_for(lambda: devices(delegate, one), "its device")
+    job = delegate.job(one.id)
+    assert job is not None
+    labels = {LABEL_LEASE: "2f", LABEL_MEMBER: "ann", LABEL_SERVER: "", LABEL_JOB: str(job.id)}
+    client = node.engine.client
+    client.start(client.create_container(images.SILENT, labels=labels)["Id"])
+    wait_for(lambda: engine.running() == {"2f"}, "it to be seen")
+    cluster.cut(node)
+
+    def look() -> set[str] | None:
+        found = engine.running()
+        return None if engine._listing[node.name].done() else found
+
+    assert wait_for(look, "a look that did not wait for the node") == {"2f"}
+    cluster.heal(node)
+    wait_for(lambda: engine.running() and not engine._silent, "it to answer again")
