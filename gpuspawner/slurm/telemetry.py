@@ -12,11 +12,11 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
 from ..telemetry import Sample
@@ -40,10 +40,17 @@ class NodesSampler:
     """Samples of all nodes' devices; see :class:`gpuspawner.devices.base.Sampler`. For one
     thread."""
 
-    def __init__(self, cluster: Cluster, log: logging.Logger | Any = LOG) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        log: logging.Logger | Any = LOG,
+        resting: Callable[[str], str] = lambda name: "",
+    ) -> None:
+        """``resting`` says of a node why nobody is to expect an answer of it, such as ``off``;
+        it may block."""
         self._log = log
         indices = {device.uuid: device.index for device in devices_of(cluster)}
-        self._sources = [_Source(node, indices) for node in cluster.nodes if node.sampler]
+        self._sources = [_Source(node, indices, resting) for node in cluster.nodes if node.sampler]
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
         """What came since the last look, in the order in which it was seen, and a silent sample of
@@ -74,17 +81,23 @@ class _Answer:
 
     body: bytes = b""
     why: str = ""
+    resting: str = ""
+    """Why nobody was to expect one."""
 
 
 class _Source:
     """The sampler of one node."""
 
-    def __init__(self, node: Node, indices: Mapping[str, int]) -> None:
+    def __init__(
+        self, node: Node, indices: Mapping[str, int], resting: Callable[[str], str]
+    ) -> None:
         self.node = node
         self.indices = {device.uuid: indices[device.uuid] for device in node.devices}
         self.said = ""
         """What was said of its silence last; empty when nothing."""
         self.of, self.last = "", 0
+        self.resting = ""
+        self._is_resting = resting
         self._why = "it has not answered yet"
         self._heard_at = time.monotonic()
         self._missing: frozenset[str] = frozenset()
@@ -102,6 +115,8 @@ class _Source:
     def sentence(self) -> str:
         """The same, with its name."""
         name, why = self.node.name, self.why.rstrip(".")
+        if self.resting:
+            return f"the machine {name} is {self.resting}"
         return f"the machine {name} does not tell what its GPUs do: {why}"
 
     def ask(self) -> None:
@@ -121,9 +136,11 @@ class _Source:
         answer, self._answer = self._answer, None
         return answer
 
-    def heard(self, said: Said | None, why: str) -> None:
+    def heard(self, said: Said | None, why: str, resting: str = "") -> None:
         """It told ``said``; or there is a reason why it tells nothing."""
-        self._why = why
+        self._why, self.resting = why, resting
+        if resting:
+            self._heard_at = time.monotonic()  # once it is up it has a moment to begin
         if said is None:
             return
         self.of, self.last = said.of, said.last
@@ -136,10 +153,11 @@ class _Source:
     def silent(self, now: datetime) -> list[Sample]:
         """A sample of each device of which it does not tell."""
         why, missing = self.sentence, frozenset(self.indices)
-        if not self.why:
+        if not self.why and not self.resting:
             why, missing = f"the machine {self.node.name} does not list it", self._missing
+        off = bool(self.resting)
         return [
-            Sample(uuid=uuid, index=self.indices[uuid], at=now, silent=why)
+            Sample(uuid=uuid, index=self.indices[uuid], at=now, silent=why, resting=off)
             for uuid in sorted(missing)
         ]
 
@@ -149,8 +167,8 @@ class _Source:
         try:
             self._answer = _Answer(body=self._asked())
         except (OSError, http.client.HTTPException, Nonsense) as error:
-            self._answer = _Answer(why=_in_words(error))
             self._close()
+            self._answer = _Answer(why=_in_words(error), resting=self._is_resting(self.node.name))
         except Exception as error:  # whatever a node says, it costs its own devices only
             LOG.exception("Asking the sampler of %s failed", self.node.name)
             self._answer = _Answer(why=f"{error!r:.200}")
@@ -184,7 +202,7 @@ class _Source:
 
 def _told(source: _Source, answer: _Answer, now: datetime) -> tuple[Sample, ...]:
     if answer.why:
-        source.heard(None, answer.why)
+        source.heard(None, answer.why, answer.resting)
         return ()
     try:
         said = read(answer.body, now, source.indices)
@@ -211,7 +229,8 @@ def _in_words(error: Exception) -> str:
 def trouble_of(node: Node, now: datetime) -> str:
     """Ask a node's sampler once: why it tells nothing of a device, as the end of a sentence; empty
     when it tells of all. Blocks for seconds."""
-    source = _Source(node, {device.uuid: n for n, device in enumerate(node.devices)})
+    indices = {device.uuid: n for n, device in enumerate(node.devices)}
+    source = _Source(node, indices, lambda name: "")
     source.ask()
     answer = source.answer(LONGEST)
     if answer is None:
@@ -262,6 +281,10 @@ class SamplesNodes:
     cluster: Cluster
     _log: logging.Logger | Any
 
+    if TYPE_CHECKING:
+
+        def resting(self, machine: str) -> str: ...
+
     def sampler(self, processes_every: float = 60.0) -> NodesSampler:
         """What tells it. How often processes are listed, each node's own sampler knows."""
-        return NodesSampler(self.cluster, self._log)
+        return NodesSampler(self.cluster, self._log, self.resting)
