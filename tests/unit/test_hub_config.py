@@ -32,7 +32,11 @@ from scripts.demo_state import MEMBERS, demo_catalog
 from tests.support.processes import REPO
 
 HERE = REPO / "hub_config"
-UNITS = ("gpuspawner.service", "gpuspawner-proxy.service")
+UNITS = (
+    "gpuspawner.service",
+    "gpuspawner-proxy.service",
+    "slurm/gpuspawner-sampler.service",
+)
 CLASSES: dict[str, type[HasTraits]] = {
     each.__name__: each
     for each in (
@@ -307,8 +311,8 @@ def test_systemd_takes_the_units(name: str, tmp_path: Path) -> None:
     if systemd := shutil.which("systemd-analyze"):
         for other in UNITS:  # with programs that this machine has
             known = re.sub(r"/opt/gpuspawner/bin/\S+", "/bin/true", (HERE / other).read_text())
-            (tmp_path / other).write_text(known)
+            (tmp_path / Path(other).name).write_text(known)
         done = subprocess.run(
-            [systemd, "verify", str(tmp_path / name)], capture_output=True, text=True
+            [systemd, "verify", str(tmp_path / Path(name).name)], capture_output=True, text=True
         )
         assert done.returncode == 0 and str(tmp_path) not in done.stderr, done.stderr

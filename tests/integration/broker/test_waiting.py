@@ -104,7 +104,7 @@ async def line(broker: Broker, clock: Clock) -> AsyncIterator[Callable[..., Spaw
         spawns.append(Spawn(queueing, user, groups))
         return spawns[-1]
 
-    # For the tests that end a place in line or wait for it themselves: a function has no such field.
+    # For tests that end a place in line or wait for it themselves; a function has no such field.
     spawn.queueing = queueing  # type: ignore[attr-defined]
     try:
         yield spawn
