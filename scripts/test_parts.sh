@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the parts that tests run for real, and only those that are missing: a Docker Engine,
 # PostgreSQL, OpenLDAP, Chromium, nginx, Prometheus, a C compiler, debootstrap, a Linux kernel as a process with XFS,
-# Slurm with what it needs (munge, MariaDB).
+# Slurm with what it needs (munge, MariaDB), a clock that is not this machine's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/lib.sh
@@ -21,9 +21,12 @@ has mkfs.xfs || need xfsprogs
 has zstd || need zstd
 has slurmctld || need slurm-wlm
 has slurmdbd || need slurmdbd
+has slurmrestd || need slurmrestd
+compgen -G '/usr/lib/*/slurm*/auth_jwt.so' > /dev/null || need slurm-wlm-jwt-plugin
 has munged || need munge
 has mariadbd || need mariadb-server
 has busybox || need busybox-static
+has faketime || need faketime
 has slapd || need slapd
 has nginx || need nginx-light
 has promtool || need prometheus

@@ -47,6 +47,12 @@ class LooksAtCluster(SingletonConfigurable):
         """The duties of this kind; none where there is no cluster."""
         if not tick.broker.cluster:
             return []
+        if not tick.broker.has_slurm_programs():
+            tick.log.warning(
+                "Slurm's database is not asked: sacctmgr is not on this machine. Members' places "
+                "in Slurm stay as they are, and jobs beside servers cost nothing."
+            )
+            return []
         duties, every = OnCluster(tick), self.cluster_seconds
         return [
             tick.every(every, "Members in Slurm", duties.members),

@@ -9,7 +9,7 @@ import secrets
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,14 @@ from ..slurm.reaching import connector
 from ..slurm.telemetry import trouble_of
 from .check_hub import check_reachable
 from .check_servers import NO_CONTAINERS, check_injection, images_of, root_of
+from .check_slurm_rest import check_rest
 from .hub import Hub
+from .node_states import OFF, READY, NodeState, node_states
 
-READY = frozenset(("idle", "mixed", "allocated", "completing", "planned", "reserved"))
-OFF = "~"
-"""Behind a state: the node is off, to save power."""
 MOST_APART = 30.0
 """Seconds that a node's clock may be from ours."""
 SOCKET = "/run/munge/munge.socket.2"
 
-_GPUS = re.compile(r"gpu(?::([^:,(]+))?:(\d+)")
 _SECONDS = re.compile(r"\.\d+")
 
 
@@ -49,15 +47,19 @@ def check_slurm(
     hub: Hub, catalog: Catalog | None, cluster: Cluster, containers: bool
 ) -> Iterator[Finding]:
     """Everything about servers on the nodes of a cluster."""
-    slurm = Slurm(conf=cluster.slurm_conf)
-    yield _check_munge(cluster)
-    finding = _check_controller(slurm)
-    yield finding
     states: Mapping[str, NodeState] = {}
-    if finding.status is Status.OK:
-        yield _check_accounting(slurm, cluster)
-        with suppress(GPUSpawnerError):
-            states = node_states(slurm)
+    if hub.app.config.Broker.get("slurm_rest"):
+        findings, states = check_rest(hub.app.config.Broker)
+        yield from findings
+    else:
+        slurm = Slurm(conf=cluster.slurm_conf)
+        yield _check_munge(cluster)
+        finding = _check_controller(slurm)
+        yield finding
+        if finding.status is Status.OK:
+            yield _check_accounting(slurm, cluster)
+            with suppress(GPUSpawnerError):
+                states = node_states(slurm)
         yield from (_check_node(node, states.get(node.name)) for node in cluster.nodes)
     clients: dict[Node, docker.APIClient] = {}
     for node in cluster.nodes:
@@ -140,33 +142,6 @@ def _check_accounting(slurm: Slurm, cluster: Cluster) -> Finding:
         text = f"The accounting database does not know the cluster {cluster.name}."
         return Finding(name, Status.FAIL, text, f"sacctmgr -i add cluster {cluster.name}")
     return Finding(name, Status.OK, f"The accounting database knows the cluster {cluster.name}")
-
-
-@dataclass(frozen=True, slots=True)
-class NodeState:
-    """A node as ``sinfo`` has it."""
-
-    state: str
-    """With its flags: ``idle``, ``down*``, ``idle~``."""
-    reason: str
-    gpus: Mapping[str, int]
-    """By type."""
-    version: str
-
-    @property
-    def off(self) -> bool:
-        return self.state.endswith(OFF)
-
-
-def node_states(slurm: Slurm) -> dict[str, NodeState]:
-    """Every node by name. Raises SlurmUnavailable."""
-    said = slurm.run("sinfo", "--Node", "--noheader", "--format=%N|%T|%v|%G|%E")
-    found = {}
-    for line in said.splitlines():
-        name, state, version, gres, reason = line.split("|", 4)
-        gpus = {kind: int(number) for kind, number in _GPUS.findall(gres)}
-        found[name] = NodeState(state, "" if reason == "none" else reason, gpus, version)
-    return found
 
 
 def _check_node(node: Node, seen: NodeState | None) -> Finding:

@@ -45,6 +45,11 @@ class Places:
     def munge(self) -> Path:
         return self.folder / "munge/socket"
 
+    @property
+    def jwt_key(self) -> Path:
+        """With which slurmctld signs tokens."""
+        return self.folder / "jwt.key"
+
 
 def slurm_conf(
     name: str, places: Places, machines: Sequence[Machine], more: Mapping[str, object]
@@ -59,6 +64,9 @@ def slurm_conf(
         "AuthType": "auth/munge",
         "AuthInfo": f"socket={places.munge}",
         "CredType": "cred/munge",
+        # For slurmrestd.
+        "AuthAltTypes": "auth/jwt",
+        "AuthAltParameters": f"jwt_key={places.jwt_key}",
         "StateSaveLocation": f / "state",
         "SlurmdSpoolDir": f / "spool/%n",
         "SlurmctldPidFile": f / "state/slurmctld.pid",
