@@ -65,6 +65,16 @@ def hub(cluster: ConfiguredCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return open_hub(config)
 
 
+def write_hub(folder: Path, described: Cluster, setting: str) -> None:
+    """The files of a hub on these nodes, for the command line: ``hub.py`` and ``cluster.yaml``."""
+    (folder / "cluster.yaml").write_text(cluster_yaml(described))
+    (folder / "hub.py").write_text(
+        'c.JupyterHub.spawner_class = "gpuspawner.spawners.slurm.GPUSlurmSpawner"\n'
+        f'c.Broker.cluster = "{folder}/cluster.yaml"\n'
+        f"{setting}\n"
+    )
+
+
 def checked(hub: Hub, described: Cluster) -> dict[str, Finding]:
     return {f.name: f for f in check_slurm(hub, None, described, True)}
 
@@ -174,12 +184,7 @@ def test_the_command_says_when_slurm_is_down(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first, second = cluster.nodes
-    (tmp_path / "cluster.yaml").write_text(cluster_yaml(described))
-    (tmp_path / "hub.py").write_text(
-        'c.JupyterHub.spawner_class = "gpuspawner.spawners.slurm.GPUSlurmSpawner"\n'
-        f'c.Broker.cluster = "{tmp_path}/cluster.yaml"\n'
-        f'c.GPUDockerSpawner.image = "{only_here}"\n'
-    )
+    write_hub(tmp_path, described, f'c.GPUDockerSpawner.image = "{only_here}"')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DOCKER_HOST", first.socket)
     cluster.kill("slurmctld")
@@ -212,15 +217,10 @@ def test_images_are_pulled_onto_every_node(
     moved = replace(described.nodes[1], name="moved", devices=())
     away = replace(moved, name="away", engine=f"https://{second.address}:9")
     nodes = replace(described, nodes=(described.nodes[0], moved, away))
-    (tmp_path / "cluster.yaml").write_text(cluster_yaml(nodes))
     (tmp_path / "catalog.yaml").write_text(
         f"environments: [{{slug: lab, display_name: Lab, image: {only_here!r}}}]"
     )
-    (tmp_path / "hub.py").write_text(
-        'c.JupyterHub.spawner_class = "gpuspawner.spawners.slurm.GPUSlurmSpawner"\n'
-        f'c.Broker.cluster = "{tmp_path}/cluster.yaml"\n'
-        f'c.GPUSpawnerMixin.catalog = "{tmp_path}/catalog.yaml"\n'
-    )
+    write_hub(tmp_path, nodes, f'c.GPUSpawnerMixin.catalog = "{tmp_path}/catalog.yaml"')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DOCKER_HOST", first.socket)
     capsys.readouterr()
