@@ -31,6 +31,10 @@ from .standing import Standing, waits_for
 LEAST = 0.05
 """Seconds between two looks at the line, however much happens."""
 
+ROUND = 5.0
+"""Seconds that a comparison of store and engines may take: one look at the other side's jobs
+serves all of it."""
+
 
 class Delegating(Machines, Controllers):
     """The part of the broker that knows a scheduler beside its own. ``delegate`` is None where
@@ -239,7 +243,7 @@ class Delegating(Machines, Controllers):
         gone; their ids. Raises Unavailable."""
         if self.delegate is None:
             return []
-        said = {name for name, turn in self.delegate.turns().items() if not turn.over}
+        said = {name for name, turn in self.delegate.turns(ROUND).items() if not turn.over}
         # Asked after: whoever was granted since holds a lease by now.
         needed = {lease.ticket_id for lease in self.store.run(leases.open_leases)}
         needed |= {ticket.id for ticket in self.store.run(tickets.waiting)}

@@ -26,8 +26,9 @@ from .tending import Tending
 
 LOG = logging.getLogger(__name__)
 
-EVERY = 1.0
-"""Seconds that one answer of Slurm serves everybody who asks: it is asked once in them."""
+EVERY = 1.25
+"""Seconds that one answer of Slurm serves everybody who asks: it is asked once in them. With what
+the accounting service asks, the two ask less than once a second."""
 
 AT_ONCE = 16
 """Tickets that are submitted at once."""
