@@ -237,6 +237,25 @@ def test_tokens(rest: SlurmRest) -> None:
     assert controller.ping()[1]
 
 
+def test_a_machine_that_slurmrestd_cannot_close_gets_no_servers(
+    make: Callable[[Controller], SlurmDelegate], rest: SlurmRest
+) -> None:
+    """Where a sick GPU is closed here and the programs are not there to tell Slurm."""
+    nowhere = replace(rest.controller(), programs=Slurm(folder="/nonexistent"))
+    delegate, sick = make(nowhere), rest.cluster.nodes[0]
+    uuid = sick.engine.devices[0].uuid
+    with pytest.raises(SlurmRefused, match=f"scontrol update NodeName={sick.name} State=DRAIN"):
+        delegate.close(uuid, "a fan")
+    assert delegate.keep_closed({uuid: "a fan"}) == []
+    one, two = ticket(1), ticket(2)
+    for each in (one, two):
+        delegate.submit(each)
+    wait_for(lambda: devices(delegate, one), "the other machine")
+    assert devices(delegate, one) == (rest.cluster.nodes[1].engine.devices[0].uuid,)
+    assert delegate.turns()[two.id].place == 1
+    assert told_of(rest.cluster, two)["ExcNodeList"] == sick.name
+
+
 def without_slurm(folder: Path) -> str:
     """A PATH with all that this machine has but Slurm's programs."""
     folder.mkdir()

@@ -66,7 +66,7 @@ def slurm_conf(
         "CredType": "cred/munge",
         # For slurmrestd.
         "AuthAltTypes": "auth/jwt",
-        "AuthAltParameters": f"jwt_key={places.jwt_key}",
+        "AuthAltParameters": f"jwt_key={places.jwt_key},disable_token_creation",
         "StateSaveLocation": f / "state",
         "SlurmdSpoolDir": f / "spool/%n",
         "SlurmctldPidFile": f / "state/slurmctld.pid",

@@ -1,0 +1,120 @@
+"""What slurmrestd is told, and what may be in the settings for it. Real: files."""
+
+from __future__ import annotations
+
+import base64
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.errors import ConfigError
+from gpuspawner.slurm.controller import Holder
+from gpuspawner.slurm.rest import Rest, submission
+from gpuspawner.slurm.rest_access import must_be_safe, read_token
+
+
+def token(**claims: object) -> str:
+    parts = [json.dumps({"alg": "HS256"}), json.dumps(claims), "signature"]
+    return ".".join(base64.urlsafe_b64encode(part.encode()).decode().strip("=") for part in parts)
+
+
+def written(folder: Path, text: str, mode: int = 0o600) -> str:
+    path = folder / "slurm.token"
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://head.example.org:6820",
+        "https://10.0.0.1/",
+        "http://127.0.0.1:6820",
+        "http://[::1]:6820",
+        "http://localhost",
+        "unix:///run/slurmrestd.socket",
+    ],
+)
+def test_addresses_that_nobody_else_reads(url: str) -> None:
+    must_be_safe(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://10.0.0.1:6820", "without TLS everybody on the network could read the token"),
+        ("http://localhost.example.org", "without TLS"),
+        ("http://127.0.0.1@evil.example:80", "Write https://HOST:6820"),
+        ("https://user@head", "Write https://HOST:6820"),
+        ("https://head/slurm", "Write https://HOST:6820"),
+        ("https://head:port", "Write https://HOST:6820"),
+        ("https://[head", "Write https://HOST:6820"),
+        ("unix://run/slurmrestd.socket", "Write https://HOST:6820"),
+        ("ftp://head", "Write https://HOST:6820"),
+        ("head:6820", "Write https://HOST:6820"),
+        ("https://head\n", "Write https://HOST:6820"),
+    ],
+)
+def test_addresses(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        must_be_safe(url)
+
+
+def test_a_token(tmp_path: Path) -> None:
+    """As ``scontrol token`` prints it, or without its name."""
+    text = token(exp=1_900_000_000, iat=1, sun="slurm")
+    for each in (f"SLURM_JWT={text}\n", text):
+        found = read_token(written(tmp_path, each))
+        assert (found.text, found.user) == (text, "slurm")
+        assert found.ends_at == datetime(2030, 3, 17, 17, 46, 40, tzinfo=timezone.utc)
+    assert read_token(written(tmp_path, token(sun="bob"))).ends_at is None
+    assert read_token(written(tmp_path, token(sun="bob", exp=1))).has_ended()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "hello", "a.b.c", "a.b", token(exp=5), token(sun="x\ny"), token(sun="x", exp="soon"),
+     token(sun="x", exp=10**30), f"{token(sun='x')}\nX: y"],
+)  # fmt: skip
+def test_files_without_a_token(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="holds no token of Slurm's. Write there what scontrol"):
+        read_token(written(tmp_path, text))
+
+
+def test_files_with_tokens(tmp_path: Path) -> None:
+    text = token(sun="slurm")
+    for mode in (0o640, 0o604):
+        path = written(tmp_path, text, mode)
+        with pytest.raises(ConfigError, match=f"Others can read the token.*chmod 600 {path}"):
+            Rest("https://head", path)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        Rest("https://head", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="write c.Broker.slurm_rest_token"):
+        Rest("https://head", "")
+    with pytest.raises(ConfigError, match="slurm_rest_ca: there is no file"):
+        Rest("https://head", written(tmp_path, text), str(tmp_path / "none.pem"))
+
+
+def test_a_job() -> None:
+    holder = Holder(
+        name="gpuspawner-1f",
+        comment="{}",
+        partition="gpu",
+        cpus=2,
+        megabytes=900,
+        gres="gpu:a100:2",
+        minutes=80,
+        excluded=("gpu1", "gpu2"),
+        nice=-500,
+        account="g-course",
+        user="ann",
+    )
+    told = submission(holder)["job"]
+    assert (told["time_limit"], told["exclude_nodes"]) == (80, "gpu1,gpu2")
+    assert told["no_requeue"] is True and told["account"] == "g-course"
+    assert "nice" not in told, "its owner could not set it"
+    assert not {"user", "user_id"} & told.keys(), "whose it is says who asks"
+    assert set(told["environment"]) == {"LC_ALL", "PATH"}
