@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -18,3 +19,8 @@ if str(REPO) not in sys.path:
 
 HUB_PATH = {"PYTHONPATH": os.pathsep.join([str(REPO), str(BENCHMARKS)])}
 """The environment of a hub whose configuration imports from here."""
+
+
+def say(sentence: str) -> None:
+    """How far a long benchmark is, for who waits for it."""
+    print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from operator import itemgetter
 from pathlib import Path
 
 from gpuspawner.model import Lease
 from gpuspawner.slurm.usage import read_holders
-from support import HUB_PATH
+from support import HUB_PATH, say
 from support.members import Members
+from support.slurm_counted import CONTROLLER, DATABASE, Counted, requests_for_jobs
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import GIB, NodePlan, SlurmCluster
 from tests.support.slurm_hub import SlurmHub
@@ -33,7 +35,7 @@ NODES = (8, 6, 6, 6, 6, 6, 6)
 SEED = 44
 
 LOOK = 5.0
-"""Seconds between two looks of a member at the own server."""
+"""Seconds between two looks of a member at the own server, on a day of some minutes."""
 
 CONFIG = """
 from support.slurm_inside import HANDLERS, TimedSlurmSpawner
@@ -57,9 +59,42 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
+class Steps:
+    """Of our code on the hub's event loop, in seconds."""
+
+    all: list[tuple[float, float, float, str]]
+    """By the clock; by the clock while the kernel gave the processor to nobody else; by the
+    processor; and between which lines."""
+
+    @property
+    def clock(self) -> float:
+        return max(step[0] for step in self.all)
+
+    @property
+    def alone(self) -> float:
+        return max(step[1] for step in self.all)
+
+    @property
+    def work(self) -> float:
+        return max(step[2] for step in self.all)
+
+    def sentences(self) -> list[str]:
+        kinds = ("the clock", "the clock without others' turns", "the processor")
+        return [
+            f"longest steps on the event loop by {kind}, of {len(self.all)}: "
+            + ", ".join(
+                f"{1e3 * step[number]:.1f} ms ({step[3]})"
+                for step in sorted(self.all, key=itemgetter(number), reverse=True)[:3]
+            )
+            for number, kind in enumerate(kinds)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class Day:
     """What became of it."""
 
+    gpus: int
     sessions: int
     served: int
     gave_up: int
@@ -72,25 +107,38 @@ class Day:
     """How often the hub asked Slurm for its jobs."""
     shortest: float
     """Seconds between two of these, at the least."""
+    calls: Counter[str]
+    """How often the hub and the accounting service called each of Slurm's programs."""
     requests: int
-    """How often anybody did: the hub, the accounting service, and every scancel by a job's name."""
-    steps: int
-    longest_step: float
-    longest_work: float
+    """How often anybody asked the controller for its jobs; some calls of scancel do."""
+    steps: Steps
     gpu_hours: float
+
+    @property
+    def queries(self) -> int:
+        """How often the controller was asked anything, by all of ours together."""
+        others = sum(self.calls[name] for name in CONTROLLER if name != "squeue")
+        return max(self.requests, self.calls["squeue"]) + others
+
+    @property
+    def database(self) -> int:
+        """How often its database was asked or told anything: mostly of members who are new."""
+        return sum(self.calls[name] for name in DATABASE)
 
     def sentences(self) -> list[str]:
         """For people."""
+        called = ", ".join(f"{name} {count}" for name, count in self.calls.most_common())
         return [
-            f"the day: {self.sessions} sessions of {TEAMS} teams on {sum(NODES)} GPUs in "
+            f"the day: {self.sessions} sessions of {TEAMS} teams on {self.gpus} GPUs in "
             f"{self.seconds:.0f} s: {self.served} ran for {self.gpu_hours:.2f} GPU-hours, "
             f"{self.gave_up} gave up their place, {self.lost} were lost; "
             f"greatest difference to sacct {self.difference:g} s",
-            f"longest step on the event loop: {1e3 * self.longest_step:.1f} ms by the clock, "
-            f"{1e3 * self.longest_work:.1f} ms by the processor, of {self.steps}; "
+            *self.steps.sentences(),
             f"the hub asked Slurm {self.looks} times for its jobs, {self.looks / self.seconds:.2f} "
-            f"a second, never sooner than {self.shortest:.2f} s after; with the service and with "
-            f"scancel, which asks too, {self.requests} times",
+            f"a second, never sooner than {self.shortest:.2f} s after; hub and service together "
+            f"asked the controller {self.queries} times for anything, "
+            f"{self.queries / self.seconds:.2f} a second, and its database {self.database} times; "
+            f"programs that they called: {called}",
         ]
 
 
@@ -113,34 +161,47 @@ def plan(count: int, seconds: float) -> list[Session]:
     return sorted(found, key=lambda session: session.at)
 
 
-def live_a_day(count: int, seconds: float) -> Day:
+def live_a_day(count: int, seconds: float, nodes: int = len(NODES)) -> Day:
     """All of it."""
     sessions = plan(count, seconds)
-    plans = [NodePlan(devices=devices, memory_bytes=40 * GIB) for devices in NODES]
+    devices = NODES[:nodes]
+    plans = [NodePlan(devices=each, memory_bytes=40 * GIB) for each in devices]
     with tempfile.TemporaryDirectory() as folder, SlurmCluster(plans) as cluster:
         hub = SlurmHub(Path(folder, "hub"), cluster, CONFIG)
-        hub.environment.update(HUB_PATH)
+        counted = Counted(Path(folder, "programs"))
+        hub.environment.update(HUB_PATH | counted.environment)
         for session in sessions:
             cluster.users.make(session.user)
         with hub:
-            return _live(hub, sessions)
+            try:
+                return _live(hub, sessions, counted, min(LOOK, seconds / 20), sum(devices))
+            except BaseException:
+                print(hub.log_text()[-8000:], file=sys.stderr)
+                raise
 
 
-def _live(hub: SlurmHub, sessions: list[Session]) -> Day:
+def _live(hub: SlurmHub, sessions: list[Session], counted: Counted, look: float, gpus: int) -> Day:
+    say(f"a day of {len(sessions)} sessions begins")
     began, first = time.monotonic(), datetime.now(timezone.utc)
-    before = requests_for_jobs(hub.cluster)
+    asked, called = requests_for_jobs(hub.cluster), counted.calls()
     with ThreadPoolExecutor(len(sessions)) as threads:
-        outcomes = list(threads.map(lambda each: _live_one(hub, each, began), sessions))
+        running = [threads.submit(_live_one, hub, each, began, look) for each in sessions]
+        for number, each in enumerate(as_completed(running), start=1):
+            each.result()
+            if not number % 20:
+                say(f"{number} of {len(sessions)} sessions are over")
+    outcomes = [each.result() for each in running]
     lasted = time.monotonic() - began
-    asked = requests_for_jobs(hub.cluster) - before
+    asked, called = requests_for_jobs(hub.cluster) - asked, counted.calls() - called
     wait_for(lambda: not hub.cluster.run("squeue", "-h"), "the last job to end")
     left = len(hub.broker.open_leases()) + len(hub.broker.waiting())
     leases = hub.broker.leases_of(None, limit=10 * len(sessions))
     difference = greatest_difference(hub, leases, first)
     inside = Members(hub).ask("steps")
-    steps, looks = inside["steps"], inside["looks"]
+    looks = inside["looks"]
     used = sum(len(each.devices) * seconds_of(each) for each in leases)
     return Day(
+        gpus=gpus,
         sessions=len(sessions),
         served=outcomes.count("ran"),
         gave_up=outcomes.count("gave up"),
@@ -149,15 +210,14 @@ def _live(hub: SlurmHub, sessions: list[Session]) -> Day:
         difference=difference,
         looks=len(looks),
         shortest=min(later - look for look, later in itertools.pairwise(looks)),
+        calls=called,
         requests=asked,
-        steps=len(steps),
-        longest_step=max(clock for clock, _ in steps),
-        longest_work=max(work for _, work in steps),
+        steps=Steps(inside["steps"]),
         gpu_hours=used / 3600,
     )
 
 
-def _live_one(hub: SlurmHub, session: Session, began: float) -> str:
+def _live_one(hub: SlurmHub, session: Session, began: float, look: float) -> str:
     """``ran``, ``gave up`` or ``lost``."""
     time.sleep(max(0.0, began + session.at - time.monotonic()))
     asked = hub.spawn(session.user, {"gpus": session.gpus, "wait": True})
@@ -172,7 +232,7 @@ def _live_one(hub: SlurmHub, session: Session, began: float) -> str:
         if time.monotonic() > patience:
             hub.stop_server(session.user)
             return "gave up"
-        time.sleep(LOOK)
+        time.sleep(look)
     time.sleep(session.lasts)
     hub.stop_server(session.user, timeout=120)
     return "ran"
@@ -199,11 +259,3 @@ def greatest_difference(hub: SlurmHub, leases: list[Lease], since: datetime) -> 
     return max(
         abs(round(seconds_of(lease)) - theirs.get(lease.ticket_id or "", 0)) for lease in leases
     )
-
-
-def requests_for_jobs(cluster: SlurmCluster) -> int:
-    """How often the controller was asked for its jobs, by anybody."""
-    found = re.search(r"REQUEST_JOB_INFO\s.*?count:(\d+)", cluster.run("sdiag"))
-    if found is None:
-        raise RuntimeError("sdiag does not say how often the controller was asked for jobs")
-    return int(found[1])

@@ -1,7 +1,8 @@
 """What a benchmark asks of a hub whose servers run on a cluster. Imported by its configuration.
 
 ``/hub/benchmark/steps`` tells how long each step of our own code held the event loop, in seconds
-by the clock and by the processor, and when the hub asked Slurm for its jobs.
+by the clock, by the clock without the time in which others had the processor, and by the processor,
+and between which lines; and when the hub asked Slurm for its jobs.
 """
 
 from __future__ import annotations
@@ -10,22 +11,23 @@ import json
 import time
 import types
 from collections.abc import Awaitable, Generator
+from pathlib import Path
 from typing import Any
 
 from tornado.web import RequestHandler
 
 from gpuspawner.slurm import delegate
-from gpuspawner.slurm.commands import Slurm
+from gpuspawner.slurm.controller import Controller
 from gpuspawner.slurm.jobs import Job, read_jobs
 from gpuspawner.spawners.slurm import GPUSlurmSpawner
 
-STEPS: list[tuple[float, float]] = []
-"""Seconds by the clock and by the processor of each step."""
+STEPS: list[tuple[float, float, float, str]] = []
+"""Seconds of each step by these three, and where it began and ended."""
 LOOKS: list[float] = []
 """When Slurm was asked, in seconds of a clock."""
 
 
-def counted(slurm: Slurm) -> list[Job]:
+def counted(slurm: Controller) -> list[Job]:
     """As :func:`read_jobs`, and counted."""
     LOOKS.append(time.monotonic())
     return read_jobs(slurm)
@@ -48,18 +50,35 @@ def timed(work: Awaitable[Any]) -> Generator[Any, Any, Any]:
     steps: Any = work.__await__()
     resume, value = steps.send, None
     while True:
-        clock, processor = time.perf_counter(), time.thread_time()
+        began = where(work)
+        clock, waited, processor = time.perf_counter(), in_line(), time.thread_time()
         try:
             waiting_for = resume(value)
         except StopIteration as end:
             return end.value
         finally:
-            STEPS.append((time.perf_counter() - clock, time.thread_time() - processor))
+            took, worked = time.perf_counter() - clock, time.thread_time() - processor
+            alone = max(worked, took - (in_line() - waited))
+            STEPS.append((took, alone, worked, f"{began} to {where(work)}"))
         try:
             yield waiting_for
             resume, value = steps.send, None
         except BaseException as error:
             resume, value = steps.throw, error
+
+
+def in_line() -> float:
+    """Seconds that this thread has spent so far in the kernel's line for a processor."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def where(work: Any) -> str:
+    """The innermost line that a coroutine is at."""
+    line = "its end"
+    while (frame := getattr(work, "cr_frame", None)) is not None:
+        line = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        work = work.cr_await
+    return line
 
 
 class TimedSlurmSpawner(GPUSlurmSpawner):
