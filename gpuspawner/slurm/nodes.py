@@ -165,7 +165,10 @@ class Nodes:
 
     def _state_of(self, machine: str) -> _State:
         """How a node is now. Raises SlurmRefused or SlurmUnavailable."""
-        return _states(self.slurm.nodes()).get(machine, _UNHEARD_OF)
+        states = _states(self.slurm.nodes())
+        if machine not in states:
+            raise SlurmUnavailable(why=f"it says nothing of the machine {machine}")
+        return states[machine]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,9 +204,11 @@ def _seen(device: Device, node: Node, states: Mapping[str, _State]) -> Device:
 def _states(text: str) -> dict[str, _State]:
     """How each node is, by its name. Raises SlurmUnavailable."""
     try:
-        nodes: list[dict[str, Any]] = json.loads(text)["nodes"]
-        return {str(node["name"]): _state(node) for node in nodes}
-    except (ValueError, KeyError, TypeError) as error:
+        found = json.loads(text)
+        if errors := found.get("errors"):
+            raise SlurmUnavailable(why=f"sinfo says {str(errors)[:200]}")
+        return {str(node["name"]): _state(node) for node in found["nodes"]}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"sinfo --json did not answer as Slurm 22.05 does ({error!r:.80})"
         raise SlurmUnavailable(why=why) from None
 

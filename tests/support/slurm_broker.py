@@ -1,0 +1,94 @@
+"""A broker of a hub whose GPUs a cluster's Slurm gives out, without the hub."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from gpuspawner.broker import Broker, Terms
+from gpuspawner.model import Request, ServerRef, Ticket
+from tests.support import processes
+from tests.support.processes import wait_for
+from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_daemons import program
+from tests.support.slurm_hub import described
+
+
+def opened(folder: Path, cluster: SlurmCluster, **config: Any) -> Broker:
+    """A hub's broker; one of the same folder is the same hub, started anew."""
+    file = folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump(described(cluster)), encoding="utf-8")
+    url = f"sqlite:///{folder}/gpuspawner.sqlite"
+    return Broker(database_url=url, cluster=str(file), **config)
+
+
+def asked(
+    broker: Broker, user: str, server: str = "", model: str = "", **terms: Any
+) -> Ticket:  # fmt: skip
+    """A member asks for a GPU, and waits for it."""
+    got = broker.ask(
+        ServerRef(user, server),
+        Request(devices=1, model=model),
+        engine="slurm",
+        terms=Terms(wait=True, **terms),
+    )
+    assert isinstance(got, Ticket)
+    return got
+
+
+def until(broker: Broker, tickets: list[Ticket], done: Callable[[list[str]], Any]) -> Any:
+    """Rounds of the hub's, whose spawns wait with these tickets, until there is something in what
+    this says of their turns."""
+    present = frozenset(ticket.id for ticket in tickets)
+    return wait_for(lambda: done(broker.turns(present)), "a turn", timeout=60, interval=0.3)
+
+
+def has_job(cluster: SlurmCluster, ticket: Ticket, what: str = "%T") -> str:
+    """What ``squeue`` says of a ticket's job that waits or runs; empty when there is none."""
+    words = ["-h", f"--name=gpuspawner-{ticket.id}", "-o", what]
+    return cluster.run("squeue", *words).strip()
+
+
+@contextmanager
+def frozen(cluster: SlurmCluster, name: str) -> Iterator[None]:
+    """One of the cluster's daemons hangs: it takes questions, and answers none."""
+    pids = [
+        process.pid
+        for process in psutil.process_iter(["name", "environ"])
+        if process.info["name"] == name
+        and (process.info["environ"] or {}).get("SLURM_CONF") == str(cluster.conf)
+    ]
+    assert pids, f"there is no {name}"
+    for pid in pids:
+        processes.signal_pid(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            processes.signal_pid(pid, signal.SIGCONT)
+
+
+def weak_programs(folder: Path, user: str, words: str) -> str:
+    """A PATH on which ``scontrol`` has no admin's rights where these words, a pattern of the
+    shell's, are among what it is told; a file ``strong`` in the folder gives them back."""
+    folder.mkdir()
+    scontrol = shlex.quote(program("scontrol"))
+    script = f"""#!/bin/sh
+echo "$*" >> {folder}/told
+case "$*" in
+{words}) [ -e {folder}/strong ] || exec setpriv --reuid={user} --clear-groups {scontrol} "$@" ;;
+esac
+exec {scontrol} "$@"
+"""
+    path = folder / "scontrol"
+    path.write_text(script, encoding="utf-8")
+    path.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
