@@ -63,6 +63,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
     )
 
     _node_name = ""
+    _over_said = ""
 
     @validate("remove")
     def _must_remove(self, proposal: Any) -> bool:
@@ -181,7 +182,9 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         turn = turns.get(self.lease.ticket_id)
         if turn is None or not turn.over:
             return None  # what Slurm has forgotten is no end: the container says
-        self.log.warning("%s: %s", self._log_name, turn.over)
+        if self._over_said != turn.ticket_id:  # the Hub asks several times while it stops one
+            self._over_said = turn.ticket_id
+            self.log.warning("%s: %s", self._log_name, turn.over)
         return 1
 
     async def prove_gone(self) -> Proof:

@@ -103,6 +103,23 @@ def test_which_devices(details: list[str], kind: str, indices: tuple[int, ...]) 
     assert given(details) == (kind, indices)
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("count", [0, 1, 2, 100])
+def test_as_many_as_there_are(count: int, indent: int | None) -> None:
+    """What people write into names is no end of a list."""
+    rows = [RUNS | {"job_id": number, "name": '"jobs": [ ]}, {'} for number in range(count)]
+    text = json.dumps({"meta": {}, "errors": [], "jobs": rows}, indent=indent)
+    assert [each.id for each in jobs_of(text)] == list(range(count))
+
+
+def test_an_answer_that_is_cut_off_anywhere_is_none() -> None:
+    text = json.dumps({"errors": [], "jobs": [RUNS, WAITS, RUNS]}, indent=1)
+    assert len(jobs_of(text)) == 3
+    for most in range(len(text)):
+        with pytest.raises(SlurmUnavailable):
+            jobs_of(text[:most])
+
+
 def test_jobs_of_others_hold_no_ticket() -> None:
     assert job(RUNS | {"name": "train.sh"}).ticket_id == ""
 
