@@ -6,11 +6,15 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from ssl import SSLContext
 from typing import Any
 from urllib.parse import urlsplit
+
+from tornado.httputil import HTTPHeaders, HTTPInputError
 
 from ..patience import within
 
@@ -18,14 +22,26 @@ PATIENCE = 5.0
 """Seconds for one attempt."""
 
 LONGEST = 65536
-"""Bytes of an answer without the end of a line, at most."""
+"""Bytes of an answer without the end of its head, at most."""
+
+_END = b"\r\n\r\n"
+_ANYWHERE = ("", "0.0.0.0", "::")  # nosec B104: who listens there is reached by another address
 
 
-async def answers(url: str, ssl_context: SSLContext | None) -> bool:
-    """Whether a server answers there; a refusal to show something is an answer too.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server said, as far as the Hub wants to know it."""
 
-    By hand and not by an HTTP client: only the first line is wanted, and every spawn of the
-    hub asks at least once.
+    status: int
+    headers: HTTPHeaders
+
+
+async def answer_of(url: str, ssl_context: SSLContext | None) -> Answer | None:
+    """What a server answers there, None when it does not yet; a refusal to show something is an
+    answer too.
+
+    By hand and not by an HTTP client: only the head is wanted, and every spawn of the hub asks
+    at least once.
     """
     there = urlsplit(url)
     host = there.hostname or ""
@@ -35,18 +51,42 @@ async def answers(url: str, ssl_context: SSLContext | None) -> bool:
         port = there.port or (443 if ssl_context else 80)
         if family is None or ssl_context is not None:
             ask = _ask(host, port, ssl_context, question.encode())
-            return _status(await within(PATIENCE, ask)) < 500
-        return _status(await _ask_address(family, host, port, question.encode())) < 500
+            answer = _read(await within(PATIENCE, ask))
+        else:
+            answer = _read(await _ask_address(family, host, port, question.encode()))
     except (OSError, ValueError, asyncio.TimeoutError):
-        return False  # refused, too slow, or closed by Docker's proxy: nobody listens behind it yet
+        return None  # refused, too slow, or closed by Docker's proxy: nobody listens behind it yet
+    return answer if answer.status < 500 else None
 
 
-def _status(line: bytes) -> int:
-    """The status code. Raises ValueError for what is no HTTP answer."""
+def spare_hub(server: Any, started: Any, answer: Answer) -> None:
+    """Have the Hub's own question, with which it waits for a server that was just started, answered
+    with what the server has just said. Once: who asks later asks the server.
+
+    ``started`` is what the start returned, an URL or (ip, port).
+    """
+    host = urlsplit(started).hostname if isinstance(started, str) else started[0]
+    if host in _ANYWHERE:
+        return  # the Hub then asks at another address, which nobody has tried
+
+    async def wait_up(*args: Any, **kwargs: Any) -> Answer:
+        del server.wait_up
+        return answer
+
+    server.wait_up = wait_up
+
+
+def _read(head: bytes) -> Answer:
+    """Raises ValueError for what is no HTTP answer."""
+    line, _, rest = head.partition(b"\r\n")
     protocol, code, *_ = line.split(maxsplit=2)
     if not protocol.startswith(b"HTTP/"):
         raise ValueError(f"{protocol!r} is not HTTP")
-    return int(code)
+    try:
+        headers = HTTPHeaders.parse(rest.decode("latin-1"))
+    except HTTPInputError:
+        headers = HTTPHeaders()  # it answers, if only in a way of its own
+    return Answer(int(code), headers)
 
 
 def _family(host: str) -> socket.AddressFamily | None:
@@ -59,11 +99,11 @@ def _family(host: str) -> socket.AddressFamily | None:
 
 
 async def _ask(host: str, port: int, ssl_context: SSLContext | None, question: bytes) -> bytes:
-    """The first line of the answer."""
+    """The head of the answer."""
     reader, writer = await asyncio.open_connection(host, port, ssl=ssl_context)
     try:
         writer.write(question)
-        return await reader.readline()
+        return await _head(partial(reader.read, LONGEST))
     finally:
         writer.close()
 
@@ -85,14 +125,23 @@ async def _ask_address(
         except BlockingIOError:
             await _until(end, loop.add_writer, loop.remove_writer, connection)
             connection.send(question)
-        answer = b""
-        while b"\n" not in answer and len(answer) < LONGEST:
+
+        async def receive() -> bytes:
             await _until(end, loop.add_reader, loop.remove_reader, connection)
-            part = connection.recv(LONGEST)
-            if not part:
-                break
-            answer += part
-    return answer.partition(b"\n")[0]
+            return connection.recv(LONGEST)
+
+        return await _head(receive)
+
+
+async def _head(receive: Callable[[], Awaitable[bytes]]) -> bytes:
+    """What comes until the head of an answer is over, or the connection."""
+    answer = b""
+    while _END not in answer and len(answer) < LONGEST:
+        part = await receive()
+        if not part:
+            break
+        answer += part
+    return answer.partition(_END)[0]
 
 
 async def _until(
