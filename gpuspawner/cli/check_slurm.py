@@ -30,17 +30,14 @@ from ..slurm.commands import Slurm
 from ..slurm.config import TESTED, is_tested
 from ..slurm.reaching import connector
 from ..slurm.telemetry import trouble_of
+from .check_clocks import check_clock
 from .check_hub import check_reachable
 from .check_servers import NO_CONTAINERS, check_injection, images_of, root_of
 from .check_slurm_rest import check_rest
 from .hub import Hub
 from .node_states import OFF, READY, NodeState, node_states
 
-MOST_APART = 30.0
-"""Seconds that a node's clock may be from ours."""
 SOCKET = "/run/munge/munge.socket.2"
-
-_SECONDS = re.compile(r"\.\d+")
 
 
 def check_slurm(
@@ -71,6 +68,8 @@ def check_slurm(
         yield finding
         if client is not None:
             clients[node] = client
+        if clock := check_clock(node, client):
+            yield clock
         if node.sampler:
             yield check_sampler(node)
     images = images_of(hub, catalog)
@@ -221,18 +220,6 @@ def _unfit(info: Mapping[str, Any], nested: bool) -> tuple[str, str] | None:
             "Its containers are in systemd's control groups, so a job's limits do not bind them.",
             '"exec-opts": ["native.cgroupdriver=cgroupfs"] in its /etc/docker/daemon.json, and '
             "restart Docker.",
-        )
-    try:
-        told = _SECONDS.sub("", str(info["SystemTime"]))
-        apart = (datetime.fromisoformat(told.replace("Z", "+00:00")) - _now()).total_seconds()
-    except (KeyError, ValueError):
-        return None
-    if abs(apart) > MOST_APART:
-        which = "ahead of" if apart > 0 else "behind"
-        return (
-            f"Its clock is {abs(apart):.0f} s {which} this machine's: munge refuses what is too "
-            "old or not yet.",
-            "Let every machine keep its time by NTP: apt-get install systemd-timesyncd",
         )
     return None
 

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
@@ -34,6 +35,9 @@ SECONDS = 2.0
 """Seconds that a node may take for each step of an answer."""
 LONGEST = 10.0
 """Seconds that it may take for all of it."""
+MOST_APART = 30.0
+"""Seconds that a node's clock may be from ours. What it tells is dated by ours; but Slurm gives up
+a node that is further apart."""
 
 
 class NodesSampler:
@@ -68,6 +72,13 @@ class NodesSampler:
         return tuple(sorted(found, key=lambda sample: sample.at))
 
     def _say(self, source: _Source) -> None:
+        ahead = source.ahead or 0.0
+        apart = abs(ahead) > MOST_APART
+        if apart and not source.clock_said:
+            text = "the clock of the machine %s is %.0f s %s ours: let all keep their time by NTP"
+            which = "ahead of" if ahead > 0 else "behind"
+            self._log.warning(text, source.node.name, abs(ahead), which)
+        source.clock_said = apart
         if source.why and not source.said:
             self._log.warning("%s", source.sentence)
         elif source.said and not source.why:
@@ -95,6 +106,9 @@ class _Source:
         self.indices = {device.uuid: indices[device.uuid] for device in node.devices}
         self.said = ""
         """What was said of its silence last; empty when nothing."""
+        self.ahead: float | None = None
+        """Seconds that its clock is ahead of ours; None when it has not told."""
+        self.clock_said = False
         self.of, self.last = "", 0
         self.resting = ""
         self._is_resting = resting
@@ -184,6 +198,7 @@ class _Source:
         self._connection.request("GET", f"/samples?{words}")
         body = b""
         with closing(self._connection.getresponse()) as response:
+            self.ahead = _ahead(response.headers.get("Date", ""))
             while chunk := response.read1(65_536):
                 body += chunk
                 if len(body) > MOST_BYTES:
@@ -217,6 +232,8 @@ def _told(source: _Source, answer: _Answer, now: datetime) -> tuple[Sample, ...]
 def _in_words(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not to be trusted ({error.verify_message})"
+    if isinstance(error, ssl.SSLError) and "CERTIFICATE_EXPIRED" in str(error.reason):
+        return "it holds our certificate for expired: make new ones, or set its clock right"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed ({error.reason or error})"
     if isinstance(error, TimeoutError):
@@ -243,6 +260,22 @@ def trouble_of(node: Node, now: datetime) -> str:
         return str(error)
     missing = [device.uuid for device in node.devices if device.uuid not in (said.newest or ())]
     return said.trouble or ("it does not list " + ", ".join(missing) if missing else "")
+
+
+def seconds_ahead(node: Node) -> float | None:
+    """Ask a node's sampler how far its clock is ahead of ours; None when it does not tell. Blocks
+    for seconds."""
+    source = _Source(node, {device.uuid: 0 for device in node.devices}, lambda name: "")
+    source.ask()
+    source.answer(LONGEST)
+    return source.ahead
+
+
+def _ahead(date: str) -> float | None:
+    try:
+        return (parsedate_to_datetime(date) - datetime.now(timezone.utc)).total_seconds()
+    except (ValueError, TypeError, OverflowError):
+        return None  # it says none, or one that is none
 
 
 # How a node is reached.

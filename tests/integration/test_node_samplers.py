@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
 import signal
 import socket
 import ssl
@@ -16,21 +17,23 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from gpuspawner.broker.broker import utcnow
 from gpuspawner.cli import main
+from gpuspawner.cli.check_clocks import check_clock
 from gpuspawner.cli.check_slurm import check_sampler
 from gpuspawner.engines.probe import Status
 from gpuspawner.slurm import telemetry
 from gpuspawner.slurm.cluster import TLS, Cluster, Node, NodeDevice
 from gpuspawner.slurm.sampler import Recorder, listening
 from gpuspawner.slurm.samples import MOST_BYTES
-from gpuspawner.slurm.telemetry import NodesSampler
+from gpuspawner.slurm.telemetry import NodesSampler, seconds_ahead
 from gpuspawner.telemetry import Sample
+from tests.support.clocks import apart
 from tests.support.gate import Gate
 from tests.support.node_sampler import NodeSampler
 from tests.support.nvml import nvml_library as nvml
@@ -343,6 +346,50 @@ def test_a_look_that_makes_no_sense_costs_itself_alone(tmp_path: Path) -> None:
             recorder.look()
         some.until("what came after", lambda _: some.use()[0] == 60)
         assert [s.use for s in some.all if not s.silent] == [50, 60], "none is told twice"
+
+
+def test_a_node_with_another_clock_is_dated_by_ours_and_named(
+    library: Path, tls: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"https://127.0.0.1:{free_port()}"
+    fleet = (replace(FLEET[0], use=(50, 5)),)
+    shifted = NodeSampler(
+        tmp_path / "node", library, url, "--tls", str(tls), fleet=fleet, around=apart(-3600)
+    )
+    with shifted:
+        it = node("gpu1", url, tls, FLEET[0])
+        some, began = Asked(it), utcnow()
+        some.until("its samples", lambda _: sum(s.use == 50 for s in some.all) > 2)
+        moments = [sample.at for sample in some.all if sample.use == 50]
+        assert moments == sorted(moments)
+        assert began - timedelta(seconds=60) < moments[0] < moments[-1] <= utcnow()
+        ahead = seconds_ahead(it)
+        assert ahead is not None and abs(ahead + 3600) < 60
+        finding = check_clock(it, None)
+    assert finding and finding.name == "clock gpu1" and finding.status is Status.FAIL
+    said = re.fullmatch(r"Its clock is (\d+) s behind this machine's: munge .*", finding.text)
+    assert said and abs(int(said[1]) - 3600) < 60 and "NTP" in finding.remedy
+    (warned,) = (r.getMessage() for r in caplog.records if "clock" in r.getMessage())
+    assert warned.startswith("the clock of the machine gpu1 is ") and "behind ours" in warned
+
+
+def test_a_clock_of_another_age_makes_certificates_expire(
+    library: Path, tls: Path, tmp_path: Path
+) -> None:
+    url = f"https://127.0.0.1:{free_port()}"
+    years = apart(50 * 366 * 86_400)
+    with NodeSampler(tmp_path / "node", library, url, "--tls", str(tls), around=years):
+        some = Asked(node("gpu1", url, tls, FLEET[0]))
+        word = "holds our certificate for expired"
+        some.until("the reason", lambda newest: word in newest[FLEET[0].uuid].silent)
+
+
+def test_a_node_of_our_own_time(nodes: list[Node]) -> None:
+    wait_for(lambda: seconds_ahead(nodes[0]) is not None, "it to answer")
+    found = [check_clock(each, None) for each in nodes]
+    assert [each and each.status for each in found] == [Status.OK, Status.OK]
+    gone = replace(nodes[0], sampler=f"https://127.0.0.1:{free_port()}")
+    assert check_clock(gone, None) is check_clock(replace(gone, sampler=""), None) is None
 
 
 ALONE = """
