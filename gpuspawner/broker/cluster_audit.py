@@ -9,7 +9,7 @@ from datetime import datetime
 from ..model import Lease
 from ..slurm.usage import Run, read_holders, read_usage
 from ..store import batch, closures, tickets
-from .batch import OVERLAP, Batch
+from .batch import OVERLAP, Batch, job_id
 
 ENGINE = "slurm"
 """The engine of the leases that jobs hold devices for."""
@@ -49,7 +49,16 @@ class ClusterAudit(Batch):
         last = max(until, self.clock()) + OVERLAP
         holders = read_holders(slurm, ids, min(first, since) - OVERLAP, last)
         others = read_usage(slurm, since, until)
-        return len(sessions), self.compare(sessions, holders, others)
+        # Whoever calls a job as servers' jobs are called has paid for it.
+        named = [run for run in others if run.ticket_id]
+        named += (run for runs in holders.values() for run in runs)
+        keys = {job_id(self.nodes().name, run): run.key for run in named}
+        paid = {keys[name] for name in self.store.run(lambda c: batch.some(c, keys))}
+        true = {
+            ticket: [run for run in runs if run.key not in paid] for ticket, runs in holders.items()
+        }
+        rest = [run for run in others if run.key not in paid]
+        return len(sessions), self.compare(sessions, true, rest)
 
     def compare(
         self,

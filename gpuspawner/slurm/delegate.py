@@ -102,6 +102,8 @@ class SlurmDelegate(Tending, SamplesNodes):
         try:
             self._hand_in(job)
         except SlurmRefused as error:
+            if job.minutes is not None and "time limit" in error.message:
+                self.must_allow(job.minutes)  # which says how long it may be
             raise _explained(error, user) from None
         finally:
             self._submitted[ticket.id] = time.monotonic()
@@ -256,17 +258,20 @@ class SlurmDelegate(Tending, SamplesNodes):
                 del self._submitted[name]
 
     def _better(self, one: Job | None, other: Job) -> Job:
-        """Which of two jobs of one ticket counts. Two that live are one too many: a submit that
-        was cut off came through after all."""
+        """Which of two jobs of one ticket counts: the first, or one that was submitted after its
+        end. Any other that lives is one too many: a submit that was cut off came through after
+        all, or somebody took the name for a job of their own."""
         if one is None:
             return other
         first, second = sorted((one, other), key=lambda job: job.id)
-        if first.lives and second.lives:
+        ended, submitted = first.ended_at, second.submitted_at
+        if not first.lives and (ended is None or submitted is None or ended <= submitted):
+            return second
+        if second.lives:
             self._log.warning("Two jobs for one ticket: cancelling %s", second.id)
             with suppress(GPUSpawnerError):
                 self.slurm.cancel(second.id)
-            return first
-        return first if first.lives else second
+        return first
 
     def _turn(self, job: Job, place: int, of: int) -> Turn:
         if job.waits:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from tests.support.node_sampler import NodeSampler
+    from tests.support.slurm_books import Books
     from tests.support.slurm_cluster import SlurmCluster
 
 
@@ -48,3 +50,15 @@ def samplers(
             sampler = NodeSampler(folder / node.name, library, url, "--tls", tls, around=around)
             made.append(stack.enter_context(sampler))
         yield made
+
+
+@pytest.fixture
+def books(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Books]:
+    """A hub's books beside the cluster, that looked at its jobs once: what was before is not
+    theirs."""
+    from tests.support.slurm_books import Books
+
+    books = Books(cluster, tmp_path)
+    books.broker.debit_cluster()
+    yield books
+    books.broker.store.close()

@@ -1,0 +1,195 @@
+"""Real: Slurm with its database and two nodes, Linux users, the command line, SQLite.
+Stand-in: the GPUs.
+
+Jobs beside servers are paid from members' accounts, whatever Slurm's database was told when.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from gpuspawner.broker.batch import OVERLAP, SETTLED, Debited
+from gpuspawner.broker.broker import utcnow
+from gpuspawner.errors import SlurmUnavailable
+from gpuspawner.model import MICRO
+from gpuspawner.slurm.usage import behind
+from gpuspawner.store import batch
+from tests.support.processes import wait_for
+from tests.support.slurm_books import QUICK, Books, begin, finish, member
+from tests.support.slurm_cluster import SlurmCluster
+
+
+def forward(books: Books, **step: float) -> None:
+    """The broker's clock goes on, and runs on from there; Slurm's knows nothing of it."""
+    ahead = books.broker.clock() - utcnow() + timedelta(**step)
+    books.broker.clock = lambda: utcnow() + ahead
+
+
+def read_up_to(books: Books) -> Any:
+    """Up to when jobs were read."""
+    name = books.cluster.cluster_name
+    found = books.broker.store.run(lambda connection: batch.find_marks(connection, name))
+    assert found is not None
+    return found.until
+
+
+def settled_round(books: Books) -> Debited:
+    """One after a while. The controller may have something to tell its database just then."""
+    forward(books, seconds=SETTLED.total_seconds() + 1)
+    return books.broker.debit_cluster()
+
+
+def test_jobs_beside_servers_are_paid_from_the_members_account(
+    books: Books, cluster: SlurmCluster
+) -> None:
+    user = member(books, "Dan G", "u-_44an_20_47")
+    cluster.user("gsbob", "lab1")  # whom the hub does not know
+    books.sync()
+    two = cluster.hold(user, "--gres=gpu:a100:2", "--job-name=a|b\nc", script=QUICK)
+    one = cluster.hold("gsbob", "--gres=gpu:h100:1", script=QUICK)
+    none = cluster.hold(user, script=QUICK)
+    cluster.wait_state(two, "RUNNING")
+    assert books.broker.debit_cluster().amount == 0  # not an hour yet
+    seconds = books.ended(two)
+    books.ended(one)
+    books.ended(none)
+
+    done = books.debit()
+    assert (done.jobs, done.amount) == (1, 2 * seconds * MICRO)
+    assert books.broker.debit_cluster().amount == 0
+    assert books.broker.member("Dan G").balance == (1000 - 2 * seconds) * MICRO
+    line = books.broker.statement("member:Dan G")[0]
+    assert f"Batch job {two} (a|b?c) on 2 NVIDIA A100" in line.reason
+
+    def strangers() -> list[str]:
+        books.broker.debit_cluster()
+        audit = books.slurm("audit")
+        assert audit["batch_jobs"] == 1 and audit["ok"]
+        return [job["user"] for job in audit["of_nobody"]]
+
+    assert wait_for(strangers, "the job of nobody", interval=0.5) == ["gsbob"]
+    text = books.printed("audit")
+    assert "Jobs of users who are no members; nobody was charged:" in text
+    assert f"1 batch job of members paid {2 * seconds}.000000 credits." in text
+
+
+def test_an_end_that_becomes_known_late_is_looked_for(
+    books: Books, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = member(books, "gshal")
+    books.sync()
+    job = cluster.hold(user, "--gres=gpu:1")
+
+    def seen() -> bool:
+        books.broker.debit_cluster()
+        started = books.broker.clock() - timedelta(hours=1)
+        return bool(books.broker.jobs_since(cluster.cluster_name, started))
+
+    wait_for(seen, "the job", interval=0.5)
+    begun, write = [], books.broker.store.write
+    with monkeypatch.context() as patch:
+        patch.setattr(books.broker.store, "write", lambda: begun.append(None) or write())
+        for _ in range(2):
+            books.broker.debit_cluster()
+        assert begun == [], "no round writes anything while nothing happens"
+    forward(books, hours=3)
+    books.broker.debit_cluster()
+    cluster.run("scancel", str(job))
+    assert books.ended(job) < 600  # long before the last look, as it says
+    assert books.debit().amount == books.ended(job) * MICRO
+
+
+def test_what_was_missed_is_found_on_another_day(books: Books, cluster: SlurmCluster) -> None:
+    """As when somebody has put an older database of Slurm's in its place for a while."""
+    user = member(books, "gsmiss")
+    books.sync()
+    job = cluster.hold(user, "--gres=gpu:1", script=QUICK)
+    seconds = books.ended(job)
+    forward(books, hours=3)
+    with books.broker.store.write() as connection:
+        batch.mark(connection, cluster.cluster_name, until=books.broker.clock())
+    assert books.broker.debit_cluster().jobs == 0
+    forward(books, days=1)
+    found = wait_for(lambda: settled_round(books).amount, "the job", interval=0.5)
+    assert found == seconds * MICRO
+    assert settled_round(books).amount == 0
+
+
+def test_a_job_by_a_servers_name_is_paid(books: Books, cluster: SlurmCluster) -> None:
+    """Anybody can call a job as the hub calls those that servers run on."""
+    user = member(books, "gsfake")
+    books.sync()
+    lease = begin(books, user)
+    names = (f"gpuspawner-{lease.ticket_id}", "gpuspawner-0123456789abcdef")
+    jobs = [
+        cluster.hold(user, "--gres=gpu:h100:1", f"--job-name={name}", script=QUICK)
+        for name in names
+    ]
+    ended = [books.ended(job) for job in jobs]
+    finish(books, lease)
+
+    def both() -> bool:
+        books.broker.debit_cluster()
+        found = books.broker.jobs_since(cluster.cluster_name, lease.granted_at)
+        return [job.ended_at is not None for job in found] == [True, True]
+
+    wait_for(both, "both to be paid", interval=0.5)
+    statement = books.broker.statement(f"member:{user}", 100)
+    paid = [line for line in statement if line.kind == "batch"]
+    assert -sum(line.amount for line in paid) == sum(ended) * MICRO
+
+    def compared() -> Any:
+        audit = books.slurm("audit")
+        return audit["ok"] and (audit["sessions"], audit["batch_jobs"])
+
+    # The end of the session's own job is known to the database a little later.
+    assert wait_for(compared, "an audit in which all agree", interval=0.5) == (1, 2)
+    assert books.broker.debit_cluster().jobs == 0
+
+
+def test_a_database_that_is_hours_behind_loses_no_debit(
+    books: Books, cluster: SlurmCluster
+) -> None:
+    """Two jobs come and go while it is away. When it is back it answers at once, and knows
+    nothing of them yet; and by then the last hour is long after their end."""
+    user = member(books, "gslag")
+    books.sync()
+    begun = books.broker.clock()
+    cluster.kill("slurmdbd")
+    jobs = [cluster.hold(user, f"--gres=gpu:a100:{n}", script=QUICK) for n in (1, 2)]
+    for job in jobs:
+        wait_for(lambda job=job: cluster.state(job) == "COMPLETED", "its end")
+    assert behind(books.broker.slurm()) > 0
+    with pytest.raises(SlurmUnavailable):
+        books.broker.debit_cluster()
+    forward(books, hours=5)
+    cluster.restart("slurmdbd")
+    paid: list[Debited] = []
+
+    def answered() -> bool:
+        with suppress(SlurmUnavailable):
+            paid.append(books.broker.debit_cluster())
+        return bool(paid)
+
+    wait_for(answered, "an answer", interval=0.1)
+    slurm = books.broker.slurm()
+    wait_for(lambda: behind(slurm) == 0, "it to be told everything", interval=0.3)
+
+    def all_paid() -> bool:
+        return answered() and sum(each.jobs for each in paid) == len(jobs)
+
+    wait_for(all_paid, "both to be paid", interval=0.5)
+    owed = sum(n * books.ended(job) for n, job in enumerate(jobs, start=1))
+    assert sum(each.amount for each in paid) == owed * MICRO
+    assert books.broker.member("gslag").balance == (1000 - owed) * MICRO
+    assert read_up_to(books) < begun + OVERLAP, "who was behind may be so again"
+
+    def read() -> bool:
+        assert settled_round(books).jobs == 0
+        return read_up_to(books) > begun + timedelta(hours=5)
+
+    wait_for(read, "all to be read up to now", interval=0.5)

@@ -1,0 +1,145 @@
+"""A hub's books beside a cluster, without the hub: a broker and its command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gpuspawner.broker import Broker
+from gpuspawner.broker.batch import Debited
+from gpuspawner.broker.queue import Terms
+from gpuspawner.model import Lease, Request, ServerRef, Ticket
+from gpuspawner.slurm import syncing
+from tests.support.preloaded import PRELOADED
+from tests.support.processes import REPO, system_path, wait_for
+from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_hub import described
+
+CONFIG = """
+c = get_config()
+c.Broker.database_url = {url!r}
+c.Broker.cluster = {file!r}
+c.Broker.group_weights = {{"research": 3}}
+c.Broker.group_priority = {{"research": "course"}}
+"""
+QUICK = "#!/bin/sh\nexec sleep 2\n"
+
+
+class Books:
+    """A hub's books beside the cluster, and its command line."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, shards: int = 0) -> None:
+        self.cluster, self.folder = cluster, folder
+        file = folder / "cluster.yaml"
+        file.write_text(yaml.safe_dump(described(cluster, shards)))
+        url = f"sqlite:///{folder}/books.sqlite"
+        (folder / "jupyterhub_config.py").write_text(CONFIG.format(url=url, file=str(file)))
+        self.broker = Broker(
+            database_url=url,
+            cluster=str(file),
+            gpu_rates={"*": 3600},  # a credit a second
+            opening_grant=1000,
+            hold_minutes=0.01,
+            group_weights={"research": 3},
+            group_priority={"research": "course"},
+        )
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        found = {"PATH": system_path(), "PYTHONPATH": str(REPO), "HOME": str(self.folder)}
+        return found | {"LC_ALL": "C.UTF-8", "TZ": "UTC"}
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """``gpuspawner slurm ...``"""
+        return subprocess.Popen(
+            [sys.executable, "-m", "gpuspawner", "slurm", *words],
+            cwd=self.folder,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def slurm(self, *words: str, code: int = 0) -> Any:
+        """The same to its end, as JSON."""
+        return json.loads(self.printed(*words, "--json", code=code))
+
+    def printed(self, *words: str, code: int = 0) -> str:
+        """What it says to people."""
+        done = PRELOADED.run(("slurm", *words), self.folder, self._environment, "")
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout + done.stderr
+
+    def sync(self) -> list[str]:
+        plan = self.broker.plan_for_cluster()
+        syncing.apply(self.broker.slurm(), plan.steps)
+        return [step.what for step in plan.steps]
+
+    def ended(self, job: int) -> int:
+        """When sacct knows of the job's end: its seconds."""
+        return self._ended("-j", str(job))
+
+    def holder_ended(self, lease: Lease) -> int:
+        """The same of the job of a session."""
+        return self._ended(f"--name=gpuspawner-{lease.ticket_id}")
+
+    def _ended(self, *which: str) -> int:
+
+        def look() -> str:
+            asked = ("-a", "-X", "-n", "-P", "-S", "now-1hour", "-o", "state,end,elapsedraw")
+            state, end, seconds = (
+                self.cluster.run("sacct", *asked, *which).strip() or "|Unknown|"
+            ).split("|")
+            done = state.partition(" ")[0] in ("COMPLETED", "CANCELLED") and end != "Unknown"
+            return seconds if done else ""
+
+        return int(wait_for(look, f"the end of {which[-1]} in the database", interval=0.2))
+
+    def debit(self) -> Debited:
+        """As soon as there is something to pay: what a job had is known some seconds later."""
+
+        def look() -> Debited | None:
+            return done if (done := self.broker.debit_cluster()).jobs else None
+
+        return wait_for(look, "a debit", interval=0.5)
+
+
+def member(books: Books, name: str, user: str = "") -> str:
+    books.cluster.users.make(user or name)
+    books.broker.open_account(name)
+    return user or name
+
+
+def begin(books: Books, user: str) -> Lease:
+    """A server's lease, from its ticket on; no container is needed for it."""
+    asked = books.broker.ask(
+        ServerRef(user), Request(devices=2), engine="slurm", terms=Terms(wait=True)
+    )
+    assert isinstance(asked, Ticket)
+
+    def granted() -> Lease | None:
+        turns = books.broker.turns(frozenset({asked.id}))
+        return books.broker.start_ticket(turns[0]) if turns else None
+
+    lease = wait_for(granted, "the turn", interval=0.2)
+    books.broker.confirm(lease.id, "")
+    return lease
+
+
+def finish(books: Books, lease: Lease) -> Lease:
+    """To the end of its job."""
+    delegate, ticket = books.broker.delegate, lease.ticket_id
+    assert delegate is not None and ticket is not None
+    delegate.cancel(ticket)
+
+    def over() -> Any:
+        return (turn := delegate.turns()[ticket]).over and turn.ended_at
+
+    ended_at = wait_for(over, "the end of its job", interval=0.2)
+    return books.broker.release(lease.id, ended_at=ended_at, reason="done")
