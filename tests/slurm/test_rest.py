@@ -26,6 +26,7 @@ from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import SlurmHub, described
 from tests.support.slurm_rest import Cable, SlurmRest
+from tests.support.tls import make_certificates
 
 WAYS = ("programs", "slurmrestd")
 
@@ -142,7 +143,7 @@ def test_a_no_is_said_in_the_same_words(
     rest.cluster.users.make("eve")
     with pytest.raises(SlurmRefused, match="the user eve has no account there"):
         make(controller).submit(ticket(1, "eve"))
-    with pytest.raises(SlurmRefused, match="(?i)requested time limit is invalid"):
+    with pytest.raises(SlurmRefused, match=r"(?i)requested time limit is invalid"):
         make(controller).submit(ticket(2, seconds=90_000))
     with pytest.raises(SlurmRefused, match="Invalid job id specified"):
         controller.change(999_999, minutes=5)
@@ -150,11 +151,11 @@ def test_a_no_is_said_in_the_same_words(
         controller.hold([999_999])
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["asked in vain", "answered in vain"])
+@pytest.mark.parametrize("cut", ["before", "after"])
 def test_a_submit_that_was_cut_off_is_neither_lost_nor_doubled(
-    before: bool, make: Callable[[Controller], SlurmDelegate], rest: SlurmRest
+    cut: str, make: Callable[[Controller], SlurmDelegate], rest: SlurmRest
 ) -> None:
-    one, cable = ticket(1), Cable(rest.port, before=before)
+    one, cable = ticket(1), Cable(rest.port, cut)
     with cable as url:
         delegate = make(rest.controller(url))
         with pytest.raises(SlurmUnavailable):
@@ -179,7 +180,7 @@ def test_nobody_answers(make: Callable[[Controller], SlurmDelegate], rest: Slurm
     delegate.submit(one)
     wait_for(lambda: devices(delegate, one), "its device")
     rest.kill()
-    with pytest.raises(SlurmUnavailable, match="slurmrestd at http.*Connection refused"):
+    with pytest.raises(SlurmUnavailable, match=r"slurmrestd at http.*Connection refused"):
         make(rest.controller()).turns()
     rest.start()
     assert wait_for(lambda: _devices_in_time(delegate, one), "slurmrestd's answer")
@@ -198,6 +199,22 @@ def _devices_in_time(delegate: SlurmDelegate, ticket: Ticket) -> tuple[str, ...]
     with suppress(SlurmUnavailable):
         return devices(delegate, ticket)
     return ()
+
+
+def test_the_ways_to_it(rest: SlurmRest, tmp_path: Path) -> None:
+    """A socket on this machine, and TLS: of the CA that we trust, and of another one."""
+    controller = rest.controller()
+    for user in ("", "ann"):
+        assert replace(controller, url=f"unix://{rest.socket}").ping(user)[1]
+    for name in ("ours", "other"):
+        (tmp_path / name).mkdir()
+        make_certificates(tmp_path / name, ["127.0.0.1"])
+    with Cable(rest.port, tls=tmp_path / "ours") as url:
+        ours = replace(controller, url=url, ca=str(tmp_path / "ours/ca.pem"))
+        assert ours.ping()[1] and ours.longest("gpu") == 24 * 60
+        for stranger in (str(tmp_path / "other/ca.pem"), ""):
+            with pytest.raises(SlurmUnavailable, match="its certificate is not to be trusted"):
+                replace(ours, ca=stranger).jobs()
 
 
 def test_tokens(rest: SlurmRest) -> None:

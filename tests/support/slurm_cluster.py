@@ -40,7 +40,7 @@ from tests.support.slurm_node import (
 from tests.support.slurm_users import Users
 from tests.support.tls import make_certificates
 
-DAEMONS = "munged mariadbd slurmdbd slurmctld slurmd slurmstepd slurmrestd".split()
+DAEMONS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "slurmstepd", "slurmrestd")
 SLOTS = 16
 """How many clusters one machine can run at once."""
 GIB = 2**30

@@ -1,9 +1,11 @@
-"""slurmrestd beside a tests' cluster: a user of its own, and tokens that Slurm signs."""
+"""slurmrestd beside a tests' cluster: a user of its own, tokens that Slurm signs, and what can be
+between it and a hub."""
 
 from __future__ import annotations
 
 import signal
 import socket
+import ssl
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +15,7 @@ from gpuspawner.errors import SlurmUnavailable
 from gpuspawner.slurm.rest import Rest
 from tests.support.processes import free_port
 from tests.support.slurm_cluster import SlurmCluster
-from tests.support.slurm_daemons import Daemon, as_user, program
+from tests.support.slurm_daemons import Daemon, as_user, folder_of, program
 
 
 class SlurmRest:
@@ -24,9 +26,12 @@ class SlurmRest:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.token_file = folder / "slurm.token"
+        home = folder_of("nobody", cluster.directory / "rest")
+        self.socket = home / "socket"
         variables = [f"SLURM_CONF={cluster.conf}", "SLURM_JWT=daemon", "LC_ALL=C"]
         words = [program("slurmrestd"), "-a", "rest_auth/jwt", "-s", "openapi/v0.0.38"]
-        command = as_user("nobody", ["env", *variables, *words, f"127.0.0.1:{self.port}"])
+        listens = [f"127.0.0.1:{self.port}", f"unix:{self.socket}"]
+        command = as_user("nobody", ["env", *variables, *words, *listens])
         self._daemon = Daemon("slurmrestd", command, cluster.directory / "log/slurmrestd")
 
     def __enter__(self) -> SlurmRest:
@@ -41,6 +46,7 @@ class SlurmRest:
 
     def start(self) -> None:
         """Also after :meth:`kill`."""
+        self.socket.unlink(missing_ok=True)
         self._daemon.start(self._answers)
 
     def kill(self) -> None:
@@ -66,20 +72,24 @@ class SlurmRest:
 
 
 class Cable:
-    """A cable to slurmrestd that can be cut: ``with Cable(port) as url``.
+    """A cable to slurmrestd: ``with Cable(port) as url``.
 
-    ``before``: at the next submit nothing of it arrives; else it arrives, and the answer does not.
+    ``cut``: where it is cut at the first submit: ``before`` anything of it arrives, or ``after``
+    all of it arrived, and the answer does not. ``tls``: a folder with the certificates of a proxy
+    at this end.
     """
 
-    def __init__(self, port: int, *, before: bool) -> None:
+    def __init__(self, port: int, cut: str = "", tls: Path | None = None) -> None:
         self._port = port
-        self._before = before
+        self._cut = cut
+        self._tls = tls
         self.cuts = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
 
     def __enter__(self) -> str:
         threading.Thread(target=self._serve, daemon=True).start()
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        scheme = "https" if self._tls else "http"
+        return f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -91,20 +101,29 @@ class Cable:
                 caller, _ = self._listener.accept()
             except OSError:
                 return
-            with caller:
-                self._pass_on(caller)
+            with caller, suppress(ssl.SSLError):  # who does not trust us
+                self._pass_on(self._opened(caller))
+
+    def _opened(self, caller: socket.socket) -> socket.socket:
+        if self._tls is None:
+            return caller
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self._tls / "server-cert.pem", self._tls / "server-key.pem")
+        return context.wrap_socket(caller, server_side=True)
 
     def _pass_on(self, caller: socket.socket) -> None:
         asked = _message(caller)
-        is_cut = b"/job/submit" in asked and not self.cuts
+        is_cut = bool(self._cut) and b"/job/submit" in asked and not self.cuts
         self.cuts += is_cut
-        if is_cut and self._before:
+        if is_cut and self._cut == "before":
+            caller.close()
             return
         with socket.create_connection(("127.0.0.1", self._port)) as there:
             there.sendall(asked)
             answer = _message(there)
         if not is_cut:
             caller.sendall(answer)
+        caller.close()
 
 
 def _message(end: socket.socket) -> bytes:
