@@ -80,7 +80,7 @@ def test_a_token(tmp_path: Path) -> None:
      token(sun="x", exp=10**30), f"{token(sun='x')}\nX: y"],
 )  # fmt: skip
 def test_files_without_a_token(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="holds no token of Slurm's. Write there what scontrol"):
+    with pytest.raises(ConfigError, match=r"holds no token of Slurm's. Write there what scontrol"):
         read_token(written(tmp_path, text))
 
 
@@ -92,7 +92,7 @@ def test_files_with_tokens(tmp_path: Path) -> None:
             Rest("https://head", path)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         Rest("https://head", str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="write c.Broker.slurm_rest_token"):
+    with pytest.raises(ConfigError, match=r"write c.Broker.slurm_rest_token"):
         Rest("https://head", "")
     with pytest.raises(ConfigError, match="slurm_rest_ca: there is no file"):
         Rest("https://head", written(tmp_path, text), str(tmp_path / "none.pem"))
