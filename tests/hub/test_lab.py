@@ -117,6 +117,18 @@ def ask(
     return requests.request(method, f"{base}/{path}", headers=headers, timeout=60)
 
 
+def test_a_servers_first_kernel_is_ready_and_the_next_is_another(hub: PayingHub) -> None:
+    wait_for(lambda: "A kernel is made ready" in hub.log_text(), "a kernel in advance", timeout=60)
+    whose = "import os; print(open('/proc/self/cmdline').read().split(chr(0))[1], os.getcwd())"
+    first, second = (hub.kernel_run("ada", whose).split() for _ in range(2))
+    assert first[0].endswith("gpuspawner_standby.py") and second[0] == "-m"
+    assert first[1] == second[1]
+    assert hub.log_text().count("The kernel was ready") == 1
+    told = hub.get("ada", "api/nbconvert", timeout=90).json()
+    assert told["html"] == {"output_mimetype": "text/html"} and "notebook" in told
+    assert "listed by the server itself" not in hub.log_text()
+
+
 # What the token of a server may do.
 
 
