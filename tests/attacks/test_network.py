@@ -11,8 +11,8 @@ import pytest
 from docker.types import IPAMConfig, IPAMPool
 
 from tests.support.attacks import Attempts
-from tests.support.closed_engine import ClosedEngine
-from tests.support.processes import REPO
+from tests.support.closed_engine import IMAGE, ClosedEngine
+from tests.support.processes import REPO, wait_for
 
 METADATA = "169.254.169.254"
 
@@ -82,3 +82,37 @@ def test_servers_are_kept_from_one_another_and_from_the_machine(
     attempt("the cloud's metadata", refused=not closed.connects(mallory, METADATA, 8888))
     assert closed.connects(mallory, gateway, 8081), "the hub's API has to be reached"
     assert closed.connects(machine, victoria, 8888), "and the hub reaches every server"
+
+
+def test_a_servers_port_on_a_node_is_for_the_hub_alone(
+    closed: ClosedEngine, attempt: Attempts
+) -> None:
+    """The line of README's chapter on several machines, with the addresses that it has there."""
+    text = (REPO / "README.md").read_text()
+    (line,) = re.findall(r"^iptables -I DOCKER-USER -i eth0 .*$", text, re.MULTILINE)
+    client = closed.client
+    client.create_network("nodes", driver="bridge")
+    host = client.create_host_config(
+        network_mode="nodes", port_bindings={8888: ("10.0.0.2", 32000)}
+    )
+    closed.machine("ip", "link", "add", "eth0", "type", "bridge")
+    closed.machine("ip", "addr", "add", "10.0.0.2/24", "dev", "eth0")
+    closed.machine("ip", "link", "set", "eth0", "up")
+    made = client.create_container(IMAGE, host_config=host, ports=[8888])
+    client.start(made["Id"])
+    hub, other = (beside(closed, f"10.0.0.{number}", f"n{number}") for number in (1, 9))
+    for each in (hub, other):
+        wait_for(lambda x=each: closed.connects(x, "10.0.0.2", 32000), "the server's port")
+    closed.machine(*shlex.split(line))
+    attempt("the port of a server", refused=not closed.connects(other, "10.0.0.2", 32000))
+    assert closed.connects(hub, "10.0.0.2", 32000), "the hub reaches it"
+
+
+def beside(closed: ClosedEngine, address: str, link: str) -> int:
+    """A machine beside the engine's, on its eth0: a process in its network."""
+    pid, _ = closed.server("nodes")
+    closed.machine("ip", "link", "add", link, "type", "veth", "peer", "out", "netns", str(pid))
+    closed.machine("ip", "link", "set", link, "master", "eth0", "up")
+    for words in (("addr", "add", f"{address}/24"), ("link", "set", "up")):
+        assert closed.within(pid, ["ip", *words, "dev", "out"]) == 0
+    return pid
