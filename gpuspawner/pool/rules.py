@@ -26,6 +26,9 @@ from .connectivity import ALONE, Links, Near, best_connected, neighbours
 from .matching import by_model, most_of_one_model, suitable
 from .refusals import no_device_free, too_much_asked
 
+FEW = 16
+"""So many places that changed since the last choice are looked at one by one."""
+
 
 def leasable(device: Device) -> str | None:
     """None when the device could be leased if it were free, else why not, as a sentence."""
@@ -76,9 +79,10 @@ def texts(places: Iterable[Place]) -> frozenset[str]:
 class Fleet:
     """What exists and how it is linked, prepared for many questions about what is taken.
 
-    Immutable: what depends on devices and links alone is worked out once. Places that are taken
-    are given as texts (see :func:`texts`), so that of a thousand devices nearly all is done by
-    Python's own sets: a choice takes a tenth of a millisecond.
+    Immutable but for what it remembers: what depends on devices and links alone is worked out once,
+    and from one choice to the next only what changed in between. Places that are taken are given
+    as texts (see :func:`texts`), so that of a thousand devices nearly all is done by Python's own
+    sets: a choice takes a twentieth of a millisecond. Thread-safe.
     """
 
     def __init__(self, devices: Sequence[Device], links: Links) -> None:
@@ -100,6 +104,7 @@ class Fleet:
         self._group = {uuid: near.group for uuid, near in self._near.items()}
         self._members = Counter(self._group.values())
         self._suitable = lru_cache(maxsize=64)(self._find_suitable)
+        self._last: _Free | None = None
 
     def choose(self, request: Request, taken: frozenset[str]) -> tuple[Place, ...]:
         """See :func:`choose`."""
@@ -108,8 +113,9 @@ class Fleet:
         known = self._suitable(request.model, request.models, request.memory_bytes)
         if known.most < request.devices:
             raise too_much_asked(request, self._existing, list(known.devices))
-        free = self.free(taken)
-        if request.devices == 1 and (best := self._choose_one(known, free)):
+        now = self._now(taken)
+        free = now.free
+        if request.devices == 1 and (best := self._choose_one(known, now)):
             return (_left(best, taken)[0],)
         candidates = [device for device in known.devices if device.uuid in free]
         if most_of_one_model(candidates) < request.devices:
@@ -120,26 +126,61 @@ class Fleet:
 
     def free(self, taken: frozenset[str]) -> frozenset[str]:
         """The UUIDs of the devices with a place that could be given right now."""
+        return self._now(taken).free
+
+    def _now(self, taken: frozenset[str]) -> _Free:
+        """What is free, worked out from the last answer when that is nearly the same."""
+        last = self._last
+        changed = taken ^ last.taken if last else taken
+        if last is None or len(changed) > FEW:
+            now = self._look(taken)
+        elif changed:
+            now = self._changed(last, taken, changed)
+        else:
+            return last
+        self._last = now  # of several threads one is the last, which is as good as another
+        return now
+
+    def _look(self, taken: frozenset[str]) -> _Free:
+        """What is free, from nothing."""
         free = frozenset(map(self._idle.__getitem__, self._idle.keys() - taken))
-        if not self._shared:
-            return free
         partly = {
             self._shared[text].uuid: self._shared[text] for text in self._shared.keys() & taken
         }
-        return free.union(uuid for uuid, device in partly.items() if _left(device, taken))
+        free = free.union(uuid for uuid, device in partly.items() if _left(device, taken))
+        return _Free(taken, free, Counter(map(self._group.get, free)))
 
-    def _choose_one(self, known: _Suitable, free: frozenset[str]) -> Device | None:
+    def _changed(self, last: _Free, taken: frozenset[str], changed: Collection[str]) -> _Free:
+        """The same, where only some places were taken or given back since the last answer."""
+        shared = {device.uuid for text in changed if (device := self._shared.get(text))}
+        uuids = shared.union(uuid for text in changed if (uuid := self._idle.get(text)))
+        free = {uuid for uuid in uuids if self._gives(uuid, taken)}
+        left = Counter(last.left)
+        left.update(self._group.get(uuid) for uuid in free - last.free)
+        left.subtract(self._group.get(uuid) for uuid in (uuids - free) & last.free)
+        return _Free(taken, last.free - uuids | free, left)
+
+    def _gives(self, uuid: str, taken: frozenset[str]) -> bool:
+        """Whether a device that could be leased has a place that could be given right now."""
+        first = Place(uuid).text
+        if first in self._idle and first not in taken:
+            return True
+        device = self.by_uuid[uuid]
+        left = _left(device, taken)
+        return 0 < len(left) < device.slots
+
+    def _choose_one(self, known: _Suitable, now: _Free) -> Device | None:
         """Of the free devices that fit tightest, the first that the other free ones miss least.
 
         What a device is worth to others is known beforehand, unless one of its group is not
         free: only in those groups is it counted anew.
         """
-        left = Counter(map(self._group.get, free))
+        free, left = now.free, now.left
         whole = (one for one in known.firsts if left[one.group] == self._members[one.group])
         alone = (one for one in known.groups.get(None, ()) if one.uuid in free)
         found = [next(whole, None), next(alone, None)]
         for group, count in left.items():
-            if group is None or count == self._members[group]:
+            if group is None or count in (0, self._members[group]):
                 continue
             for one in known.groups.get(group, ()):
                 if one.uuid in free:
@@ -174,6 +215,17 @@ class _Rank(NamedTuple):
 
 def _rank(device: Device, near: Near) -> _Rank:
     return _Rank(device.memory_bytes, near.worth, _by_index(device), device.uuid, near.group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Free:
+    """What is free while these places are taken."""
+
+    taken: frozenset[str]
+    free: frozenset[str]
+    """UUIDs of devices."""
+    left: Counter[int | None]
+    """How many of each group are free."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,34 @@ def test_what_is_given_could_be_given_and_what_could_be_is(
 
 
 @settings(max_examples=200, deadline=None)
+@given(
+    devices_and_taken(),
+    st.lists(st.tuples(requests, st.lists(st.integers(0, 17), unique=True)), min_size=2),
+    links_between(),
+)
+def test_what_was_asked_before_changes_no_answer(
+    fleet_and_taken: tuple[list[Device], list[Place]],
+    questions: list[tuple[Request, list[int]]],
+    links: Links,
+) -> None:
+    devices, _ = fleet_and_taken
+    every = [Place(d.uuid, slot) for d in devices for slot in range(d.slots)]
+    asked = pool.Fleet(devices, links)
+    for request, numbers in questions:
+        taken = pool.texts([*(every[n] for n in numbers if n < len(every)), Place("GPU-gone")])
+        new = pool.Fleet(devices, links)
+        assert asked.free(taken) == new.free(taken)
+        assert answer(asked, request, taken) == answer(new, request, taken)
+
+
+def answer(fleet: pool.Fleet, request: Request, taken: frozenset[str]) -> object:
+    try:
+        return fleet.choose(request, taken)
+    except (NoDeviceFree, TooMuchAsked) as error:
+        return type(error), error.fields
+
+
+@settings(max_examples=200, deadline=None)
 @given(devices_and_taken(), links_between())
 def test_a_single_device_costs_the_others_as_little_closeness_as_can_be(
     fleet_and_taken: tuple[list[Device], list[Place]], links: Links
