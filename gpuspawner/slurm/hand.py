@@ -34,15 +34,17 @@ MARK = "[gpuspawner: held for a pause]"
 anew, and no member can write it: what an admin holds is not released by us."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
-"""Seconds until Slurm is told again what it refused: twice as many each time."""
+"""Seconds until Slurm is told again what it refused, or took and did not do: twice as many each
+time."""
 
 
 @dataclass(frozen=True, slots=True)
-class _No:
-    """What Slurm refused of a ticket's job."""
+class _Told:
+    """What Slurm was told of a ticket's job."""
 
     what: str
     again_at: float
+    """When it is told once more, if it is not so by then."""
     pause: float
 
 
@@ -54,14 +56,17 @@ class Hand:
         slurm: Controller,
         log: logging.Logger | Any,
         clock: Callable[[], float] = time.monotonic,
+        user: int | None = None,
     ) -> None:
+        """``user``: who we are to Slurm, if it is not the user that runs us."""
         self._slurm = slurm
         self._log = log
         self._clock = clock
+        self._user = os.geteuid() if user is None else user
         self._nice: dict[str, int] = {}
         """What Slurm took last of each ticket."""
-        self._noes: dict[str, _No] = {}
-        """What it did not take last, by ticket."""
+        self._told: dict[str, _Told] = {}
+        """What it was told last and is not so yet, by ticket."""
         self._refused: set[str] = set()
 
     def submitted(self, ticket: Ticket) -> None:
@@ -85,7 +90,7 @@ class Hand:
     def go_on(self, jobs: Iterable[Job], places: Mapping[int, int]) -> None:
         """Release what we held for a pause: first the jobs with places of an admin's, so that
         nobody goes before them. Raises SlurmUnavailable."""
-        ours = [job for job in jobs if job.waits and _is_ours(job)]
+        ours = [job for job in jobs if job.waits and self._is_ours(job)]
         held = {job.id for job in ours if not job.priority}
         for job in sorted(held & places.keys(), key=lambda each: places[each]):
             # Slurm gives no priority to a job that is held; the others are held until it has it.
@@ -108,15 +113,18 @@ class Hand:
                 place = FIRST - ticket.position
                 if job.priority != place:
                     self._insist(ticket, job, priority=place)
+                else:
+                    self._told.pop(ticket.id, None)
                 continue
             if job.priority > FIRST - PLACES:
                 self._release([job.id])
                 self._nice.pop(ticket.id, None)
             nice = holder.niceness(ticket.boost)
-            if self._nice.get(ticket.id) != nice and self._insist(ticket, job, nice=nice):
+            if self._nice.get(ticket.id) == nice or self._insist(ticket, job, nice=nice):
                 self._nice[ticket.id] = nice
+                self._told.pop(ticket.id, None)
         there = {ticket.id for ticket, _ in waiting}
-        for known in (self._nice, self._noes):
+        for known in (self._nice, self._told):
             for gone in known.keys() - there:
                 known.pop(gone)
 
@@ -131,19 +139,23 @@ class Hand:
         self._tell(partial(self._slurm.cancel, job.id), f"end {job.id}")
 
     def _insist(self, ticket: Ticket, job: Job, **what: int) -> bool:
-        """Tell it; what was refused is told again after a pause that grows."""
+        """Tell it, and the same again only after a pause that grows; whether Slurm took it now."""
         said, now = f"{job.id} {what}", self._clock()
-        before = self._noes.get(ticket.id)
-        if before is not None and before.what != said:
-            before = None
-        if before is not None and now < before.again_at:
-            return False
-        if self._change(job.id, **what):
-            self._noes.pop(ticket.id, None)
-            return True
-        pause = FIRST_PAUSE if before is None else min(2 * before.pause, LONGEST_PAUSE)
-        self._noes[ticket.id] = _No(said, now + pause, pause)
-        return False
+        before, pause = self._told.get(ticket.id), FIRST_PAUSE
+        if before is not None and before.what == said:
+            if now < before.again_at:
+                return False
+            pause = min(2 * before.pause, LONGEST_PAUSE)
+        self._told[ticket.id] = _Told(said, now + pause, pause)
+        return self._change(job.id, **what)
+
+    def _is_ours(self, job: Job) -> bool:
+        """Whether we hold a job for a pause, if it is held: not one that an admin held, in one
+        way or the other, before it or since."""
+        if job.reason == "JobHeldUser":
+            # An owner who is no admin can hold in this way only.
+            return MARK not in job.note and job.uid == self._user != 0
+        return MARK in job.note
 
     def _release(self, jobs: Collection[int]) -> bool:
         return self._tell(partial(self._slurm.release, jobs), f"release {_listed(jobs)}")
@@ -162,15 +174,6 @@ class Hand:
                 self._log.warning("%s: %s", what, error.message)
             return False
         return True
-
-
-def _is_ours(job: Job) -> bool:
-    """Whether we hold a job for a pause, if it is held: not one that an admin held, in one way or
-    the other, as they held it before or made it their own since."""
-    if job.reason == "JobHeldUser":
-        # An owner who is no admin can hold in this way only.
-        return MARK not in job.note and job.uid == os.geteuid() != 0
-    return MARK in job.note
 
 
 def _by_note(jobs: Iterable[Job], mark: str) -> dict[str, list[int]]:

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -23,6 +24,7 @@ from gpuspawner.model import MICRO, Request, ServerRef, Ticket
 from gpuspawner.store.schema import leases
 from tests.support.processes import wait_for
 from tests.support.slurm_books import QUICK, Books, begin, finish, member
+from tests.support.slurm_broker import asked, has_job, opened
 from tests.support.slurm_cluster import SlurmCluster
 
 LONG = "dana.of-the-very-long-name@mathematics.example.org"
@@ -139,3 +141,25 @@ def test_sessions_are_held_against_slurms_jobs_to_the_second(
         asyncio.run(OnCluster(tick).audit())
         (change,) = books.broker.trail()
         assert (change.action, lease.id in change.subject) == ("slurm audit", True)
+
+
+def test_a_server_counts_on_its_members_group_whatever_their_default_is(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    cluster.user("gsmia", "lab1")  # the site's own
+    broker = opened(tmp_path, cluster, group_weights={"course": 1, "thesis": 4})
+    groups = frozenset({"course", "thesis"})
+    ticket = asked(broker, "gsmia", groups=groups)
+    assert ticket.group == "thesis"
+    assert has_job(cluster, ticket, "%a") == "g-thesis"
+    shown = ("show", "user", "gsmia", "format=defaultaccount")
+    assert cluster.run("sacctmgr", "-n", "-P", *shown).strip() == "lab1"
+
+    # What Slurm does not know any more keeps nobody from starting.
+    broker.end_ticket(ticket.id, "left", "they left")
+    wait_for(lambda: not has_job(cluster, ticket), "its job to end")
+    where = ("name=gsmia", "account=g-thesis", f"cluster={cluster.cluster_name}")
+    cluster.run("sacctmgr", "-i", "delete", "user", "where", *where)
+    other = asked(broker, "gsmia", "other", groups=groups)
+    assert has_job(cluster, other, "%a") == "lab1"
+    broker.store.close()
