@@ -3,10 +3,10 @@ them. The store and the configuration decide; Slurm is told."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import sqlalchemy as sa
 
@@ -19,6 +19,7 @@ from ..slurm.associations import Group, Person, Wanted, read
 from ..slurm.cluster import Cluster, read_cluster
 from ..slurm.commands import Slurm
 from ..slurm.names import account_of, is_system_user
+from ..slurm.together import Together
 from ..store import batch, book, memberships, payers, roster, tickets
 from .delegating import Delegating
 from .queue_settings import QueueSettings
@@ -39,7 +40,6 @@ class Admitting(Delegating, QueueSettings):
     _nodes: Cluster | None = None
     _admitted: Mapping[str, tuple[object, float]] = {}
     """What Slurm knows of members, and when that was so."""
-    _admitting = threading.Lock()
 
     def nodes(self) -> Cluster:
         """The cluster of the configuration, read once. Raises ConfigError."""
@@ -142,17 +142,11 @@ class Admitting(Delegating, QueueSettings):
         person = Person(
             member=ticket.server.user, group=ticket.group, priority=_word(ticket.priority)
         )
-        asked, cluster = self.wanted_of([person]), self.nodes().name
         known, at = self._admitted.get(person.member, (None, 0.0))
         if known == person and time.monotonic() - at < KNOWN:
             return account_of(person.group)
-        slurm = replace(self.slurm(), seconds=PATIENCE)
-        problems: tuple[str, ...] = ()
         try:
-            if not syncing.is_there(slurm, cluster, asked):
-                syncing.check_version(slurm)
-                with self._admitting:
-                    problems = _bring(slurm, cluster, asked)
+            problems = self._newcomers.tell(person)[person]
         except (SlurmRefused, SlurmUnavailable) as error:
             problems = (error.message,)
         if not problems:
@@ -162,6 +156,33 @@ class Admitting(Delegating, QueueSettings):
         return "" if problems else account_of(person.group)
 
     # Steps of the above.
+
+    @cached_property
+    def _newcomers(self) -> Together[Person, dict[Person, tuple[str, ...]]]:
+        return Together(self._admit)
+
+    def _admit(self, people: list[Person]) -> dict[Person, tuple[str, ...]]:
+        """What could not be done for each. Where a whole course comes at once, it is told of as
+        one. Raises SlurmUnavailable."""
+        one_place_each = {person.member: person for person in people}
+        found = self._admit_all([*one_place_each.values()])
+        for person in set(people) - found.keys():
+            found |= self._admit_all([person])
+        return found
+
+    def _admit_all(self, people: list[Person]) -> dict[Person, tuple[str, ...]]:
+        slurm, cluster = replace(self.slurm(), seconds=PATIENCE), self.nodes().name
+        asked = self.wanted_of(people)
+        problems: tuple[str, ...] = ()
+        try:
+            if not syncing.is_there(slurm, cluster, asked):
+                syncing.check_version(slurm)
+                problems = _bring(slurm, cluster, asked)
+        except SlurmRefused as error:
+            problems = (error.message,)
+        if not problems or len(people) == 1:
+            return dict.fromkeys(people, problems)
+        return {each: said for one in people for each, said in self._admit_all([one]).items()}
 
     def _groups(self, connection: sa.Connection) -> dict[str, frozenset[str]]:
         """The groups of each member: as the hub said last, else as the roster says."""

@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from traitlets import Bool, Unicode
@@ -30,6 +31,9 @@ from .standing import Standing, waits_for
 
 LEAST = 0.05
 """Seconds between two looks at the line, however much happens."""
+
+ASKING = 8
+"""Who may ask another scheduler for devices at once."""
 
 ROUND = 5.0
 """Seconds that a comparison of store and engines may take: one look at the other side's jobs
@@ -68,6 +72,7 @@ class Delegating(Machines, Controllers):
 
     delegate: Delegate | None = None
     _said: Mapping[str, Turn] = {}
+    _asking: ThreadPoolExecutor | None = None
     _troubles: Mapping[str, str] = {}
     """Why tickets were not handed over, by id: those of late."""
 
@@ -80,6 +85,16 @@ class Delegating(Machines, Controllers):
         if not self.jobs_of_members or not self.has_slurm_programs():
             return SlurmDelegate(cluster, slurm, as_member=self.jobs_of_members, log=self.log)
         return SlurmDelegate(cluster, slurm, before=self.admit_to_cluster, log=self.log)
+
+    @property
+    def asking(self) -> ThreadPoolExecutor:
+        """The threads for who asks for devices. Another scheduler may take its time over each:
+        nobody who stops a server waits behind all who start one."""
+        if self.delegate is None:
+            return self.store.executor
+        if self._asking is None:
+            self._asking = ThreadPoolExecutor(ASKING, thread_name_prefix="gpuspawner-asking")
+        return self._asking
 
     def delegated_engine(self) -> Engine | None:
         """What runs the servers whose devices come from there."""

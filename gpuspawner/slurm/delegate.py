@@ -16,13 +16,13 @@ from ..model import Ticket
 from ..scheduler.delegated import Turn
 from . import holder
 from .asking import AWAY_PATIENCE, PATIENCE, Asker
-from .cancelling import Cancelling
 from .cluster import Cluster
 from .controller import Controller, Holder
 from .jobs import HOLDER, Job, read_jobs
 from .names import user_of
 from .telemetry import SamplesNodes
 from .tending import Tending
+from .together import Together
 
 LOG = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class SlurmDelegate(Tending, SamplesNodes):
         ``before`` is called with each ticket before its job is submitted; it says which account
         of its member the job counts on, and nothing for their default."""
         super().__init__(cluster, slurm, log)
-        self._cancelling = Cancelling(slurm.cancel)
+        self._ending = Together(self._end)
         self._as_member = as_member
         self._before = before
         self._log = log
@@ -134,15 +134,19 @@ class SlurmDelegate(Tending, SamplesNodes):
             with suppress(SlurmRefused):  # there is none any more
                 self.slurm.cancel_named(f"{HOLDER}{ticket_id}")
         elif job.lives:
-            self._cancelling.end([job.id])
+            self._ending.tell(job.id)
         else:
             return
         self._has_news()
 
     def cancel_job(self, number: int) -> None:
         """One that lived a moment ago. Raises SlurmUnavailable."""
-        self._cancelling.end([number])
+        self._ending.tell(number)
         self._has_news()
+
+    def _end(self, numbers: list[int]) -> None:
+        with suppress(SlurmRefused):  # some are over already
+            self.slurm.cancel(*sorted(set(numbers)))
 
     def _surely(self, ticket_id: str) -> Job | None:
         """The one job of a ticket, when a look of just now has shown it; None when there may be

@@ -92,7 +92,7 @@ class Queueing:
 
         self._burst.asked()
         loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self.broker.store.executor, ask)
+        return loop.run_in_executor(self.broker.asking, ask)
 
     async def wait(self, ticket: Ticket, check: Callable[[], Terms], said: Progress) -> Lease:
         """The lease, when the turn has come. Raises Refused when the ticket ends otherwise.

@@ -22,6 +22,7 @@ from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 from gpuspawner.errors import SlurmRefused, SlurmUnavailable
 from gpuspawner.model import Request, ServerRef, Ticket
 from gpuspawner.scheduler.delegated import Turn
+from gpuspawner.slurm import names as names_of
 from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.slurm.commands import Slurm
 from gpuspawner.slurm.delegate import SlurmDelegate
@@ -238,6 +239,36 @@ def test_two_hubs_on_one_cluster_leave_each_others_jobs(
     wait_for(lambda: names(cluster) == [f"gpuspawner-{tickets[1].id}"], "its job to go")
     for broker in brokers:
         broker.store.close()
+
+
+def test_a_whole_course_comes_at_once(
+    delegate: SlurmDelegate,
+    cluster: SlurmCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slurm is told of all of them together, and of none less for one whom it cannot have."""
+    broker = Broker(
+        database_url=f"sqlite:///{tmp_path}/course.sqlite", cluster=str(tmp_path / "cluster.yaml")
+    )
+    monkeypatch.setattr(names_of, "is_system_user", lambda user: user == "course7")
+    calls: list[str] = []
+    run = Slurm.run
+
+    def noted(self: Slurm, program: str, *words: str, script: str = "") -> str:
+        calls.append(program)
+        return run(self, program, *words, script=script)
+
+    monkeypatch.setattr(Slurm, "run", noted)
+    users = [f"course{number}" for number in range(8)]
+    tickets = [replace(ticket(110), server=ServerRef(user)) for user in users]
+    with ThreadPoolExecutor(8) as threads:
+        accounts = list(threads.map(broker.admit_to_cluster, tickets))
+    assert accounts == [names_of.EVERYBODY] * 7 + [""]
+    found = cluster.run("sacctmgr", "-n", "-P", "show", "assoc", "format=account,user").split()
+    assert {line.rpartition("|")[2] for line in found if "course" in line} == set(users[:7])
+    assert calls.count("sacctmgr") < 7 * len(users), "not one after the other"
+    broker.store.close()
 
 
 def test_what_slurm_does_not_name_is_not_ended(
