@@ -52,6 +52,8 @@ class Nodes:
         self._nodes_asker = Asker(self._look_at_nodes)
         self._untold: Mapping[str, str] = {}
         """The nodes that are closed here and open in Slurm, and why they are."""
+        self._refused_at: dict[str, float] = {}
+        """When Slurm refused to close a node."""
 
     def observe(self, now: datetime) -> Inventory:
         """The devices of all nodes, as of the last answer; those of a node that gets no jobs are
@@ -103,10 +105,15 @@ class Nodes:
         told, untold = [], {}
         for machine in sorted(wanted.keys() - self._drained):
             uuid, reason = wanted[machine]
+            if machine in self._untold and self._is_asked_often(machine):
+                untold[machine] = self._untold[machine]
+                continue
             try:
                 self.close(uuid, reason)
                 told.append(uuid)
             except (SlurmRefused, SlurmUnavailable) as error:
+                if isinstance(error, SlurmRefused):
+                    self._refused_at[machine] = time.monotonic()
                 untold[machine] = error.message
                 if self._untold.get(machine) != error.message:
                     self._log.warning("The machine %s is open yet: %s", machine, error.message)
@@ -138,6 +145,11 @@ class Nodes:
         return untold
 
     # Steps of the above.
+
+    def _is_asked_often(self, machine: str) -> bool:
+        """Whether Slurm refused a moment ago to close it: it would say so each second."""
+        at = self._refused_at.get(machine, float("-inf"))
+        return time.monotonic() - at < NODES_EVERY
 
     def _look_at_nodes(self) -> None:
         began, now = time.monotonic(), datetime.now(timezone.utc)
