@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -87,8 +88,9 @@ def test_the_whole_life_of_tickets(
     programs = Slurm(conf=str(cluster.conf), seconds=60)
     delegate = make(rest.controller() if way == "slurmrestd" else programs)
     running = [ticket(number) for number in range(3)]
-    for each in running:
-        delegate.submit(each)
+    with ThreadPoolExecutor(9) as threads:  # who asks and the rounds race
+        list(threads.map(delegate.submit, running * 3))
+    assert len(cluster.run("squeue", "-h", "-o", "%j").split()) == 3
     wait_for(lambda: all(devices(delegate, each) for each in running), "three that run")
     given = [uuid for each in running for uuid in devices(delegate, each)]
     assert len(given) == len(set(given)) == 3
@@ -122,7 +124,8 @@ def test_the_whole_life_of_tickets(
     tended("Priority", "0", "0", paused=True)
     tended("Reason", "Priority", "Resources", place=1)
     assert told_of(cluster, two)["Priority"] == str(FIRST - 1)
-    assert "held for a pause" not in cluster.run("scontrol", "show", "job")
+    told = cluster.run("scontrol", "show", "job")
+    assert "held for a pause" not in told and '{"server": "bob/s11"}' in told
 
     delegate.cancel(running[1].id)
     wait_for(lambda: devices(delegate, two), "the first in line to run")
