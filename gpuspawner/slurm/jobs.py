@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..errors import SlurmUnavailable
+from .config import TESTED, is_tested
 from .controller import Controller
 
 HOLDER = "gpuspawner-"
@@ -140,12 +141,21 @@ def jobs_of(text: str, notes: str = "admin_comment") -> list[Job]:
     try:
         rows, rest = _taken_apart(text)
         found = json.loads(rest)
+        _must_be_tested(found.get("meta") or {})
         if errors := found.get("errors"):
             raise SlurmUnavailable(why=f"squeue says {str(errors)[:200]}")
         return [_job(each, notes) for each in (*found["jobs"], *rows)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"squeue --json did not answer as Slurm 22.05 does ({error!r:.80})"
         raise SlurmUnavailable(why=why) from None
+
+
+def _must_be_tested(meta: Mapping[str, Any]) -> None:
+    """Raises SlurmUnavailable for a Slurm whose words may mean something else."""
+    release = str(meta.get("Slurm", {}).get("release", ""))
+    if release and not is_tested(release):
+        why = f"it is Slurm {release}, and gpuspawner was tried with {' and '.join(TESTED)}"
+        raise SlurmUnavailable(why=why)
 
 
 def _taken_apart(text: str) -> tuple[list[Any], str]:

@@ -139,3 +139,13 @@ def test_half_an_answer_is_no_answer(text: str) -> None:
     """An empty list would mean that every server has ended."""
     with pytest.raises(SlurmUnavailable):
         jobs_of(text)
+
+
+@pytest.mark.parametrize("release", ["21.08.8", "22.05.8", "22.05.11", "23.02.1", "24.11.0-0rc1"])
+def test_another_slurm_is_named_and_not_believed(release: str) -> None:
+    text = json.dumps({"meta": {"Slurm": {"release": release}}, "errors": [], "jobs": [RUNS]})
+    if release.startswith("22.05."):
+        assert [found.id for found in jobs_of(text)] == [1]
+        return
+    with pytest.raises(SlurmUnavailable, match=f"it is Slurm {release}.*tried with 22.05.8"):
+        jobs_of(text)
