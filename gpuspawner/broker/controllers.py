@@ -34,7 +34,8 @@ class Controllers(LoggingConfigurable):
         help="""
         The file with the token that slurmrestd asks for, as ``scontrol token`` writes it, which
         only the hub's user may read. It is read each time, so a new one needs no restart. Jobs of
-        members need a token of SlurmUser; with ``jobs_of_members`` off, one of an operator will do.
+        members need a token of SlurmUser; with ``jobs_of_members`` off, one of the user to whom all
+        jobs belong will do.
 
         Example::
 

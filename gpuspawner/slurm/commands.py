@@ -38,6 +38,7 @@ class Slurm:
     thread."""
 
     notes: ClassVar[str] = "admin_comment"
+    owner_writes_notes: ClassVar[bool] = False
 
     conf: str = ""
     """Path of slurm.conf; empty for Slurm's own default place."""

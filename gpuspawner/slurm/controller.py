@@ -42,6 +42,8 @@ class Controller(Protocol):
 
     notes: ClassVar[str]
     """What the JSON of jobs calls the comments that :meth:`note` writes."""
+    owner_writes_notes: ClassVar[bool]
+    """Whether who owns a job can write them, and not an admin alone."""
 
     def jobs(self) -> str:
         """Everybody's jobs, and those that ended of late, in the JSON of ``squeue``."""

@@ -152,7 +152,7 @@ class Hand:
     def _is_ours(self, job: Job) -> bool:
         """Whether we hold a job for a pause, if it is held: not one that an admin held, in one
         way or the other, before it or since."""
-        if job.reason == "JobHeldUser":
+        if job.reason == "JobHeldUser" and not self._slurm.owner_writes_notes:
             # An owner who is no admin can hold in this way only.
             return MARK not in job.note and job.uid == self._user != 0
         return MARK in job.note

@@ -40,7 +40,8 @@ class Rest:
     a thread."""
 
     notes: ClassVar[str] = "comment"
-    """v0.0.38 writes no other: who owns a job can change it, too."""
+    """v0.0.38 writes no other."""
+    owner_writes_notes: ClassVar[bool] = True
 
     url: str
     """``https://``, or ``http://`` on this machine, or ``unix://``."""

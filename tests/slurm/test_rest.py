@@ -204,6 +204,35 @@ def _devices_in_time(delegate: SlurmDelegate, ticket: Ticket) -> tuple[str, ...]
     return ()
 
 
+def test_all_jobs_of_a_user_who_is_no_operator(rest: SlurmRest, tmp_path: Path) -> None:
+    """What is held for a pause is released after it; places are refused, and nothing worse."""
+    file, cluster = tmp_path / "cluster.yaml", rest.cluster
+    file.write_text(yaml.safe_dump(described(cluster)), encoding="utf-8")
+    rest.write_token(rest.token("bob"))
+    try:
+        delegate = SlurmDelegate(read_cluster(file), rest.controller(), as_member=False)
+        running, one = [ticket(number) for number in range(3)], ticket(10)
+        for each in (*running, one):
+            delegate.submit(each)
+        wait_for(lambda: all(devices(delegate, each) for each in running), "three that run")
+        assert set(cluster.run("squeue", "-h", "-o", "%u").split()) == {"bob"}
+
+        def tended(reason: str, *, paused: bool) -> None:
+            def look() -> bool:
+                delegate.turns()
+                delegate.tend([replace(one, position=1)], paused=paused)
+                return told_of(cluster, one)["Reason"].startswith(reason)
+
+            wait_for(look, f"{reason} to be why it waits", interval=0.5)
+
+        tended("JobHeldUser", paused=True)
+        tended("Resources", paused=False)
+        delegate.cancel(running[0].id)
+        wait_for(lambda: devices(delegate, one), "it to run")
+    finally:
+        rest.write_token()
+
+
 def test_the_ways_to_it(rest: SlurmRest, tmp_path: Path) -> None:
     """A socket on this machine, and TLS: of the CA that we trust, and of another one."""
     controller = rest.controller()
