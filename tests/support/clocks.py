@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_daemons import Daemon, munged
+from tests.support.slurm_node import Node
 
 LIBRARY = "faketime/libfaketimeMT.so.1"
 
@@ -23,3 +28,31 @@ def apart(seconds: int) -> Callable[[list[str]], list[str]]:
     }
     variables = [f"{name}={value}" for name, value in words.items()]
     return lambda command: ["env", *variables, *command]
+
+
+@contextmanager
+def node_apart(cluster: SlurmCluster, node: Node, seconds: int) -> Iterator[None]:
+    """A node whose munged and slurmd are so many seconds ahead of ours."""
+    folder, around = cluster.directory, apart(seconds)
+    key = munged(folder, f"munge-{node.name}", around)
+    name = f"slurmd of {node.name}"
+    ours = cluster._daemons[name]
+    ours.end()
+    conf, socket = folder / f"etc-{node.name}", str(folder / f"munge-{node.name}/socket")
+    conf.mkdir()
+    for file in cluster.conf.parent.glob("*.conf"):
+        if file.name != "slurmdbd.conf":
+            text = file.read_text().replace(str(cluster.places.munge), socket)
+            (conf / file.name).write_text(text)
+    command = [w.replace(str(cluster.conf), str(conf / "slurm.conf")) for w in ours.command]
+    at = command.index("env")
+    theirs = Daemon(name, [*command[:at], *around(command[at:])], ours.log)
+    cluster._daemons[name] = theirs
+    try:
+        theirs.start()
+        yield
+    finally:
+        theirs.end()
+        key.end()
+        cluster._daemons[name] = ours
+        ours.start()

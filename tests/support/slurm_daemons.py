@@ -126,18 +126,25 @@ def file_of(user: str, path: Path, content: bytes, mode: str) -> Path:
 
 def munge(folder: Path) -> Daemon:
     """A munged with a key and a socket of its own, started."""
-    home = folder_of("munge", folder / "munge")
     file_of("munge", folder / "munge.key", secrets.token_bytes(128), "0400")
-    words = {
+    return munged(folder, "munge")
+
+
+def munged(
+    folder: Path, name: str, around: Callable[[list[str]], list[str]] = lambda command: command
+) -> Daemon:
+    """Another munged of the same key, with its socket in the folder of that name, started."""
+    home = folder_of("munge", folder / name)
+    places = {
         "--key-file": folder / "munge.key",
         "--socket": home / "socket",
         "--pid-file": home / "pid",
         "--log-file": home / "log",
         "--seed-file": home / "seed",
     }
-    options = [f"{key}={value}" for key, value in words.items()]
-    command = as_user("munge", ["munged", "--foreground", "--num-threads=4", *options])
-    daemon = Daemon("munged", command, folder / "log/munged")
+    options = [f"{key}={value}" for key, value in places.items()]
+    words = around(["munged", "--foreground", "--num-threads=4", *options])
+    daemon = Daemon("munged", as_user("munge", words), folder / f"log/{name}d")
 
     def answers() -> bool:
         asked = ["munge", "-S", str(home / "socket"), "-n"]
