@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import groupby
@@ -12,7 +12,7 @@ from traitlets import Dict
 from traitlets.config import LoggingConfigurable
 
 from ..errors import CannotSnooze, ConfigError
-from ..model import Lease, LeaseState, Notice, NoticeKind, ServerRef
+from ..model import Lease, LeaseState, Notice, NoticeKind, ServerRef, Ticket
 from ..store import Store, idle, leases, notices, restarts, tickets, use
 from ..store.idle import Watched
 from ..telemetry.idle import (
@@ -26,6 +26,7 @@ from ..telemetry.idle import (
     snooze,
 )
 from ..telemetry.values import MINUTE
+from .grants import AT_ONCE
 from .sessions import end_clock
 
 LONGEST_LOOK_BACK = timedelta(hours=12)
@@ -111,7 +112,7 @@ class Idle(LoggingConfigurable):
             going_on = leases.open_leases(connection)
             held = [lease for lease in going_on if _is_watched(lease)]
             idle.keep_only(connection, [x.id for x in (*going_on, *restarts.ending(connection))])
-            waiting = any(ticket.request.devices for ticket in tickets.waiting(connection))
+            waiting = _others_wait(tickets.waiting(connection), now)
             known = idle.load(connection)
             for lease in held:
                 if lease.server not in last_output:
@@ -153,7 +154,7 @@ class Idle(LoggingConfigurable):
 
     def resting(self, user: str) -> list[Resting]:
         """A member's servers whose GPUs rest, of those about which they were told."""
-        waiting = any(ticket.request.devices for ticket in self.store.run(tickets.waiting))
+        waiting = _others_wait(self.store.run(tickets.waiting), self.clock())
         with self.store.read() as connection:
             known = idle.load(connection)
             held = [x for x in leases.open_leases(connection) if _is_watched(x) and x.id in known]
@@ -200,6 +201,13 @@ class Idle(LoggingConfigurable):
         notices.add(connection, _told(lease, policy, event, state.stops_at, waiting, now))
         self.log.info("Lease %s of %s rests: %s", lease.id, lease.server, event)
         return Idled(lease, event, state.stops_at)
+
+
+def _others_wait(waiting: Iterable[Ticket], now: datetime) -> bool:
+    """Whether anybody stands in line for GPUs: who gets them at once has a ticket for a moment,
+    where another scheduler decides."""
+    since = now - timedelta(seconds=AT_ONCE)
+    return any(ticket.request.devices and ticket.created_at <= since for ticket in waiting)
 
 
 def _is_watched(lease: Lease) -> bool:
