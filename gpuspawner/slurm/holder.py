@@ -21,6 +21,9 @@ PRIORITY_A_POINT = 1000
 """What a point of an admin's is worth in Slurm's priorities: a hundredth of the fair share's
 weight in the files that ``gpuspawner slurm config`` writes."""
 
+BEHIND_ALL = 2_000_000_000
+"""Nearly the most by which Slurm lets a job stand back."""
+
 
 def devices_of(cluster: Cluster) -> tuple[Device, ...]:
     """The devices of all nodes, as the pool knows them."""
@@ -76,7 +79,7 @@ def of(
         gres=":".join([kind, *types, str(request.devices)]),
         minutes=None if ticket.seconds is None else minutes(ticket.seconds),
         excluded=tuple(excluded(request, cluster, lacking)),
-        nice=niceness(ticket.boost),
+        nice=nice_of(ticket),
         user=user,
         account=account,
     )
@@ -85,6 +88,11 @@ def of(
 def excluded(request: Request, cluster: Cluster, lacking: Collection[str]) -> list[str]:
     """The nodes that Slurm must not choose, in their order. Raises TooMuchAsked."""
     return sorted({*_wanted(request, cluster)[2], *lacking})
+
+
+def nice_of(ticket: Ticket) -> int:
+    """What a ticket's job has in Slurm's order beside what everybody has there."""
+    return niceness(ticket.boost) + (BEHIND_ALL if ticket.last else 0)
 
 
 def niceness(points: float) -> int:

@@ -153,6 +153,7 @@ def test_the_points_of_an_admin() -> None:
     told = told_of(replace(TICKET, boost=2.5), CLUSTER)
     assert "--nice=-2500" in told
     assert not any(word.startswith("--nice") for word in asked())
+    assert "--nice=1999997500" in told_of(replace(TICKET, boost=2.5, last=True), CLUSTER)
 
 
 @pytest.mark.parametrize(
