@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError
 
 from ..errors import NoDeviceFree, ServerHasLease, UnknownLease
 from ..model import Lease, LeasedDevice, LeaseState, Place, ServerRef, Ticket
+from . import open_places
 from .prepared import Prepared
 from .schema import OPEN_LEASE, OPEN_PLACE, accounts, closures, lease_places, leases, lots
 
@@ -89,8 +90,9 @@ _PLACES_OF = Prepared(
 )
 _FREE_PLACES = Prepared(
     sa.update(lease_places)
-    .where(lease_places.c.lease_id == sa.bindparam("lease"))
+    .where(lease_places.c.lease_id == sa.bindparam("lease"), OPEN_PLACE)
     .values(open=sa.false())
+    .returning(lease_places.c.uuid, lease_places.c.slot)
 )
 _HAD_ONE = Prepared(
     sa.select(leases.c.id)
@@ -147,6 +149,7 @@ def insert(connection: sa.Connection, lease: Lease) -> None:
         if "one_open_lease_a_server" in str(error) or "leases.user" in str(error):
             raise ServerHasLease() from None
         raise
+    open_places.change(connection, more=(Place(d.uuid, d.slot).text for d in lease.devices))
 
 
 def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Lease:
@@ -263,7 +266,8 @@ def end(
     """Close a lease and free its places."""
     changes: dict[str, Any] = {"ended_at": at, "end_reason": reason, "charged": charged}
     update(connection, lease_id, state=LeaseState.ENDED, waived=waived, **changes)
-    _FREE_PLACES.run(connection, lease=lease_id)
+    freed = _FREE_PLACES.rows(connection, lease=lease_id)
+    open_places.change(connection, fewer=(Place(uuid, slot).text for uuid, slot in freed))
 
 
 def _leases(rows: Iterable[Sequence[Any]]) -> list[Lease]:

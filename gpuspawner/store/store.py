@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -31,6 +32,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import ConfigError, StoreUnavailable
+from . import open_places
 from .migrate import upgrade
 from .prepared import Prepared, commit
 
@@ -55,17 +57,15 @@ _OURS = (IntegrityError, ProgrammingError, DataError)
 _ABSENT = (DBAPIError, PoolTimeout, ResourceClosedError, OSError)
 
 
+@dataclass(slots=True, eq=False)
 class _Kept:
     """The connection that a thread keeps: to borrow one from the pool for each transaction takes
     Python as long as the rest of a short one."""
 
-    __slots__ = ("connection", "file", "in_use")
-
-    def __init__(self) -> None:
-        self.connection: sa.Connection | None = None
-        self.file: tuple[int, int] | None = None
-        """The file of SQLite that it is to."""
-        self.in_use = False
+    connection: sa.Connection | None = None
+    file: tuple[int, int] | None = None
+    """The file of SQLite that it is to."""
+    in_use: bool = False
 
 
 class _Own(threading.local):
@@ -95,6 +95,8 @@ class Store:
         self._own = _Own()
         # Who waits for SQLite's own lock looks again and again; who waits for this one sleeps.
         self._turn = threading.Lock() if self.dialect == "sqlite" else None
+        # Those of the executor write on one connection, which knows what it wrote.
+        self._writer = _Kept() if self._turn else None
         self._kept: set[sa.Connection] = set()
         self._migrated = False
         self._migrating = threading.Lock()
@@ -147,6 +149,8 @@ class Store:
         if not self._migrated:
             self._migrate()
         kept = self._own.kept
+        if kept is not None and write and self._writer is not None:
+            kept = self._writer
         if kept is not None and not kept.in_use:
             connection = kept.connection
             if connection is None or (self._path and kept.file != _file_at(self._path)):
@@ -352,6 +356,7 @@ def _create_sqlite(url: sa.URL) -> sa.Engine:
 
     @sa.event.listens_for(engine, "checkout")
     def still_there(dbapi_connection: Any, record: Any, proxy: Any) -> None:
+        open_places.forget(record.info)
         # SQLite goes on writing to a file that was deleted, and nobody would ever read it.
         if not _is_there(record.info, path):
             raise sa.exc.DisconnectionError("the database file was moved, replaced or deleted")
@@ -389,9 +394,7 @@ def _file_at(path: str) -> tuple[int, int] | None:
 
 def _create_private(path: str | None) -> None:
     """Make the database file readable by the hub alone: it says who used what."""
-    try:
+    # When it is there, another process may have been faster; whatever else is wrong will be said
+    # as StoreUnavailable when the first transaction begins.
+    with suppress(OSError):
         os.close(os.open(path or "", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-    except FileExistsError:
-        pass  # it is there, or another process was faster
-    except OSError:
-        pass  # said as StoreUnavailable when the first transaction begins
