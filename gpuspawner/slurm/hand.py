@@ -71,7 +71,7 @@ class Hand:
 
     def submitted(self, ticket: Ticket) -> None:
         """A job was handed in with its ticket's points."""
-        self._nice[ticket.id] = holder.niceness(ticket.boost)
+        self._nice[ticket.id] = holder.nice_of(ticket)
 
     def pause(self, jobs: Iterable[Job]) -> None:
         """Hold each of these jobs that waits. Raises SlurmUnavailable."""
@@ -92,11 +92,14 @@ class Hand:
         nobody goes before them. Raises SlurmUnavailable."""
         ours = [job for job in jobs if job.waits and self._is_ours(job)]
         held = {job.id for job in ours if not job.priority}
-        for job in sorted(held & places.keys(), key=lambda each: places[each]):
+        for job in ours:
+            if self._nice.get(job.ticket_id):
+                del self._nice[job.ticket_id]  # it is lost where a job is released twice
+        for number in sorted(held & places.keys(), key=lambda each: places[each]):
             # Slurm gives no priority to a job that is held; the others are held until it has it.
-            self._release([job])
-            self._change(job, priority=FIRST - places[job])
-            held.remove(job)
+            self._release([number])
+            self._change(number, priority=FIRST - places[number])
+            held.remove(number)
         if held and self._release(held):
             self._log.info("Released %d jobs", len(held))
         marked = [job for job in jobs if job.waits and MARK in job.note]
@@ -119,7 +122,7 @@ class Hand:
             if job.priority > FIRST - PLACES:
                 self._release([job.id])
                 self._nice.pop(ticket.id, None)
-            nice = holder.niceness(ticket.boost)
+            nice = holder.nice_of(ticket)
             if self._nice.get(ticket.id) == nice or self._insist(ticket, job, nice=nice):
                 self._nice[ticket.id] = nice
                 self._told.pop(ticket.id, None)

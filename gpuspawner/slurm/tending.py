@@ -4,6 +4,7 @@ decide about the line."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
@@ -23,11 +24,14 @@ class Tending(Nodes):
     """What the jobs that wait are told beside submits and cancels."""
 
     _jobs: Mapping[str, Job]
+    _began: float
 
     def __init__(self, cluster: Cluster, slurm: Controller, log: logging.Logger | Any) -> None:
         super().__init__(cluster, slurm, log)
         self.images = NodeImages(cluster.nodes, log)
         self._hand = Hand(slurm, log)
+        self._tended = float("-inf"), False
+        """When jobs were told something last, and whether that was in a pause."""
 
     # Jobs that wait.
 
@@ -42,6 +46,13 @@ class Tending(Nodes):
         return ""
 
     def tend(self, waiting: Collection[Ticket], *, paused: bool) -> None:
+        tended_at, was_paused = self._tended
+        if self._began <= tended_at and paused == was_paused:
+            return  # what came of that is not known yet
+        self._tend(waiting, paused)
+        self._tended = time.monotonic(), paused
+
+    def _tend(self, waiting: Collection[Ticket], paused: bool) -> None:
         jobs = self._jobs
         # Jobs of no ticket that waits here may be another hub's.
         found = [(t, jobs[t.id]) for t in waiting if t.id in jobs and jobs[t.id].waits]
