@@ -170,6 +170,27 @@ def test_a_job_that_is_over_keeps_no_other_alive(
     wait_for(lambda: not names(cluster), "it to go")
 
 
+def test_who_missed_the_turn_twice_waits_behind_everybody(
+    delegate: SlurmDelegate, cluster: SlurmCluster
+) -> None:
+    for number in range(3):
+        delegate.submit(ticket(number))
+    wait_for(lambda: all(devices(delegate, ticket(n)) for n in range(3)), "all devices to be taken")
+    first, second = replace(ticket(3), last=True), ticket(4)
+    delegate.submit(first)
+    delegate.submit(second)
+
+    def places() -> list[int]:
+        turns = delegate.turns()
+        return [turns[each.id].place for each in (second, first) if each.id in turns]
+
+    wait_for(lambda: places() == [1, 2], "them to stand in line", timeout=60)
+    for _ in range(2):  # also when it is told again what an admin decided, which is nothing
+        delegate.tend([first, second], paused=False)
+        time.sleep(1)
+        assert places() == [1, 2]
+
+
 def test_no_answer_is_no_end(delegate: SlurmDelegate, cluster: SlurmCluster) -> None:
     """While the controller is away nothing has ended, and afterwards all is as it was."""
     one = ticket(1)
