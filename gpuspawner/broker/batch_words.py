@@ -21,12 +21,7 @@ def price(card: RateCard, parts: Iterable[Part]) -> int:
 
 def words(parts: Iterable[Part]) -> str:
     """``2 NVIDIA A100``, ``3/4 of a Tesla T4``."""
-    return " and ".join(
-        f"{part.count} {' or '.join(part.models) or 'GPU'}"
-        if part.slots == 1
-        else f"{part.count}/{part.slots} of {' or '.join(part.models) or 'a GPU'}"
-        for part in parts
-    )
+    return pure.in_words((part.count, part.slots, part.models) for part in parts)
 
 
 def shown(name: str) -> str:

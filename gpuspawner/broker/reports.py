@@ -12,7 +12,7 @@ from ..ledger import rules
 from ..ledger.entries import Transfer
 from ..ledger.usage import Use
 from ..model import Lease
-from ..store import Store, book, leases, search, statements, totals, usage
+from ..store import Store, batch_use, book, leases, search, statements, totals, usage
 from ..store.search import Accounts, Leases, Trail
 from ..store.statements import Items, Page
 from ..store.totals import Moved, Used
@@ -102,8 +102,22 @@ class Reports:
     # Who used what.
 
     def use_of_account(self, account: str, bounds: Sequence[datetime]) -> list[Use]:
-        """What an account paid for, between each two of the moments."""
-        return [_sum(used.values()) for used in self.use_by(bounds, "account", account)]
+        """What an account paid for, between each two of the moments: sessions, and what jobs
+        beside servers used and cost."""
+        found = [_sum(used.values()) for used in self.use_by(bounds, "account", account)]
+        beside = self.store.run(lambda c: batch_use.use(c, bounds, "account", account))
+        for at, jobs in enumerate(beside):
+            found[at] = found[at].plus(_sum(jobs.values())._replace(sessions=0))
+        return found
+
+    def use_of_jobs(self, bounds: Sequence[datetime], by: str) -> list[dict[str, Use]]:
+        """What jobs beside servers used between each two of the moments, by one of the names of a
+        kind; a job counts as a session."""
+        return self.store.run(lambda connection: batch_use.use(connection, bounds, by))
+
+    def use_of_all_jobs(self) -> dict[str, batch_use.Used]:
+        """What all jobs beside servers ever used, by model."""
+        return self.store.run(batch_use.all_used)
 
     def use_by(
         self, bounds: Sequence[datetime], by: str, name: str | None = None

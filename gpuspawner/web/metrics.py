@@ -56,6 +56,7 @@ class Site(Collector):
         yield from self._credits(moved, opened)
         yield from self._leases(used, opened)
         yield from self._use(used, opened, now)
+        yield from self._jobs()
         yield from self._devices(opened)
         yield from self._line(used, now)
         yield _gauge(
@@ -104,6 +105,24 @@ class Site(Collector):
         for (model, group), amount in sorted(seconds.items()):
             family.add_metric([model, group], amount)
         yield family
+
+    def _jobs(self) -> Iterator[Metric]:
+        found = self.broker.use_of_all_jobs()
+        if not found:  # as where there is no cluster
+            return
+        seconds = CounterMetricFamily(
+            "gpuspawner_batch_gpu_seconds",
+            "Seconds of GPUs that jobs beside servers had, as far as they were read",
+            labels=["model"],
+        )
+        jobs = CounterMetricFamily(
+            "gpuspawner_batch_jobs", "Jobs beside servers that had a GPU", labels=["model"]
+        )
+        for model, used in sorted(found.items()):
+            seconds.add_metric([model], used.seconds)
+            jobs.add_metric([model], used.jobs)
+        yield seconds
+        yield jobs
 
     def _devices(self, opened: Collection[Lease]) -> Iterator[Metric]:
         family = GaugeMetricFamily(

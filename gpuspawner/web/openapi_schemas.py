@@ -102,6 +102,10 @@ FUNDS = {
     "runs_dry_at": maybe(INSTANT),
 }
 USE = {"gpu_seconds": COUNT, "gpu_hours": AMOUNT, "credits": AMOUNT, "sessions": COUNT}
+USE_BESIDE = {
+    **USE,
+    "batch": full(gpu_seconds=COUNT, gpu_hours=AMOUNT, credits=AMOUNT, jobs=COUNT),
+}
 CHANGE = {"at": INSTANT, "actor": TEXT, "action": TEXT, "subject": TEXT, "detail": TEXT}
 CLOSURE = full(since=INSTANT, actor=TEXT, reason=TEXT)
 TICKET = {
@@ -287,8 +291,8 @@ SCHEMAS: dict[str, Schema] = {
         last_day=DAY,
         **{"from": INSTANT, "to": INSTANT},
         as_of=INSTANT,
-        rows=listed(full(name=TEXT, **USE)),
-        total=full(**USE),
+        rows=listed(full(name=TEXT, **USE_BESIDE)),
+        total=full(**USE_BESIDE),
     ),
     "Trail": full(as_of=INSTANT, changes=listed(full(id=INTEGER, **CHANGE)), next=maybe(INTEGER)),
     "RateTold": RATE_TOLD,

@@ -34,13 +34,16 @@ BY = {
 """What use can be added up by, and the name of that in a kind; weeks by the fewest names."""
 
 NAMELESS = {
+    "member": "no member",
+    "account": "nobody",
     "group": "no group",
     "model": "no GPU",
     "environment": "the hub's own",
 }
 """What people read where a name is empty."""
 
-COLUMNS = ("gpu_seconds", "gpu_hours", "credits", "sessions")
+BATCH_COLUMNS = ("batch_gpu_hours", "batch_credits", "batch_jobs")
+COLUMNS = ("gpu_seconds", "gpu_hours", "credits", "sessions", *BATCH_COLUMNS)
 """Of a report as CSV, after what it is by."""
 
 PAUSE = 0.1
@@ -58,6 +61,8 @@ class Row:
 
     name: str
     use: Use
+    batch: Use
+    """What jobs beside servers used, whose sessions are the jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +74,25 @@ class Report:
     last: date
     rows: tuple[Row, ...]
     total: Use
+    batch: Use
+    """What jobs beside servers used together."""
 
 
 def report(broker: Broker, by: str, first: date, last: date) -> Report:
     """Add use up by one thing. Blocks."""
     starts = [start for start, _ in weeks.split(first, last)] if by == "week" else [first]
     bounds = [weeks.midnight(day) for day in (*starts, last + timedelta(days=1))]
-    found = broker.use_by(bounds, BY[by])
+    found, jobs = broker.use_by(bounds, BY[by]), broker.use_of_jobs(bounds, BY[by])
     if by == "week":
-        used = zip(starts, found, strict=True)
-        rows = [Row(start.isoformat(), _sum(sums.values())) for start, sums in used]
+        used = zip(starts, found, jobs, strict=True)
+        rows = [Row(day.isoformat(), _sum(a.values()), _sum(b.values())) for day, a, b in used]
     else:
-        rows = [Row(name, use) for name, use in found[0].items()]
-        rows.sort(key=lambda row: (-row.use.micros, -row.use.cost, row.name))
-    total = _sum(row.use for row in rows)
-    return Report(by, first, last, tuple(rows), total)
+        (sums,), (beside,) = found, jobs
+        names = {**sums, **beside}
+        rows = [Row(name, sums.get(name, Use()), beside.get(name, Use())) for name in names]
+        rows.sort(key=lambda row: (-row.use.micros, -row.use.cost, -row.batch.micros, row.name))
+    total, batch = _sum(row.use for row in rows), _sum(row.batch for row in rows)
+    return Report(by, first, last, tuple(rows), total, batch)
 
 
 async def remember(broker: Broker) -> None:
@@ -146,6 +155,9 @@ class UsageCSV(UsageHandler, CSVHandler):
                 gpu_hours(row.use),
                 amount(row.use.cost),
                 str(row.use.sessions),
+                gpu_hours(row.batch),
+                amount(row.batch.cost),
+                str(row.batch.sessions),
             )
             for row in found.rows
         ]
@@ -170,8 +182,11 @@ class UsageAPI(UsageHandler, APIHandler):
                 "from": instant(weeks.midnight(found.first)),
                 "to": instant(weeks.midnight(end)),
                 "as_of": instant(self.broker.clock()),
-                "rows": [{"name": row.name, **use_json(row.use)} for row in found.rows],
-                "total": use_json(found.total),
+                "rows": [
+                    {"name": row.name, **use_json(row.use), "batch": batch_json(row.batch)}
+                    for row in found.rows
+                ],
+                "total": {**use_json(found.total), "batch": batch_json(found.batch)},
             }
         )
 
@@ -192,6 +207,12 @@ def use_json(use: Use) -> dict[str, Any]:
         "credits": amount(use.cost),
         "sessions": use.sessions,
     }
+
+
+def batch_json(use: Use) -> dict[str, Any]:
+    """The same of jobs beside servers."""
+    found = use_json(use)
+    return {**found, "jobs": found.pop("sessions")}
 
 
 def gpu_hours(use: Use) -> str:

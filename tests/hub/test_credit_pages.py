@@ -17,9 +17,10 @@ import requests
 from playwright.sync_api import Browser, Page
 
 from gpuspawner.model import MICRO, Lease, LeaseState, ServerRef
-from gpuspawner.store import leases
+from gpuspawner.store import batch, leases
 from gpuspawner.telemetry import DeviceUse
 from tests.support import axe
+from tests.support.batch_jobs import CLUSTER, run
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.pages import sign_in, words
@@ -39,7 +40,8 @@ c.JupyterHub.load_groups = {"ml101": {"users": ["ada", "bob"]}}
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    """Ada has a session that is over and one that runs; Bob has nothing running."""
+    """Ada has a session that is over and one that runs; Bob has nothing running; of Carl and of
+    somebody unknown a job of sbatch ended yesterday."""
     with PayingHub(tmp_path_factory.mktemp("credits") / "hub", CONFIG) as hub:
         for user in ("ada", "bob"):
             hub.broker.open_account(user)
@@ -48,6 +50,12 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
         hub.stop_server("ada", "past")
         hub.start_server("ada", gpus=1)
         hub.broker.grant("member:ada", 12 * MICRO, actor="kim", reason=TRICK)
+        hub.broker.open_account("carl")
+        began = hub.broker.clock() - timedelta(days=1)
+        with hub.broker.store.write() as connection:
+            batch.marks(connection, CLUSTER.name, began)
+        jobs = [run(1, began, 5400, gpus={"a100": 2}, user="carl"), run(2, began, user="eve")]
+        assert hub.broker.debit(CLUSTER, jobs).jobs == 1
         yield hub
 
 
@@ -371,11 +379,17 @@ def test_reports_say_the_same_in_every_form(hub: PayingHub) -> None:
     for by in ("member", "group", "account", "model", "environment", "week"):
         told = hub.json(ADMIN, f"usage?by={by}").json()
         rows = list(csv.reader(io.StringIO(hub.page(ADMIN, f"usage.csv?by={by}").text)))
-        assert rows[0] == [by, "gpu_seconds", "gpu_hours", "credits", "sessions"]
+        beside = ["batch_gpu_hours", "batch_credits", "batch_jobs"]
+        assert rows[0] == [by, "gpu_seconds", "gpu_hours", "credits", "sessions", *beside]
+        total = told["total"]["batch"]
+        assert (total["gpu_seconds"], total["jobs"]) == (3 * 3600 + 3600, 2)
+        paid = hub.broker.statement("member:carl", 1)[0].amount
+        assert Decimal(total["credits"]) == Decimal(-paid) / MICRO
+        assert sum(int(row[7]) for row in rows[1:]) == 2
         names = [row["name"] for row in told["rows"]]
         assert [row[0] for row in rows[1:]] == names
         page = words(hub.page(ADMIN, f"usage?by={by}"))
-        assert "All together" in page
+        assert "All together" in page and "Batch jobs" in page
     assert hub.page(ADMIN, "usage?from=2026-13-01").status_code == 400
     trail = list(csv.DictReader(io.StringIO(hub.page(ADMIN, "trail.csv").text)))
     assert [row["action"] for row in trail] == [

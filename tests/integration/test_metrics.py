@@ -14,7 +14,8 @@ from gpuspawner.model import MICRO, Request, ServerRef
 from gpuspawner.store import book
 from gpuspawner.telemetry import DeviceUse
 from gpuspawner.web.metrics import Site
-from tests.support.brokers import Clock, open_broker, running
+from tests.support.batch_jobs import A100, CLUSTER, H100, run
+from tests.support.brokers import T0, Clock, open_broker, running
 
 
 @pytest.fixture
@@ -183,3 +184,29 @@ def test_what_each_gpu_did_in_the_last_minute(broker: Broker) -> None:
         "modelName": first.model,
         "group": "",
     }
+
+
+def test_jobs_beside_servers_are_told_by_model(broker: Broker) -> None:
+    site = Site(broker)
+    broker.debit(CLUSTER, [])
+    broker.open_account("anna")
+    assert not [name for name in read(site) if name.startswith("gpuspawner_batch")]
+    broker.debit(
+        CLUSTER,
+        [
+            run(1, gpus={"a100": 2}),
+            run(2, T0, 600, user="nobody"),
+            run(3, T0, 60, gpus={"h100": 1}, nodes=("m2",)),
+            run(4, T0, 60, gpus={"a100": 1, "h100": 1}, nodes=("m1", "m2")),
+            run(5, T0, 60, gpus={}, shards={"": 3}),
+        ],
+    )
+    seen = read(site)
+    for model, seconds, jobs in (
+        (A100, 2 * 3600 + 600 + 3 * 60, 3),
+        (H100, 60, 1),
+        ("several models", 120, 1),
+    ):
+        assert seen[f'gpuspawner_batch_gpu_seconds_total{{model="{model}"}}'] == seconds
+        assert seen[f'gpuspawner_batch_jobs_total{{model="{model}"}}'] == jobs
+    assert seen["gpuspawner_credits_charged_total"] > 0
