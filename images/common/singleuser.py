@@ -5,7 +5,6 @@ Only this process is concerned: everything stays installed, and other programs i
 the standard library and JupyterHub are used: this runs with Python 3.8 or later.
 """
 
-import contextlib
 import gc
 import importlib
 import sys
@@ -36,27 +35,52 @@ def without_grammar():
     sys.modules["rfc3987_syntax"] = None
 
 
-def without_hub():
-    """JupyterHub's log takes one name from the hub's own handlers, its metrics the database.
+def import_without(stand_ins, names):
+    """Import modules that find these in the place of others; whoever comes later finds the others.
 
-    A server has neither. With a version where that is otherwise, all is imported as ever.
+    With a version that needs more of them, all that was begun is forgotten, and imported as ever
+    when it is needed.
+    """
+    before = set(sys.modules)
+    places = {module.__name__: module for module in stand_ins}
+    sys.modules.update(places)
+    try:
+        for name in names:
+            importlib.import_module(name)
+        whole = all(sys.modules.get(place) is module for place, module in places.items())
+    except Exception:
+        whole = False
+    packages = {name.partition(".")[0] for name in [*names, *places]}
+    for name in set(sys.modules) - before:
+        if name in places or (not whole and name.partition(".")[0] in packages):
+            del sys.modules[name]
+
+
+def without_hub():
+    """JupyterHub's log takes one name from the hub's own handlers, its metrics the database, its
+    tools an error of SQLAlchemy's, its scopes the queries. A server has none of these.
     """
     sys.modules["jupyterhub.orm"] = Later("jupyterhub.orm")
+    database, errors = Later("sqlalchemy"), types.ModuleType("sqlalchemy.exc")
+    database.func = None  # only the hub's own roles are looked up by it
+    errors.SQLAlchemyError = type("SQLAlchemyError", (Exception,), {})
+    import_without([database, errors], ["jupyterhub.utils", "jupyterhub.scopes"])
     handlers = types.ModuleType("jupyterhub.handlers")
     pages = types.ModuleType("jupyterhub.handlers.pages")
     pages.HealthCheckHandler = type("HealthCheckHandler", (), {})
-    stand_ins = {module.__name__: module for module in (handlers, pages)}
-    sys.modules.update(stand_ins)
-    with contextlib.suppress(ImportError):
-        importlib.import_module("jupyterhub.log")
-    for name in stand_ins:
-        del sys.modules[name]
+    import_without([handlers, pages], ["jupyterhub.log"])
+
+
+def without_listings():
+    """JupyterLab asks others for lists of its extensions where an admin named such: by requests."""
+    import_without([Later("requests")], ["jupyterlab_server.listings_handler"])
 
 
 if __name__ == "__main__":
     gc.set_threshold(COLLECT_AFTER)
     without_grammar()
     without_hub()
+    without_listings()
     from jupyterhub.singleuser import main
 
     sys.exit(main())

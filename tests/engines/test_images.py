@@ -24,7 +24,7 @@ import pytest
 
 from gpuspawner.engines.smoke import passed, smoke
 from tests.support.engine import DEVICES, PrivateEngine
-from tests.support.processes import REPO
+from tests.support.processes import REPO, wait_for
 
 PYTORCH = "gpuspawner/pytorch:test"
 STAND_IN = "colorama"
@@ -85,12 +85,17 @@ def test_base_imports_no_grammar_and_no_database_before_it_serves(
         told = shell(clean_engine, images.BASE, command)
         return set(re.findall(r"\|\s+(\w+)$", told, re.MULTILINE))
 
-    unneeded = {"lark", "alembic"}
+    unneeded = {"lark", "alembic", "sqlalchemy"}
     assert unneeded <= imported("-m jupyterhub.singleuser"), "images/common/singleuser.py may go"
     found = imported("$(which jupyterhub-singleuser)")
     assert "tornado" in found and not unneeded & found
-    # Other programs find all that is installed.
+    # Other programs find all that is installed, and so do the server's own parts later.
     shell(clean_engine, images.BASE, "python -c 'import rfc3987_syntax, jupyterhub.handlers'")
+    begin = "it = runpy.run_path('/opt/gpuspawner/singleuser.py')"
+    begin += "; it['without_hub'](); it['without_listings'](); from jupyterhub import orm, scopes"
+    use = "from jupyterlab_server.listings_handler import requests as later; later.request"
+    code = f"import runpy; {begin}; {use}; orm.User; scopes.sa.inspect; import requests.adapters"
+    shell(clean_engine, images.BASE, f'python -c "{code}"')
 
 
 def test_base_is_a_members_own(clean_engine: PrivateEngine, images: Any) -> None:
@@ -136,14 +141,21 @@ c.JupyterHub.spawner_class = "docker"
 c.DockerSpawner.client_kwargs = {{"base_url": {clean_engine.url!r}}}
 c.DockerSpawner.image = {images.BASE!r}
 c.DockerSpawner.remove = True
+c.DockerSpawner.environment = {{"GPUSPAWNER_GPU_COUNT": "0"}}
 """,
         hub_ip=clean_engine.gateway,
     )
     hub.spawn("ann")
     hub.wait_server("ann")
     assert "JupyterLab" in hub.get("ann", "lab").text
+    [container] = clean_engine.client.containers()
+    log = functools.partial(clean_engine.client.logs, container["Id"])
+    wait_for(lambda: b"A kernel is made ready" in log(), "a kernel in advance")
     code = "import os; open('note', 'w').write('hello'); print(os.getcwd(), os.getuid())"
     assert hub.kernel_run("ann", code) == "/home/jovyan/work 1000\n"
+    assert b"The kernel was ready" in log()
+    assert "html" in hub.get("ann", "api/nbconvert", timeout=90).json()
+    assert b"listed by the server itself" not in log()
     screen = hub.terminal_run("ann", "echo $0 $(cat note) $(which pip)")
     assert re.search(r"bash hello /opt/venv/bin/pip", screen)
     started = time.time()
