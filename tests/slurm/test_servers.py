@@ -3,16 +3,30 @@ Stand-in: the GPUs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO
+from gpuspawner.model import MICRO, ServerRef
+from gpuspawner.slurm.names import user_of
 from gpuspawner.store.book import Line
+from tests.support.images import INSTANT
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import SlurmHub
+
+ENVIRONMENTS = f"""  - slug: days
+    image: {INSTANT}
+    devices: {{default: 1, max: 8}}
+    hours: {{max: 48}}
+  - slug: outside
+    image: {INSTANT}
+    mem_limit: 64M
+    spawner_override: {{job_cgroup: ""}}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +38,10 @@ c.Accounting.cluster_seconds = 5
 c.Broker.group_weights = {"research": 3}
 c.JupyterHub.load_groups = {"research": {"users": ["zoe"]}}
 """
-    with SlurmHub(tmp_path_factory.mktemp("slurm") / "hub", shared_cluster, settings) as hub:
+    hub = SlurmHub(tmp_path_factory.mktemp("slurm") / "hub", shared_cluster, settings)
+    with (hub.folder / "catalog.yaml").open("a", encoding="utf-8") as catalog:
+        catalog.write(ENVIRONMENTS)
+    with hub:
         yield hub
 
 
@@ -149,11 +166,110 @@ def test_a_place_in_line_is_given_up(hub: SlurmHub, cluster: SlurmCluster) -> No
     hub.stop_server("ann")
 
 
-def test_what_no_machine_has_is_refused_in_words(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    refused = hub.ask("ann", gpus=3)
-    assert refused.status_code == 400
-    assert "Ask for 2 at most" in refused.json()["message"]
-    assert not cluster.run("squeue", "-h") and not hub.broker.waiting()
+def refusal(hub: SlurmHub, user: str, **options: Any) -> str:
+    """Why a member gets no server; and that nobody has anything of it."""
+    answer = hub.ask(user, **options)
+    said = answer.json()["message"] if answer.status_code >= 400 else hub.failure(user)
+    wait_for(lambda: hub.server(user) is None, "the hub to know")
+    assert not hub.broker.waiting() and hub.broker.lease_of(ServerRef(user)) is None
+    assert not hub.cluster.run("squeue", "-h", f"--user={user}")
+    return str(said)
+
+
+def test_what_there_is_not_is_refused_in_words(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    assert "Ask for 2 at most" in refusal(hub, "ann", gpus=3)
+    assert "Titan" in refusal(hub, "ann", gpus=1, gpu_model="Titan")
+    said = refusal(hub, "ann", environment="days", gpus=1, hours=30)
+    assert "lets nothing run for over 24 h" in said
+    hub.ask("ann", gpus=2)
+    hub.wait_lease("ann")
+    assert "in use" in refusal(hub, "bob", gpus=2, wait="no")
+    hub.stop_server("ann")
+
+
+def test_an_account_that_is_closed(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    """By the cluster's admin, for everybody of the hub's; who has left is in test_accounts.py."""
+    closed = ("sacctmgr", "-i", "modify", "account", "where", "name=gpuspawner", "set")
+    wait_for(lambda: cluster.run("sacctmgr", "-n", "-P", "show", "account", "gpuspawner"), "it")
+    cluster.run(*closed, "grpsubmitjobs=0")
+    try:
+        said = refusal(hub, "ann", gpus=1)
+    finally:
+        cluster.run(*closed, "grpsubmitjobs=-1")
+    assert "Slurm refused it" in said and "AssocGrpSubmitJobsLimit" in said
+
+
+def test_a_partition_that_takes_no_jobs(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    cluster.run("scontrol", "update", "partitionname=gpu", "state=drain")
+    try:
+        assert "partition" in refusal(hub, "ann", gpus=1)
+        cluster.run("scontrol", "update", "partitionname=gpu", "state=down")
+        hub.ask("ann", gpus=1, wait=True)
+        (ticket,) = wait_for(hub.broker.waiting, "ann's ticket")
+        wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending"), "ann's job")
+    finally:
+        cluster.run("scontrol", "update", "partitionname=gpu", "state=up")
+    assert hub.wait_lease("ann").ticket_id == ticket.id
+    hub.stop_server("ann")
+
+
+def test_names_that_neither_linux_nor_slurm_takes(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    member, server = "o'neil $(id);", "second"
+    user = user_of(member)
+    cluster.users.make(user)
+    answer = hub.spawn(member, {"gpus": 1}, server)
+    assert answer.ok, answer.text
+    lease = hub.wait_lease(member, server)
+    told = cluster.run("squeue", "-h", f"--name=gpuspawner-{lease.ticket_id}", "-o", "%u|%k")
+    assert told.partition("|")[0] == user
+    assert json.loads(told.partition("|")[2])["server"] == str(lease.server)
+    assert hub.get(member, "devices", server).text.split() == ["/dev/nvidia0"]
+    hub.stop_server(member, server)
+    hub.wait_end(lease)
+
+
+def test_a_container_outside_its_jobs_control_group(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    """As on nodes with cgroup v2: the limits are the environment's, and the rest is as ever."""
+    hub.ask("ann", environment="outside", gpus=1)
+    lease = hub.wait_lease("ann")
+    node = hub.node_of(lease)
+    (container,) = hub.containers(node)
+    host = node.engine.client.inspect_container(container["Id"])["HostConfig"]
+    assert (host["CgroupParent"], host["Memory"]) == ("", 64 * 2**20)
+    assert hub.get("ann", "devices").text.split() == ["/dev/nvidia0"]
+    cluster.run("scancel", container["Labels"]["gpuspawner.job"])
+    hub.wait_end(lease)
+    wait_for(lambda: not hub.containers(node), "the epilog to end it")
+    wait_for(lambda: hub.server("ann") is None, "the hub to know")
+
+
+def test_the_line_goes_on_in_order_and_who_used_much_waits_behind(
+    hub: SlurmHub, cluster: SlurmCluster
+) -> None:
+    """Slurm counts who used how much once a minute, and what servers use is theirs."""
+    hub.ask("ann", gpus=1, gpu_model="H100")
+    hub.wait_lease("ann")
+    users = ["gwen", "hugo"]  # who have used nothing yet
+    tickets = {}
+    for user in ("ann", *users):
+        server = "second" if user == "ann" else ""
+        hub.ask(user, server, gpus=1, gpu_model="H100", wait=True)
+        found = wait_for(
+            lambda u=user: [t for t in hub.broker.waiting() if t.server.user == u], user
+        )
+        tickets[user] = found[0]
+
+    def line() -> list[str]:
+        return [ticket.server.user for ticket, _, _ in hub.broker.order()]
+
+    wait_for(lambda: line() == [*users, "ann"], "ann to be behind", timeout=90)
+    hub.stop_server("ann")
+    for user in users:
+        assert hub.wait_lease(user).ticket_id == tickets[user].id
+        assert line() == [*users, "ann"][users.index(user) + 1 :]
+        hub.stop_server(user)
+    assert hub.wait_lease("ann", "second").ticket_id == tickets["ann"].id
+    hub.stop_server("ann", "second")
 
 
 def test_a_job_beside_servers_is_paid_by_its_member(hub: SlurmHub, cluster: SlurmCluster) -> None:
