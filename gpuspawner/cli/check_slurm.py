@@ -55,8 +55,11 @@ def check_slurm(
         yield finding
         if finding.status is Status.OK:
             yield _check_accounting(slurm, cluster)
-            with suppress(GPUSpawnerError):
+            try:
                 states = node_states(slurm)
+            except GPUSpawnerError as error:
+                yield Finding("nodes", Status.FAIL, error.message)
+    if states:  # else nobody said how they are, and that was said
         yield from (_check_node(node, states.get(node.name)) for node in cluster.nodes)
     clients: dict[Node, docker.APIClient] = {}
     for node in cluster.nodes:

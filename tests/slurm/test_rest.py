@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from traitlets.config import Config
 
+from gpuspawner.cli.check_slurm import check_slurm
 from gpuspawner.cli.check_slurm_rest import check_rest
+from gpuspawner.cli.hub import open_hub
 from gpuspawner.engines.probe import Status
 from gpuspawner.errors import SlurmRefused, SlurmUnavailable
 from gpuspawner.model import LeaseState, Request, ServerRef, Ticket
@@ -303,6 +306,27 @@ def test_a_machine_that_slurmrestd_cannot_close_gets_no_servers(
     assert devices(delegate, one) == (rest.cluster.nodes[1].engine.devices[0].uuid,)
     assert delegate.turns()[two.id].place == 1
     assert told_of(rest.cluster, two)["ExcNodeList"] == sick.name
+
+
+def test_check(rest: SlurmRest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks slurmrestd, and neither munge nor Slurm's programs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(described(rest.cluster)), "utf-8")
+    first, second = rest.cluster.nodes
+    config = Config()
+    config.JupyterHub.spawner_class = "gpuspawner.spawners.slurm.GPUSlurmSpawner"
+    config.Broker.cluster = str(tmp_path / "cluster.yaml")
+    config.Broker.slurm_rest = rest.url
+    config.Broker.slurm_rest_token = str(rest.token_file)
+    rest.cluster.run("scontrol", "update", f"nodename={second.name}", "state=drain", "reason=fan")
+    findings = check_slurm(open_hub(config), None, read_cluster(tmp_path / "cluster.yaml"), False)
+    found = {each.name: each for each in findings}
+    assert "munge" not in found
+    for name in ("controller", "members' jobs", f"node {first.name}"):
+        assert found[name].status is Status.OK, found[name]
+    assert "put the next one into" in found["token"].text, "it is good for an hour"
+    closed = found[f"node {second.name}"]
+    assert closed.status is Status.FAIL and "It is idle+drain (fan)" in closed.text
 
 
 def without_slurm(folder: Path) -> str:
