@@ -57,6 +57,7 @@ SCHEMAS: dict[str, Schema] = {
         as_of=INSTANT,
         rows=listed(full(name=TEXT, sessions=COUNT, **WORKED)),
         total=full(sessions=COUNT, **WORKED),
+        batch=full(held_gpu_seconds=COUNT),
         most_rested=listed(
             full(
                 lease=TEXT,

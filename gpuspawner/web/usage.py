@@ -85,13 +85,15 @@ def report(broker: Broker, by: str, first: date, last: date) -> Report:
     found, jobs = broker.use_by(bounds, BY[by]), broker.use_of_jobs(bounds, BY[by])
     if by == "week":
         used = zip(starts, found, jobs, strict=True)
-        rows = [Row(day.isoformat(), _sum(a.values()), _sum(b.values())) for day, a, b in used]
+        rows = [
+            Row(day.isoformat(), together(a.values()), together(b.values())) for day, a, b in used
+        ]
     else:
         (sums,), (beside,) = found, jobs
         names = {**sums, **beside}
         rows = [Row(name, sums.get(name, Use()), beside.get(name, Use())) for name in names]
         rows.sort(key=lambda row: (-row.use.micros, -row.use.cost, -row.batch.micros, row.name))
-    total, batch = _sum(row.use for row in rows), _sum(row.batch for row in rows)
+    total, batch = together(row.use for row in rows), together(row.batch for row in rows)
     return Report(by, first, last, tuple(rows), total, batch)
 
 
@@ -221,7 +223,8 @@ def gpu_hours(use: Use) -> str:
     return f"{millionths // 1_000_000}.{millionths % 1_000_000:06}"
 
 
-def _sum(uses: Iterable[Use]) -> Use:
+def together(uses: Iterable[Use]) -> Use:
+    """All of these added up."""
     total = Use()
     for use in uses:
         total = total.plus(use)

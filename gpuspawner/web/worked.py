@@ -19,7 +19,7 @@ from .api import APIHandler, instant
 from .base import Handler
 from .fields import one_of
 from .pages import Page
-from .usage import NAMELESS, NO_SCOPE, need_days
+from .usage import NAMELESS, NO_SCOPE, need_days, together
 
 BY = ("member", "group", "model")
 LONGEST = timedelta(days=93)
@@ -71,6 +71,8 @@ class Report:
     rows: tuple[Row, ...]
     """What rested most first."""
     total: Row
+    batch: int
+    """Seconds of one GPU that jobs beside servers held: nobody measures how they use it."""
     sessions: tuple[Worked, ...]
     """Those that rested longest, first the longest."""
 
@@ -79,6 +81,7 @@ def report(broker: Broker, by: str, first: date, last: date) -> Report:
     """Add up who held and used what. Blocks."""
     start, end = weeks.midnight(first), weeks.midnight(last + timedelta(days=1))
     found = broker.worked_between(start, end)
+    (beside,) = broker.use_of_jobs([start, end], "user")
     rows: dict[str, Row] = {}
     total = Row("")
     for some in found:
@@ -93,6 +96,7 @@ def report(broker: Broker, by: str, first: date, last: date) -> Report:
         until=min(end, broker.clock()),
         rows=tuple(sorted(rows.values(), key=lambda row: (-row.rested, -row.held, row.name))),
         total=total,
+        batch=together(beside.values()).gpu_seconds,
         sessions=tuple(some for some in most if some.rested >= 1),
     )
 
@@ -170,6 +174,7 @@ class WorkedAPI(WorkedHandler, APIHandler):
                 "as_of": instant(self.broker.clock()),
                 "rows": [{"name": row.name, **_seconds(row)} for row in found.rows],
                 "total": _seconds(found.total),
+                "batch": {"held_gpu_seconds": found.batch},
                 "most_rested": [_session(some) for some in found.sessions],
             }
         )

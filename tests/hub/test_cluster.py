@@ -20,9 +20,11 @@ from playwright.sync_api import Browser
 
 from gpuspawner.broker import Broker
 from gpuspawner.errors import StoreUnavailable
+from gpuspawner.store import batch
 from gpuspawner.telemetry import DeviceUse
 from gpuspawner.web import live
 from tests.support import axe
+from tests.support.batch_jobs import CLUSTER, run
 from tests.support.brokers import T0, Clock, open_broker, running
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN
@@ -340,6 +342,9 @@ def past(scene: Scene, tmp_path: Path) -> Iterator[str]:
     broker.remember_use(minutes)
     clock.forward(hours=4)
     broker.release(bob.id, ended_at=clock.now, reason="stopped")
+    with broker.store.write() as connection:
+        batch.marks(connection, CLUSTER.name, T0)
+    broker.debit(CLUSTER, [run(1, gpus={"a100": 2}, user="carl")])
     with served(scene.hub, broker) as url:
         yield url
     broker.store.close()
@@ -360,6 +365,8 @@ def test_admins_see_who_held_and_did_not_use(scene: Scene, past: str, browser: B
         ("ada", 540),
     ]
     assert told["total"]["held_gpu_seconds"] == 12 * 3600
+    assert told["batch"]["held_gpu_seconds"] == 2 * 3600
+    assert "Beside them, batch jobs held 2.00 GPU hours" in page
     text = ask(scene.hub, ADMIN, past + "used.csv?by=group").text.splitlines()
     assert text[0].startswith("group,sessions,held_gpu_hours,measured_gpu_hours")
     assert text[1] == ",2,12.000,9.000,3.150,5.850"
