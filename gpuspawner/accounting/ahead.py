@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Collection
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import docker
@@ -22,7 +23,7 @@ from ..catalog.watched import WatchedCatalog
 from ..engines.images import local, offered
 from ..engines.pulls import Connect, pull
 from ..errors import GPUSpawnerError, ImageUnavailable
-from ..model import LeaseState
+from ..model import LeaseState, Ticket
 
 EVERY = 30.0
 """Seconds between two looks at the catalog and at the engine's images."""
@@ -59,9 +60,22 @@ class PullsAhead(SingletonConfigurable):
         if not self.catalog:
             return
         catalog = WatchedCatalog(self.catalog, self.log)
+        broker.name_images(partial(image_of, catalog))
         PullAhead(catalog, broker, self.log).start()
         for name, connect in broker.engines_elsewhere().items():
             PullAhead(catalog, broker, self.log, connect, where=name).start()
+
+
+def image_of(catalog: WatchedCatalog, ticket: Ticket) -> str:
+    """The image that the server of a ticket needs; empty where it is one of several."""
+    if own := ticket.options.get("own_image"):
+        return str(own)
+    try:
+        images = catalog.current().get(ticket.request.environment).images
+    except GPUSpawnerError:
+        return ""
+    known = set(filter(None, images))
+    return known.pop() if len(known) == 1 else ""
 
 
 class PullAhead:

@@ -7,7 +7,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -23,6 +23,7 @@ from ..scheduler.delegated import Delegate, Turn
 from ..slurm.cluster import read_cluster
 from ..slurm.delegate import SlurmDelegate
 from ..slurm.engine import SlurmEngine
+from ..slurm.images import Wanted
 from ..slurm.reaching import reach
 from ..store import closures, leases, tickets
 from .controllers import Controllers
@@ -107,6 +108,13 @@ class Delegating(Machines, Controllers):
         if not isinstance(self.delegate, SlurmDelegate):
             return {}
         return {node.name: reach(node) for node in self.delegate.cluster.nodes}
+
+    def name_images(self, image_of: Callable[[Ticket], str]) -> None:
+        """From now on also tell who waits for an image, in a process that hands nothing over.
+        ``image_of`` says which one a ticket's server needs; empty where it is not known."""
+        if isinstance(self.delegate, SlurmDelegate):
+            images = self.delegate.images
+            images.wanted = lambda ticket: Wanted(name) if (name := image_of(ticket)) else None
 
     def _ask_there(self, ticket: Ticket, *, wait: bool) -> Ticket:
         """A place in the line of the scheduler that decides in our place."""

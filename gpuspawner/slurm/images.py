@@ -30,6 +30,7 @@ LACKS = 2.0
 """Seconds for which it is believed that it has not."""
 AGAIN = 60.0
 """Seconds until a pull that failed is tried again on that node."""
+NEVER = None, float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class Wanted:
 
 
 def nobody_knows(ticket: Ticket) -> Wanted | None:
-    """The answer of a process that has no catalog."""
+    """The answer of a process that has no catalog: see
+    :meth:`gpuspawner.broker.Broker.name_images`."""
     return None
 
 
@@ -132,10 +134,15 @@ class NodeImages:
         raise ImageAwaited(why=self._awaited(wanted.name, able))
 
     def _awaited(self, image: str, able: Collection[str]) -> str:
+        since = time.monotonic() - AGAIN
         with self._lock:
             now = {name: self._pulls[name, image] for name in able if (name, image) in self._pulls}
+            failed = {name for name in able if self._failed.get((name, image), NEVER)[1] > since}
         if not now and all(self._seen[name, image][0] is None for name in able):
             return f"no machine answers that could have its image {image}"
+        if not now:  # then another process fetches it, if one can
+            lack = {name for name in able if self._seen[name, image][0] is False}
+            now = dict.fromkeys(lack - failed)
         if not now:
             return f"its image {image} is on no machine yet"
         # The one that is furthest counts: then the server can start.
@@ -147,7 +154,7 @@ class NodeImages:
         """Begin to pull it there, unless that goes on already or failed a moment ago."""
         key = node, image
         with self._lock:
-            since = self._failed.get(key, (None, float("-inf")))[1]
+            since = self._failed.get(key, NEVER)[1]
             if key in self._pulls or time.monotonic() - since < AGAIN:
                 return
             self._pulls[key] = None

@@ -8,8 +8,11 @@ import json
 from collections.abc import Iterator
 
 import pytest
+import requests
 from docker.errors import ImageNotFound
 
+from gpuspawner.model import Ticket
+from tests.support.hub import ADMIN
 from tests.support.images import INSTANT
 from tests.support.processes import wait_for
 from tests.support.registry import SlowRegistry
@@ -17,7 +20,12 @@ from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import SlurmHub
 from tests.support.slurm_node import Node
 
-ENVIRONMENTS = """  - slug: later
+ENVIRONMENTS = """  - slug: ahead
+    display_name: Ahead
+    description: Its image is on the first node, and nobody asks for it.
+    image: {repository}:ahead
+    devices: {{default: 1, max: 8}}
+  - slug: later
     display_name: Later
     description: Its image is on no node yet.
     image: {repository}:later
@@ -29,18 +37,22 @@ ENVIRONMENTS = """  - slug: later
     devices: {{default: 1, max: 8}}
 """
 
+TAGS = ("ahead", "later", "own")
+
 OWN = 'c.GPUDockerSpawner.own_images = {{"*": {{"images": ["{repository}"], "most": "1G"}}}}'
 
 
 @pytest.fixture(scope="module")
 def registry(shared_cluster: SlurmCluster) -> Iterator[SlowRegistry]:
-    """Three images that answer at once, and none goes out whole until it is told to."""
+    """Images that answer at once, of which none goes out whole until it is told to; the first
+    node has one of them."""
     client = shared_cluster.nodes[0].engine.client
     saved = io.BytesIO(b"".join(client.get_image(INSTANT)))
     with SlowRegistry(size=300_000, host=shared_cluster.address) as registry:
-        for tag in ("later", "own"):
+        for tag in TAGS:
             saved.seek(0)
             registry.add_saved(tag, saved, {"Labels": {"tag": tag}})
+        client.pull(registry.repository, "ahead")
         registry.hang()
         yield registry
 
@@ -58,7 +70,7 @@ def hub(
     with hub:
         yield hub
     for node in shared_cluster.nodes:
-        for tag in ("later", "own"):
+        for tag in TAGS:
             if has(node, f"{registry.repository}:{tag}"):
                 node.engine.client.remove_image(f"{registry.repository}:{tag}", force=True)
 
@@ -83,6 +95,13 @@ def told(hub: SlurmHub, user: str, part: str) -> str:
     raise AssertionError(heard)
 
 
+def waits(hub: SlurmHub, ticket: Ticket) -> str:
+    """What the service says that a ticket waits for."""
+    headers = {"Authorization": f"token {hub.user_token(ADMIN)}"}
+    line = requests.get(f"{hub.url}/services/gpu/api/queue", headers=headers, timeout=60).json()
+    return next(str(each["waits_for"]) for each in line["tickets"] if each["id"] == ticket.id)
+
+
 def test_a_ticket_waits_for_its_image_and_holds_nothing_meanwhile(
     hub: SlurmHub, cluster: SlurmCluster, registry: SlowRegistry
 ) -> None:
@@ -92,11 +111,28 @@ def test_a_ticket_waits_for_its_image_and_holds_nothing_meanwhile(
     one, other = (node.name for node in cluster.nodes)
     assert image in said and one in said and other in said
     assert not cluster.run("squeue", "-h"), "no GPU waits for a pull"
+    # The same words in the service, which fetches nothing for her: it sees who lacks the image.
+    (ticket,) = hub.broker.waiting()
+    waits_for = f"its image {image} is being fetched to {one} and {other}"
+    assert waits_for in said and waits_for in waits(hub, ticket)
+    assert not has(cluster.nodes[1], f"{registry.repository}:ahead")
     registry.go_on()
     hub.wait_lease("ann")
-    # Also on the node that nobody asked for: by the service, ahead of its first server.
     wait_for(lambda: all(has(node, image) for node in cluster.nodes), "the image everywhere")
     hub.stop_server("ann")
+
+
+def test_what_nobody_asked_for_is_fetched_to_the_node_that_lacks_it(
+    hub: SlurmHub, cluster: SlurmCluster, registry: SlowRegistry
+) -> None:
+    image, (first, second) = f"{registry.repository}:ahead", cluster.nodes
+    registry.go_on()
+    wait_for(lambda: has(second, image), "the image on the second node")
+    told = f"{image} is on {second.name} after"
+    wait_for(lambda: told in hub.log_text(), "the service's word")
+    assert f"{image} is on {first.name} after" not in hub.log_text(), "it was there"
+    asked = {t.request.environment for user in ("ann", "bob") for t in hub.broker.tickets_of(user)}
+    assert "ahead" not in asked
 
 
 def test_a_node_without_the_image_is_not_chosen_until_it_has_it(
