@@ -198,6 +198,39 @@ def test_a_long_time_is_asked_for_in_weeks_without_a_gap() -> None:
     assert slurm.values("-E") == ends
 
 
+class Said(Recorder):
+    """A Slurm that always says this."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def run(self, program: str, *words: str) -> str:
+        return self.text
+
+
+SDIAG = """\
+Server thread count:  3
+Agent queue size:     7
+Agent count:          0
+DBD Agent queue size: {}
+
+Jobs submitted: 12
+"""
+
+
+def test_how_far_the_database_is_behind() -> None:
+    for size in (0, 3, 41_000):
+        assert usage.behind(Said(SDIAG.format(size))) == size  # type: ignore[arg-type]
+    for text in ("", SDIAG.format("many"), SDIAG.replace("DBD ", "")):
+        with pytest.raises(SlurmUnavailable, match="sdiag does not say how far"):
+            usage.behind(Said(text))  # type: ignore[arg-type]
+
+
+def test_what_a_job_had_may_not_be_told_yet() -> None:
+    assert [run.told for run in parse(ROW, changed(alloctres=""))] == [True, False]
+
+
 def test_many_holders_are_asked_for_by_name_some_at_once() -> None:
     slurm, start = Recorder(), datetime(2026, 3, 1, tzinfo=timezone.utc)
     tickets = [f"{number:04}" for number in range(450)]
