@@ -26,7 +26,7 @@ from gpuspawner.store.idle import Watched
 from gpuspawner.telemetry import DeviceUse
 from gpuspawner.telemetry.idle import IdleState
 from tests.support.axe import troubles
-from tests.support.browser import screenshot
+from tests.support.browser import complaints_of_ours, screenshot
 from tests.support.hub import ADMIN, USER_PASSWORD
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import BIN, REPO, die_with_us, free_port, wait_for
@@ -205,7 +205,7 @@ def test_the_item_the_warnings_and_the_panel(
     minutes = [minute["use_percent"] for minute in told["devices"][0]["minutes"]]
     assert minutes[:28] == [*range(41, 69)], "the first full minute of this lease, and no other's"
     page = browser.new_context(viewport=WIDE).new_page()
-    errors = errors_of(page)
+    errors = complaints_of_ours(page)
     open_lab(page, hub)
     item = page.locator(".gpuspawner-item button")
     expect(item).to_contain_text("A100-80GB", timeout=SLOW)
@@ -280,7 +280,7 @@ def test_a_service_that_is_away_alarms_nobody_and_the_panel_stops_the_server(
 
         assert wait_for(away, "that nobody answers")["retry_seconds"] > 5
         page = browser.new_context(viewport=WIDE).new_page()
-        errors = errors_of(page)
+        errors = complaints_of_ours(page)
         open_lab(page, hub)
         expect(page.locator("#jp-main-statusbar")).to_be_visible(timeout=SLOW)
         expect(page.locator(".gpuspawner-item")).to_be_hidden()
@@ -315,7 +315,7 @@ def test_jupyterlab_without_a_hub(tmp_path: Path, browser: Browser) -> None:
         base = f"http://127.0.0.1:{port}"
         wait_for(lambda: _answers(base), "JupyterLab", timeout=60)
         page = browser.new_context(viewport=WIDE).new_page()
-        errors = errors_of(page)
+        errors = complaints_of_ours(page)
         page.goto(f"{base}/lab?token=plain")
         expect(page.locator(".jp-Launcher")).to_be_visible(timeout=SLOW)
         loaded = page.evaluate("Object.keys(window._JUPYTERLAB ?? {})")
@@ -349,19 +349,6 @@ def keep(page: Page, name: str) -> None:
         page.wait_for_timeout(500)
         screenshot(page, f"lab-item-{name}-{suffix}")
     page.set_viewport_size(WIDE)
-
-
-def errors_of(page: Page) -> list[str]:
-    """What the page complains about on its console that has to do with us, as it comes."""
-    found: list[str] = []
-
-    def look(kind: str, text: str, where: str) -> None:
-        if kind in ("error", "warning") and "gpuspawner" in text + where:
-            found.append(f"{kind}: {text} ({where})")
-
-    page.on("console", lambda it: look(it.type, it.text, str(it.location.get("url"))))
-    page.on("pageerror", lambda it: found.append(str(it)))
-    return found
 
 
 def rest(hub: PayingHub, lease: Lease) -> None:

@@ -53,3 +53,16 @@ def screenshot(page: Page, name: str) -> Path:
     path = RESULTS / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.png"
     page.screenshot(path=path, full_page=True)
     return path
+
+
+def complaints_of_ours(page: Page) -> list[str]:
+    """What the page complains about on its console that has to do with us, as it comes."""
+    found: list[str] = []
+
+    def look(kind: str, text: str, where: str) -> None:
+        if kind in ("error", "warning") and "gpuspawner" in text + where:
+            found.append(f"{kind}: {text} ({where})")
+
+    page.on("console", lambda it: look(it.type, it.text, str(it.location.get("url"))))
+    page.on("pageerror", lambda it: found.append(str(it)))
+    return found
