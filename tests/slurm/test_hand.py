@@ -96,6 +96,26 @@ def test_a_drained_gpu_drains_its_machine(hub: SlurmHub, cluster: SlurmCluster) 
              "the node")  # fmt: skip
     assert not call(hub, ADMIN, f"devices/{gpu}/undrain", reason="").json()["changed"]
 
+    # What somebody else drained in Slurm, they open there.
+    assert call(hub, ADMIN, f"devices/{gpu}/drain", reason="fan").json()["changed"]
+    node = f"NodeName={first.name}"
+    cluster.run("scontrol", "update", node, "State=DRAIN", "Reason=new disk")
+    refused = call(hub, ADMIN, f"devices/{gpu}/undrain", reason="")
+    assert refused.status_code == 400 and "new disk" in refused.json()["message"]
+    with open_browser() as browser:
+        for width in (1280, 390):
+            page = browser.new_page(viewport={"width": width, "height": 900})
+            sign_in(page, hub, ADMIN, "")
+            page.goto(f"{hub.url}/services/gpu/queue")
+            page.get_by_role("button", name="Give it out again").first.click()
+            told = page.locator("main").inner_text()
+            assert f"scontrol update {node} State=RESUME" in told
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            screenshot(page, f"drained-by-others-{width}")
+            page.close()
+    cluster.run("scontrol", "update", node, "State=RESUME")
+    assert call(hub, ADMIN, f"devices/{gpu}/undrain", reason="").json()["changed"]
+
 
 def test_an_admin_changes_the_order_and_a_pause_holds_it(
     hub: SlurmHub, cluster: SlurmCluster
