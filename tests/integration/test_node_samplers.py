@@ -3,19 +3,15 @@ Stand-in: the driver's library. Those that lie are programs of the tests."""
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import re
 import signal
-import socket
 import ssl
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -29,7 +25,7 @@ from gpuspawner.cli.check_slurm import check_sampler
 from gpuspawner.engines.probe import Status
 from gpuspawner.slurm import telemetry
 from gpuspawner.slurm.cluster import TLS, Cluster, Node, NodeDevice
-from gpuspawner.slurm.sampler import Recorder, listening
+from gpuspawner.slurm.sampler import Recorder
 from gpuspawner.slurm.samples import MOST_BYTES
 from gpuspawner.slurm.telemetry import NodesSampler, seconds_ahead
 from gpuspawner.telemetry import Sample
@@ -39,6 +35,7 @@ from tests.support.node_sampler import NodeSampler
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.nvml_library import GIB, GPU, gpus
 from tests.support.processes import REPO, as_root, free_port, run, wait_for
+from tests.support.strange_sampler import Liar, telling
 from tests.support.tls import make_certificates
 
 FLEET = gpus(3)
@@ -242,41 +239,6 @@ LIES = {
 }
 
 
-class Liar:
-    """Answers everybody with the same bytes; slowly where ``slow``."""
-
-    def __init__(self, path: Path, answer: bytes, *, slow: bool = False) -> None:
-        self.answer, self.slow = answer, slow
-        self._over = threading.Event()
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(str(path))
-        self._socket.listen()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._over.set()
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._socket.close()
-
-    def _run(self) -> None:
-        while not self._over.is_set():
-            try:
-                client, _ = self._socket.accept()
-                with client:
-                    client.recv(65_536)
-                    if not self.slow:
-                        client.sendall(self.answer)
-                    for byte in self.answer if self.slow else b"":
-                        client.sendall(bytes([byte]))
-                        self._over.wait(0.2)
-                        if self._over.is_set():
-                            return
-            except OSError:
-                continue  # it had enough of us
-
-
 def test_whatever_a_node_answers_costs_its_own_devices_alone(
     nodes: list[Node], tmp_path: Path
 ) -> None:
@@ -311,26 +273,6 @@ class Scripted:
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
         return (Sample(uuid=FLEET[0].uuid, index=0, at=now, use=self.use),)
-
-
-@contextmanager
-def telling(recorder: Recorder, url: str) -> Iterator[None]:
-    """The node's part, in a thread; it looks when the test does."""
-
-    async def answer() -> None:
-        with listening(recorder, url, Path()):
-            stop.set_result(asyncio.get_running_loop())
-            await over.wait()
-
-    stop, over = Future[asyncio.AbstractEventLoop](), asyncio.Event()
-    thread = threading.Thread(target=asyncio.run, args=(answer(),))
-    thread.start()
-    loop = stop.result(90)
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join()
 
 
 def test_a_look_that_makes_no_sense_costs_itself_alone(tmp_path: Path) -> None:
