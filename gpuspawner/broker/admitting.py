@@ -136,8 +136,9 @@ class Admitting(Delegating, QueueSettings):
         """See to it that Slurm takes jobs of whoever waits with this ticket, on the group that it
         counts on: the account of that group, whatever their default is.
 
-        What cannot be done is only noted, and they have their default: Slurm's database may be
-        away while its controller knows the member, who says no itself if it does not.
+        What cannot be done is only noted, and who was never known there has their default:
+        Slurm's database may be away while its controller knows the member, who says no itself if
+        it does not.
         """
         person = Person(
             member=ticket.server.user, group=ticket.group, priority=_word(ticket.priority)
@@ -153,7 +154,7 @@ class Admitting(Delegating, QueueSettings):
             self._admitted = {**self._admitted, person.member: (person, time.monotonic())}
         for problem in problems:
             self.log.warning("Slurm is not told of %s: %s", person.member, problem)
-        return "" if problems else account_of(person.group)
+        return "" if problems and known != person else account_of(person.group)
 
     # Steps of the above.
 

@@ -111,7 +111,7 @@ class Nodes:
             try:
                 self.close(uuid, reason)
                 told.append(uuid)
-            except (SlurmRefused, SlurmUnavailable) as error:
+            except GPUSpawnerError as error:
                 if isinstance(error, SlurmRefused):
                     self._refused_at[machine] = time.monotonic()
                 untold[machine] = error.message
@@ -131,7 +131,7 @@ class Nodes:
             raise InvalidRequest(
                 f"The machine {machine} was drained in Slurm, not by gpuspawner; the reason: "
                 f"{why}. See to that, then type: scontrol update NodeName={machine} "
-                "State=RESUME. Nothing was changed."
+                "State=RESUME."
             )
         self.slurm.reopen(machine)
         self._nodes_told_at = time.monotonic()
