@@ -214,7 +214,8 @@ def use_json(use: Use) -> dict[str, Any]:
 def batch_json(use: Use) -> dict[str, Any]:
     """The same of jobs beside servers."""
     found = use_json(use)
-    return {**found, "jobs": found.pop("sessions")}
+    found["jobs"] = found.pop("sessions")
+    return found
 
 
 def gpu_hours(use: Use) -> str:
