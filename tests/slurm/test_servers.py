@@ -28,6 +28,9 @@ ENVIRONMENTS = f"""  - slug: days
     spawner_override: {{job_cgroup: ""}}
 """
 
+NEW = ("gwen", "hugo")
+"""Who have used nothing yet. Slurm has to know them for a minute before it counts with that."""
+
 
 @pytest.fixture(scope="module")
 def hub(
@@ -42,6 +45,8 @@ c.JupyterHub.load_groups = {"research": {"users": ["zoe"]}}
     with (hub.folder / "catalog.yaml").open("a", encoding="utf-8") as catalog:
         catalog.write(ENVIRONMENTS)
     with hub:
+        for user in NEW:
+            hub.broker.open_account(user)
         yield hub
 
 
@@ -249,9 +254,8 @@ def test_the_line_goes_on_in_order_and_who_used_much_waits_behind(
     """Slurm counts who used how much once a minute, and what servers use is theirs."""
     hub.ask("ann", gpus=1, gpu_model="H100")
     hub.wait_lease("ann")
-    users = ["gwen", "hugo"]  # who have used nothing yet
     tickets = {}
-    for user in ("ann", *users):
+    for user in ("ann", *NEW):
         server = "second" if user == "ann" else ""
         hub.ask(user, server, gpus=1, gpu_model="H100", wait=True)
         found = wait_for(
@@ -262,11 +266,11 @@ def test_the_line_goes_on_in_order_and_who_used_much_waits_behind(
     def line() -> list[str]:
         return [ticket.server.user for ticket, _, _ in hub.broker.order()]
 
-    wait_for(lambda: line() == [*users, "ann"], "ann to be behind", timeout=90)
+    wait_for(lambda: line() == [*NEW, "ann"], "ann to be behind", timeout=90)
     hub.stop_server("ann")
-    for user in users:
+    for number, user in enumerate(NEW, start=1):
         assert hub.wait_lease(user).ticket_id == tickets[user].id
-        assert line() == [*users, "ann"][users.index(user) + 1 :]
+        assert line() == [*NEW[number:], "ann"]
         hub.stop_server(user)
     assert hub.wait_lease("ann", "second").ticket_id == tickets["ann"].id
     hub.stop_server("ann", "second")
