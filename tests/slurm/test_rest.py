@@ -23,7 +23,7 @@ from gpuspawner.errors import SlurmRefused, SlurmUnavailable
 from gpuspawner.model import LeaseState, Request, ServerRef, Ticket
 from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.slurm.commands import Slurm
-from gpuspawner.slurm.controller import Controller
+from gpuspawner.slurm.controller import Controller, Holder
 from gpuspawner.slurm.delegate import SlurmDelegate
 from gpuspawner.slurm.hand import FIRST
 from tests.support.processes import wait_for
@@ -149,8 +149,12 @@ def test_a_no_is_said_in_the_same_words(
     rest.cluster.users.make("eve")
     with pytest.raises(SlurmRefused, match="the user eve has no account there"):
         make(controller).submit(ticket(1, "eve"))
-    with pytest.raises(SlurmRefused, match=r"(?i)requested time limit is invalid"):
+    with pytest.raises(SlurmRefused, match="over 24 h"):
         make(controller).submit(ticket(2, seconds=90_000))
+    long = Holder(name="long", comment="{}", partition="gpu", cpus=1, megabytes=100,
+                  gres="gpu:1", minutes=1441, user="ann")  # fmt: skip
+    with pytest.raises(SlurmRefused, match=r"(?i)requested time limit is invalid"):
+        controller.submit(long)
     with pytest.raises(SlurmRefused, match="Invalid job id specified"):
         controller.change(999_999, minutes=5)
     with pytest.raises(SlurmRefused, match="Invalid job id specified"):
