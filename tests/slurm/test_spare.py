@@ -7,18 +7,23 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.browser import open_browser, screenshot
+from tests.support.hub import ADMIN
+from tests.support.pages import sign_in
 from tests.support.processes import wait_for
 from tests.support.slurm_hub import SlurmHub
+from tests.support.slurm_node import Node
 from tests.support.slurm_power import PoweredCluster
 
 
 @pytest.fixture
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmHub]:
-    with (
-        PoweredCluster() as cluster,
-        SlurmHub(tmp_path_factory.mktemp("spare") / "hub", cluster) as hub,
-    ):
-        yield hub
+    folder = tmp_path_factory.mktemp("spare") / "hub"
+    with PoweredCluster() as cluster:
+        # None answers: on one machine because it is off, and on the other there is none.
+        samplers = {node.name: f"https://{node.address}:9401" for node in cluster.nodes}
+        with SlurmHub(folder, cluster, samplers=samplers) as hub:
+            yield hub
 
 
 def test_a_long_line_brings_up_a_machine_and_one_that_never_comes_gives_nothing(
@@ -27,6 +32,7 @@ def test_a_long_line_brings_up_a_machine_and_one_that_never_comes_gives_nothing(
     cluster = hub.cluster
     assert isinstance(cluster, PoweredCluster)
     (spare,) = cluster.spare
+    says_calmly_that_it_is_off(hub, spare, cluster.nodes[0])
     hub.ask("ann", gpus=2)
     hub.wait_lease("ann")
     cluster.delivers = False
@@ -63,3 +69,20 @@ def test_a_long_line_brings_up_a_machine_and_one_that_never_comes_gives_nothing(
     hub.stop_server("bob")
     wait_for(lambda: cluster.node_state(spare) == "idle~", "the machine to be off", timeout=60)
     hub.stop_server("ann")
+
+
+def says_calmly_that_it_is_off(hub: SlurmHub, spare: Node, other: Node) -> None:
+    with open_browser() as browser:
+        for user, width in ((ADMIN, 1280), ("ann", 390)):
+            page = browser.new_page(viewport={"width": width, "height": 900})
+            sign_in(page, hub, user, "cluster")
+            tile, silent = (
+                page.locator(f".tile[data-uuid='{node.devices[0].uuid}']")
+                for node in (spare, other)
+            )
+            silent.locator(".wrong", has_text="not tell what").wait_for(timeout=90_000)
+            tile.locator(".quiet", has_text="off (power saving)").wait_for(timeout=90_000)
+            assert tile.locator(".state").inner_text() == "free"
+            assert tile.locator(".wrong").inner_text() == ""
+            screenshot(page, f"cluster-off-{width}")
+            page.close()
