@@ -14,14 +14,13 @@ machine: a cluster's nodes are not as quick here as machines of their own.
 
 The day: 12 teams, 200 sessions, 7 nodes (see support/slurm_event.py), an hour in some seconds.
 ``difference``: our seconds and sacct's of one session, the greatest. ``longest step``: how long our
-code ever held the hub's event loop, by the clock, without the time in which the kernel gave the
-processor to another process: a hub does not share its two cores with seven machines. What our own
-threads hold it up is in it. ``clock``: with that time, too; ``processor``: the work alone.
+code ever held the hub's event loop; the clock also runs while others have the processor, of which
+this machine has two for everything.
 
 ``queries``: how often hub and service together asked Slurm's controller anything (with squeue,
 sinfo and sdiag, and with scancel when it looks for a job by its name); ``looks``: how often the hub
-asked for its jobs; ``database``: calls of sacctmgr and sacct, half a dozen of them for each member
-who is new, as all are on this day.
+asked for its jobs; ``database``: calls of sacctmgr and sacct, most of them for members who are new,
+as all are on this day.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ import argparse
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 from support import say
 from support.report import Report, Series, argument_parser, in_turns, pair
@@ -75,14 +75,16 @@ def freed(both: Hubs) -> float:
     hub = both.slurm
     hub.ask("bench", gpus=1, gpu_model="H100")
     first = hub.wait_lease("bench")
-    hub.ask("next", gpus=1, gpu_model="H100", wait=True)
-    pending = ("squeue", "-h", "-t", "pending")
-    wait_for(lambda: both.cluster.run(*pending), "the next one to wait")
-    time.sleep(2)
-    began = time.perf_counter()
-    hub.api("DELETE", "users/bench/server")
-    hub.wait_lease("next")
-    took = time.perf_counter() - began
+    with ThreadPoolExecutor(1) as threads:  # the hub answers when the server is ready
+        waits = threads.submit(hub.ask, "next", gpus=1, gpu_model="H100", wait=True)
+        pending = ("squeue", "-h", "-t", "pending")
+        wait_for(lambda: both.cluster.run(*pending), "the next one to wait")
+        time.sleep(2)
+        began = time.perf_counter()
+        hub.api("DELETE", "users/bench/server")
+        hub.wait_lease("next")
+        took = time.perf_counter() - began
+        waits.result()
     hub.wait_end(first)
     hub.stop_server("next")
     return took
@@ -198,8 +200,7 @@ def add_day(report: Report, day: Day) -> None:
     report.figure("day_sessions", day.sessions)
     report.figure("day_lost", day.lost, 0)
     report.figure("day_difference_s", day.difference, 1)
-    report.figure("day_longest_step_ms", 1e3 * day.steps.alone, MOST_STEP_MS)
-    report.figure("day_longest_step_clock_ms", 1e3 * day.steps.clock)
+    report.figure("day_longest_step_ms", 1e3 * day.steps.clock, MOST_STEP_MS)
     report.figure("day_longest_step_processor_ms", 1e3 * day.steps.work)
     report.figure("day_looks_a_second", day.looks / day.seconds)
     report.figure("day_queries_a_second", day.queries / day.seconds, MOST_QUERIES)

@@ -62,31 +62,25 @@ class Session:
 class Steps:
     """Of our code on the hub's event loop, in seconds."""
 
-    all: list[tuple[float, float, float, str]]
-    """By the clock; by the clock while the kernel gave the processor to nobody else; by the
-    processor; and between which lines."""
+    all: list[tuple[float, float, str]]
+    """By the clock and by the processor, and between which lines."""
 
     @property
     def clock(self) -> float:
         return max(step[0] for step in self.all)
 
     @property
-    def alone(self) -> float:
+    def work(self) -> float:
         return max(step[1] for step in self.all)
 
-    @property
-    def work(self) -> float:
-        return max(step[2] for step in self.all)
-
     def sentences(self) -> list[str]:
-        kinds = ("the clock", "the clock without others' turns", "the processor")
         return [
             f"longest steps on the event loop by {kind}, of {len(self.all)}: "
             + ", ".join(
-                f"{1e3 * step[number]:.1f} ms ({step[3]})"
+                f"{1e3 * step[number]:.1f} ms ({step[2]})"
                 for step in sorted(self.all, key=itemgetter(number), reverse=True)[:3]
             )
-            for number, kind in enumerate(kinds)
+            for number, kind in enumerate(("the clock", "the processor"))
         ]
 
 

@@ -1,8 +1,8 @@
 """What a benchmark asks of a hub whose servers run on a cluster. Imported by its configuration.
 
 ``/hub/benchmark/steps`` tells how long each step of our own code held the event loop, in seconds
-by the clock, by the clock without the time in which others had the processor, and by the processor,
-and between which lines; and when the hub asked Slurm for its jobs.
+by the clock and by the processor, and between which lines; and when the hub asked Slurm for its
+jobs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import time
 import types
 from collections.abc import Awaitable, Generator
-from pathlib import Path
 from typing import Any
 
 from tornado.web import RequestHandler
@@ -21,8 +20,8 @@ from gpuspawner.slurm.controller import Controller
 from gpuspawner.slurm.jobs import Job, read_jobs
 from gpuspawner.spawners.slurm import GPUSlurmSpawner
 
-STEPS: list[tuple[float, float, float, str]] = []
-"""Seconds of each step by these three, and where it began and ended."""
+STEPS: list[tuple[float, float, str]] = []
+"""Seconds by the clock and by the processor of each step, and where it began and ended."""
 LOOKS: list[float] = []
 """When Slurm was asked, in seconds of a clock."""
 
@@ -51,25 +50,19 @@ def timed(work: Awaitable[Any]) -> Generator[Any, Any, Any]:
     resume, value = steps.send, None
     while True:
         began = where(work)
-        clock, waited, processor = time.perf_counter(), in_line(), time.thread_time()
+        clock, processor = time.perf_counter(), time.thread_time()
         try:
             waiting_for = resume(value)
         except StopIteration as end:
             return end.value
         finally:
-            took, worked = time.perf_counter() - clock, time.thread_time() - processor
-            alone = max(worked, took - (in_line() - waited))
-            STEPS.append((took, alone, worked, f"{began} to {where(work)}"))
+            took = time.perf_counter() - clock, time.thread_time() - processor
+            STEPS.append((*took, f"{began} to {where(work)}"))
         try:
             yield waiting_for
             resume, value = steps.send, None
         except BaseException as error:
             resume, value = steps.throw, error
-
-
-def in_line() -> float:
-    """Seconds that this thread has spent so far in the kernel's line for a processor."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def where(work: Any) -> str:
