@@ -113,11 +113,13 @@ def test_a_sick_gpu_is_tried_on_its_own_machine(
 
     errors = itertools.count(1)
     wait_for(fall_sick, "the verdict", timeout=30, interval=2)
+    machine = cluster.nodes[1]
+    wait_for(lambda: "drain" in cluster.node_state(machine), "Slurm to be told", timeout=30)
     samplers[1].show(gpu)
     wait_for(lambda: verdict() == "watch", "a probe that passes", timeout=30)
     given = f"Device {gpu.uuid} is given out again"
     wait_for(lambda: given in hub.log_text(), "the cluster to be told", timeout=30)
-    cluster.mend()
+    wait_for(lambda: cluster.node_state(machine) == "idle", "it to take jobs", timeout=30)
 
 
 def test_a_silent_machine_is_named_and_takes_no_other_along(
