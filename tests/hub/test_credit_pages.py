@@ -17,10 +17,10 @@ import requests
 from playwright.sync_api import Browser, Page
 
 from gpuspawner.model import MICRO, Lease, LeaseState, ServerRef
-from gpuspawner.store import batch, leases
+from gpuspawner.store import leases
 from gpuspawner.telemetry import DeviceUse
 from tests.support import axe
-from tests.support.batch_jobs import CLUSTER, run
+from tests.support.batch_jobs import CLUSTER, look_since, run
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.pages import sign_in, words
@@ -52,8 +52,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
         hub.broker.grant("member:ada", 12 * MICRO, actor="kim", reason=TRICK)
         hub.broker.open_account("carl")
         began = hub.broker.clock() - timedelta(days=1)
-        with hub.broker.store.write() as connection:
-            batch.marks(connection, CLUSTER.name, began)
+        look_since(hub.broker, began)
         jobs = [run(1, began, 5400, gpus={"a100": 2}, user="carl"), run(2, began, user="eve")]
         assert hub.broker.debit(CLUSTER, jobs).jobs == 1
         yield hub

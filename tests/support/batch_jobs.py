@@ -13,7 +13,7 @@ from gpuspawner.broker import Broker
 from gpuspawner.model import Request, ServerRef, Ticket
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
 from gpuspawner.slurm.usage import Run
-from gpuspawner.store import book, tickets
+from gpuspawner.store import batch, book, tickets
 from tests.support.brokers import T0, Clock, open_broker
 
 GIB = 2**30
@@ -49,6 +49,12 @@ def open_books(url: str, clock: Clock, **settings: Any) -> Broker:
     broker = open_broker(url, clock, gpu_rates=RATES, opening_grant=100, **settings)
     broker.debit(CLUSTER, [])
     return broker
+
+
+def look_since(broker: Broker, moment: datetime) -> None:
+    """Let the broker have looked at the cluster for the first time then."""
+    with broker.store.write() as connection:
+        batch.marks(connection, CLUSTER.name, moment)
 
 
 def run(number: int, begins: datetime = T0, seconds: int | None = 3600, **cells: Any) -> Run:
