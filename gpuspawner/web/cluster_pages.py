@@ -166,6 +166,7 @@ def device(tile: Tile, user: str, sight: Sight) -> dict[str, Any]:
         "temperature_celsius": doing.celsius,
         "power_watts": doing.watts,
         "health": tile.health(sight),
+        "note": tile.note,
     }
 
 

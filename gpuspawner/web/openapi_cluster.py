@@ -47,6 +47,7 @@ SCHEMAS: dict[str, Schema] = {
                 temperature_celsius=maybe(INTEGER),
                 power_watts=maybe(NUMBER),
                 health=TEXT,
+                note=TEXT,
             )
         ),
     ),
