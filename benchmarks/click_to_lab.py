@@ -6,10 +6,12 @@ the GPU is a stand-in. The member is signed in and sees the form of either spawn
 from the click on its Start.
 
 DockerSpawner's server is JupyterHub's own program, started as in any other image; ours is what
-images/base has in its place (images/common/singleuser.py). ``--same-server`` gives it to both.
+images/base has in its place (images/common/singleuser.py). ``--same-server`` gives it to both. The
+kernel that is ready in advance and the list of export formats (images/common/lab) only ours has.
 
 * ``page usable``: until JupyterLab's launcher is there to be clicked;
-* ``kernel answers``: until a new notebook has worked something out and shows it.
+* ``kernel answers``: until a new notebook has worked something out and shows it. The cell is run
+  when JupyterLab says that the kernel is idle.
 
 ``cold``: the machine has nothing of the image in memory (its page cache was dropped) and the
 browser nothing in its cache. ``warm``: the same member comes back. The rows below say where the
@@ -97,7 +99,8 @@ def main() -> None:
     report = Report("click_to_lab", columns)
     report.figure("runs", args.runs)
     for name, found in (("cold", cold), ("warm", warm)):
-        fill(report, name, found)
+        if found["ours"]:
+            fill(report, name, found)
     parts = {side: [click.parts() for click in clicks] for side, clicks in warm.items()}
     for part in parts["ours"][0]:
         both = pair(*([parts_of[part] for parts_of in parts[side]] for side in ("ours", "stock")))

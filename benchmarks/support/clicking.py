@@ -86,7 +86,8 @@ def click_to_lab(
 
 def _run_a_cell(page: Page) -> None:
     panel = page.locator(".jp-NotebookPanel:visible")
-    panel.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for()
+    # What is run before JupyterLab and the kernel know of one another is lost, or starts another.
+    page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for()
     cell = panel.locator(".jp-Cell .cm-content").first
     output = panel.locator(".jp-OutputArea-output", has_text=str(ANSWER)).first
 
