@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -146,7 +147,7 @@ class Batch(Admitting):
     def _is_complete(self, slurm: Slurm, now: datetime) -> bool:
         """Whether Slurm's database has had everything for a while: while it was away, its
         controller keeps what happened, and what a job had comes some seconds after its end."""
-        if behind(slurm):
+        if _stays_behind(slurm):
             self._in_step = None
         elif self._in_step is None or self._in_step > now:
             self._in_step = now
@@ -336,6 +337,16 @@ class Batch(Admitting):
             entries=job.entries + bool(amount),
         )
         return amount
+
+
+def _stays_behind(slurm: Slurm) -> bool:
+    """Whether the database lacks something for more than a moment, as it always may on a cluster
+    where a lot happens."""
+    for _ in range(2):
+        if not behind(slurm):
+            return False
+        time.sleep(0.5)
+    return bool(behind(slurm))
 
 
 def job_id(cluster: str, run: Run) -> str:
