@@ -20,7 +20,9 @@ from datetime import datetime, timedelta, timezone
 from operator import itemgetter
 from pathlib import Path
 
-from gpuspawner.model import Lease
+import requests
+
+from gpuspawner.model import Lease, LeaseState, ServerRef
 from gpuspawner.slurm.usage import read_holders
 from support import HUB_PATH, say
 from support.members import Members
@@ -36,6 +38,8 @@ SEED = 44
 
 LOOK = 5.0
 """Seconds between two looks of a member at the own server, on a day of some minutes."""
+SELDOM = 6
+"""Every so many of them also ask the hub, and not only the store."""
 
 CONFIG = """
 from support.slurm_inside import HANDLERS, TimedSlurmSpawner
@@ -179,7 +183,7 @@ def _live(hub: SlurmHub, sessions: list[Session], counted: Counted, look: float,
     began, first = time.monotonic(), datetime.now(timezone.utc)
     asked, called = requests_for_jobs(hub.cluster), counted.calls()
     with ThreadPoolExecutor(len(sessions)) as threads:
-        running = [threads.submit(_live_one, hub, each, began, look) for each in sessions]
+        running = [threads.submit(_one_of_them, hub, each, began, look) for each in sessions]
         for number, each in enumerate(as_completed(running), start=1):
             each.result()
             if not number % 20:
@@ -211,6 +215,15 @@ def _live(hub: SlurmHub, sessions: list[Session], counted: Counted, look: float,
     )
 
 
+def _one_of_them(hub: SlurmHub, session: Session, began: float, look: float) -> str:
+    """As :func:`_live_one`: a hub that fails at one member costs that session, and not the day."""
+    try:
+        return _live_one(hub, session, began, look)
+    except (requests.RequestException, TimeoutError) as error:
+        say(f"{session.user}: {error}")
+        return "lost"
+
+
 def _live_one(hub: SlurmHub, session: Session, began: float, look: float) -> str:
     """``ran``, ``gave up`` or ``lost``."""
     time.sleep(max(0.0, began + session.at - time.monotonic()))
@@ -219,17 +232,32 @@ def _live_one(hub: SlurmHub, session: Session, began: float, look: float) -> str
         print(f"{session.user}: {asked.status_code} {asked.text}", file=sys.stderr)
         return "lost"
     patience = time.monotonic() + session.lasts if session.gives_up else float("inf")
-    while not (server := hub.server(session.user) or {}).get("ready"):
-        if not server:
+    for number in itertools.count():
+        if _runs(hub, session.user):
+            break
+        # Two hundred who ask all the time would be all that the hub has to do.
+        if not number % SELDOM and not hub.server(session.user):
             print(f"{session.user}: {hub.failure(session.user)}", file=sys.stderr)
             return "lost"
         if time.monotonic() > patience:
-            hub.stop_server(session.user)
+            _stop(hub, session.user, look)
             return "gave up"
         time.sleep(look)
     time.sleep(session.lasts)
-    hub.stop_server(session.user, timeout=120)
+    _stop(hub, session.user, look)
     return "ran"
+
+
+def _runs(hub: SlurmHub, user: str) -> bool:
+    """As the store says."""
+    lease = hub.broker.lease_of(ServerRef(user))
+    return lease is not None and lease.state is LeaseState.RUNNING
+
+
+def _stop(hub: SlurmHub, user: str, look: float) -> None:
+    """And wait until the hub has let go of it."""
+    hub.api("DELETE", f"users/{user}/server").raise_for_status()
+    wait_for(lambda: hub.server(user) is None, f"{user}'s stop", timeout=120, interval=look)
 
 
 def seconds_of(lease: Lease) -> float:
