@@ -18,9 +18,10 @@ code ever held the hub's event loop; the clock also runs while others have the p
 this machine has two for everything.
 
 ``queries``: how often hub and service together asked Slurm's controller anything (with squeue,
-sinfo and sdiag, and with scancel when it looks for a job by its name); ``looks``: how often the hub
-asked for its jobs; ``database``: calls of sacctmgr and sacct, most of them for members who are new,
-as all are on this day.
+sinfo and sdiag, and with scancel when it looks for a job by its name; not what a node's prolog asks
+at the start of a job where other servers run); ``looks``: how often the hub asked for its jobs;
+``database``: calls of sacctmgr and sacct, most of them for members who are new, as all are on this
+day.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from gpuspawner.model import Lease, LeaseState, ServerRef
 from gpuspawner.slurm.usage import read_holders
 from support import HUB_PATH, say
 from support.members import Members
-from support.slurm_counted import CONTROLLER, DATABASE, Counted, requests_for_jobs
+from support.slurm_counted import BY_NAME, CONTROLLER, DATABASE, Counted
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import GIB, NodePlan, SlurmCluster
 from tests.support.slurm_hub import SlurmHub
@@ -107,16 +107,13 @@ class Day:
     """Seconds between two of these, at the least."""
     calls: Counter[str]
     """How often the hub and the accounting service called each of Slurm's programs."""
-    requests: int
-    """How often anybody asked the controller for its jobs; some calls of scancel do."""
     steps: Steps
     gpu_hours: float
 
     @property
     def queries(self) -> int:
         """How often the controller was asked anything, by all of ours together."""
-        others = sum(self.calls[name] for name in CONTROLLER if name != "squeue")
-        return max(self.requests, self.calls["squeue"]) + others
+        return sum(self.calls[name] for name in (*CONTROLLER, BY_NAME))
 
     @property
     def database(self) -> int:
@@ -181,7 +178,7 @@ def live_a_day(count: int, seconds: float, nodes: int = len(NODES)) -> Day:
 def _live(hub: SlurmHub, sessions: list[Session], counted: Counted, look: float, gpus: int) -> Day:
     say(f"a day of {len(sessions)} sessions begins")
     began, first = time.monotonic(), datetime.now(timezone.utc)
-    asked, called = requests_for_jobs(hub.cluster), counted.calls()
+    called = counted.calls()
     with ThreadPoolExecutor(len(sessions)) as threads:
         running = [threads.submit(_one_of_them, hub, each, began, look) for each in sessions]
         for number, each in enumerate(as_completed(running), start=1):
@@ -190,7 +187,7 @@ def _live(hub: SlurmHub, sessions: list[Session], counted: Counted, look: float,
                 say(f"{number} of {len(sessions)} sessions are over")
     outcomes = [each.result() for each in running]
     lasted = time.monotonic() - began
-    asked, called = requests_for_jobs(hub.cluster) - asked, counted.calls() - called
+    called = counted.calls() - called
     wait_for(lambda: not hub.cluster.run("squeue", "-h"), "the last job to end")
     left = len(hub.broker.open_leases()) + len(hub.broker.waiting())
     leases = hub.broker.leases_of(None, limit=10 * len(sessions))
@@ -209,7 +206,6 @@ def _live(hub: SlurmHub, sessions: list[Session], counted: Counted, look: float,
         looks=len(looks),
         shortest=min(later - look for look, later in itertools.pairwise(looks)),
         calls=called,
-        requests=asked,
         steps=Steps(inside["steps"]),
         gpu_hours=used / 3600,
     )
