@@ -140,7 +140,7 @@ def test_it_is_as_any_other_kernel(started: Kernels, caplog: pytest.LogCaptureFi
     assert run(client, "import os; print(os.environ['JPY_SESSION_NAME'])") == "a.ipynb\n"
     # Interrupted, killed, started anew, asked to end: by the same calls as any other.
     message = client.execute("print('begun', flush=True); import time; time.sleep(600)")
-    while "begun" not in str(client.get_iopub_msg(timeout=SLOW)["content"]):
+    while client.get_iopub_msg(timeout=SLOW)["msg_type"] != "stream":
         continue
     manager.interrupt_kernel()
     while (reply := client.get_shell_msg(timeout=SLOW))["parent_header"]["msg_id"] != message:
@@ -177,6 +177,21 @@ def test_another_environment_is_that_of_a_kernel_from_the_start(
     command = psutil.Process(waiting.pid).cmdline()
     assert command[1:] == ["-m", "ipykernel_launcher", "-f", manager.connection_file]
     assert "The kernel is started as ever: other environment variables" in capfd.readouterr().err
+
+
+def test_modules_that_could_not_be_imported_are_imported_anew(
+    started: Kernels, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (started.folder / "sqlite3.py").write_text(
+        "import os, sys\nhere = os.path.dirname(__file__)\n"
+        "if not os.path.exists(here + '/seen'):\n"
+        "    os.mkdir(here + '/seen')\n    raise RuntimeError('not yet')\n"
+        "sys.path.remove(here)\ndel sys.modules['sqlite3']\nimport sqlite3\n"
+    )
+    waiting = started.make_ready()
+    manager, client = started.start()
+    assert pid_of(manager) == waiting.pid and run(client, "print(6 * 7)") == "42\n"
+    assert "started as ever: its modules could not be imported" in capfd.readouterr().err
 
 
 def test_a_package_that_came_meanwhile_is_seen(

@@ -10,6 +10,7 @@ What it has imported must be what the command would import now. If anything says
 becomes the command itself by exec, and that starts as ever. It runs with Python 3.8 or later.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -81,13 +82,11 @@ class Standby:
         try:
             for name in NEEDED:
                 importlib.import_module(name)
+            for name in HELPFUL:
+                with contextlib.suppress(ImportError):  # another version, or not installed
+                    importlib.import_module(name)
         except Exception:  # the command will say it
             return False
-        for name in HELPFUL:
-            try:
-                importlib.import_module(name)
-            except ImportError:  # another version, or not installed
-                continue
         return True
 
     def _folders(self):
