@@ -13,7 +13,7 @@ import pytest
 
 from gpuspawner.broker import Broker, Terms
 from gpuspawner.errors import NoDeviceFree, SlurmUnavailable, TooMuchAsked
-from gpuspawner.model import Request, ServerRef
+from gpuspawner.model import Request, ServerRef, Ticket
 from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.slurm.commands import Slurm
 from gpuspawner.slurm.delegate import SlurmDelegate
@@ -148,8 +148,7 @@ def _hangs(broker: Broker, cluster: SlurmCluster) -> None:
     )
     broker.delegate = broker.watch.source = delegate
     leaves = asked(broker, "ann", "leaves")
-    wait_for(lambda: (turn := delegate.turns().get(leaves.id)) and turn.place, "a place")
-    broker.turns(frozenset([leaves.id]))
+    until_in_line(broker, leaves)  # it reads its settings anew, and may take nothing meanwhile
     with frozen(cluster, "slurmctld"), ThreadPoolExecutor(4) as threads:
         delegate._nodes_at = float("-inf")  # the nodes are to be looked at again
         with pytest.raises(SlurmUnavailable, match="has not answered for"):
@@ -167,22 +166,24 @@ def _hangs(broker: Broker, cluster: SlurmCluster) -> None:
         assert isinstance(rounds.exception(timeout=60), SlurmUnavailable)
         assert len(broker.standings()) == 1
         assert delegate._asker.seconds > 0 and delegate._nodes_asker.seconds > 0, "both hang yet"
-    until_answers(broker, new.id)
+    until_in_line(broker, new)
     assert has_job(cluster, new) == "PENDING"
     wait_for(lambda: broker.end_deserted() or not has_job(cluster, leaves), "its job to go")
 
 
-def until_answers(broker: Broker, ticket_id: str) -> None:
-    """Rounds until Slurm answers again and has the ticket's job."""
+def until_in_line(broker: Broker, ticket: Ticket) -> None:
+    """Rounds until Slurm answers and has the ticket's job."""
 
-    def has() -> bool:
+    def place() -> int:
+        assert broker.delegate is not None
         try:
-            broker.turns(frozenset([ticket_id]))
-        except SlurmUnavailable:
-            return False
-        return bool(broker.standings()[ticket_id].of)
+            broker.turns(frozenset([ticket.id]))
+            return broker.delegate.turns()[ticket.id].place
+        except (SlurmUnavailable, KeyError):
+            return 0
 
-    wait_for(has, "an answer", timeout=60)
+    wait_for(place, "a place in line", timeout=60)
+    broker.turns(frozenset([ticket.id]))
 
 
 def _ask_now(broker: Broker, devices: int) -> object:
