@@ -25,7 +25,7 @@ LONGEST = 65536
 """Bytes of an answer without the end of its head, at most."""
 
 _END = b"\r\n\r\n"
-_ANYWHERE = ("", "0.0.0.0", "::")  # nosec B104: who listens there is reached by another address
+_ANYWHERE = ("", "0.0.0.0", "::")  # never listened on  # nosec B104
 
 
 @dataclass(frozen=True, slots=True)

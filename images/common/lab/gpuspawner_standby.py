@@ -69,7 +69,7 @@ class Standby:
         os.chdir(folder)
         if reason := self.why_not(environment):
             print(f"The kernel is started as ever: {reason}.", file=sys.stderr, flush=True)
-            os.execvpe(command[0], command, environment)
+            os.execvpe(command[0], command, environment)  # without a shell  # nosec B606
         for name in MAY_DIFFER:
             os.environ.pop(name, None)
         os.environ.update(environment)
