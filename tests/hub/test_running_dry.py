@@ -137,7 +137,8 @@ def test_a_planned_session_ends_first(start: Start) -> None:
     time.sleep(5)  # longer than the grace
     assert hub.server("ada") is not None
     assert hub.broker.lease(lease.id).outcome == ""
-    assert "dry 0" in heard(hub) and "stop 0" not in heard(hub)
+    wait_for(lambda: "dry 0" in heard(hub), "what the killed service had yet to tell", timeout=SOON)
+    assert "stop 0" not in heard(hub)
 
 
 def test_each_event_is_heard_once(start: Start) -> None:

@@ -88,6 +88,7 @@ def test_every_reading_of_a_healthy_gpu(machine: Machine) -> None:
             },
             "error": "",
             "silent": "",
+            "resting": False,
         }
     ]
 

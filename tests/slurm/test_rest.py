@@ -26,7 +26,7 @@ from gpuspawner.slurm.commands import Slurm
 from gpuspawner.slurm.controller import Controller, Holder
 from gpuspawner.slurm.delegate import SlurmDelegate
 from gpuspawner.slurm.hand import FIRST
-from tests.support.processes import wait_for
+from tests.support.processes import BIN, wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import SlurmHub, described
 from tests.support.slurm_rest import Cable, SlurmRest
@@ -127,7 +127,8 @@ def test_the_whole_life_of_tickets(
     tended("Priority", "0", "0", paused=True)
     tended("Reason", "Priority", "Resources", place=1)
     assert told_of(cluster, two)["Priority"] == str(FIRST - 1)
-    told = cluster.run("scontrol", "show", "job")
+    ours = [told_of(cluster, each)["JobId"] for each in (one, two)]
+    told = "".join(cluster.run("scontrol", "show", "job", number) for number in ours)
     assert "held for a pause" not in told and '{"server": "bob/s11"}' in told
 
     delegate.cancel(running[1].id)
@@ -334,10 +335,10 @@ def test_check(rest: SlurmRest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def without_slurm(folder: Path) -> str:
-    """A PATH with all that this machine has but Slurm's programs."""
+    """A PATH with all that this machine has, and the tests' environment, but Slurm's programs."""
     folder.mkdir()
-    for place in os.environ["PATH"].split(os.pathsep)[::-1]:
-        for path in Path(place).glob("*"):
+    for place in (*map(Path, os.environ["PATH"].split(os.pathsep)[::-1]), BIN):
+        for path in place.glob("*"):
             link = folder / path.name
             link.unlink(missing_ok=True)
             link.symlink_to(path)
