@@ -26,9 +26,16 @@ from .together import Together
 
 LOG = logging.getLogger(__name__)
 
-EVERY = 1.25
+EVERY = 1.35
 """Seconds that one answer of Slurm serves everybody who asks: it is asked once in them. With what
 the accounting service asks, the two ask less than once a second."""
+
+SOON, EAGER = 0.5, 3.0
+"""Who hands in a job while Slurm is hardly asked hears of it sooner: for so long it may be asked
+again so many seconds after an answer."""
+
+SAVED = 2
+"""Looks that may come before their time, at most; they are saved up by not asking."""
 
 AT_ONCE = 16
 """Tickets that are submitted at once."""
@@ -72,7 +79,7 @@ class SlurmDelegate(Tending, SamplesNodes):
         self._jobs: dict[str, Job] = {}
         self._turns: dict[str, Turn] = {}
         self._given_back: set[int] = set()
-        self._began = self._answered = float("-inf")
+        self._began = self._answered = self._paid = self._eager_until = float("-inf")
         self._trouble: SlurmUnavailable | None = None
         self._told: float | None = None
         """When Slurm was first told something since the last look."""
@@ -106,7 +113,8 @@ class SlurmDelegate(Tending, SamplesNodes):
                 self.must_allow(job.minutes)  # which says how long it may be
             raise _explained(error, user) from None
         finally:
-            self._submitted[ticket.id] = time.monotonic()
+            self._submitted[ticket.id] = now = time.monotonic()
+            self._eager_until = now + EAGER
             self._has_news()
         self._hand.submitted(ticket)
         self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
@@ -180,7 +188,7 @@ class SlurmDelegate(Tending, SamplesNodes):
 
     def turns(self, age: float = EVERY) -> Mapping[str, Turn]:
         def is_due() -> bool:
-            return time.monotonic() >= max(self._answered + max(age, EVERY), self._settled())
+            return time.monotonic() >= self._due(age)
 
         patience = PATIENCE if self._trouble is None else AWAY_PATIENCE
         if not self._asker.wait(is_due, patience):
@@ -198,9 +206,16 @@ class SlurmDelegate(Tending, SamplesNodes):
 
     def soon(self) -> float:
         now = time.monotonic()
-        if self._settled() < now - EVERY:  # nobody was told anything, or nobody wants to know
-            return EVERY
-        return max(0.0, self._answered + EVERY - now, self._settled() - now)
+        if self._settled() < now - EVERY and self._eager_until < now:
+            return EVERY  # nobody was told anything, or nobody wants to know
+        return max(0.0, self._due(EVERY) - now)
+
+    def _due(self, age: float) -> float:
+        """When Slurm is asked next, by who does with an answer of that age."""
+        due = self._answered + max(age, EVERY)
+        if time.monotonic() < self._eager_until:
+            due = min(due, max(self._answered + SOON, self._paid - SAVED * EVERY))
+        return max(due, self._settled())
 
     def _has_news(self) -> None:
         if self._told is None:
@@ -228,6 +243,7 @@ class SlurmDelegate(Tending, SamplesNodes):
     def _look(self) -> None:
         began = time.monotonic()
         self._told = None
+        self._paid = max(began, self._paid) + EVERY
         try:
             self._read(read_jobs(self.slurm), began)
         except SlurmUnavailable as error:
@@ -257,6 +273,9 @@ class SlurmDelegate(Tending, SamplesNodes):
             for name, job in self._jobs.items()
         }
         self._began = began
+        handed_in = self._eager_until - EAGER
+        if handed_in < began and not any(job.waits for job in self._jobs.values()):
+            self._eager_until = float("-inf")  # nobody waits to hear more
         for name in self._submitted.keys() - self._jobs.keys():
             if self._submitted[name] < began:
                 del self._submitted[name]

@@ -25,7 +25,7 @@ from gpuspawner.scheduler.delegated import Turn
 from gpuspawner.slurm import names as names_of
 from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.slurm.commands import Slurm
-from gpuspawner.slurm.delegate import SlurmDelegate
+from gpuspawner.slurm.delegate import EVERY, SAVED, SlurmDelegate
 from gpuspawner.slurm.engine import LABEL_JOB, SlurmEngine
 from gpuspawner.store import tickets as rows
 from tests.support import images
@@ -225,6 +225,16 @@ def test_it_is_asked_once_a_second_at_most(
             delegate.turns(0)
     assert len(looks) > 1
     assert all(later - one >= 1.0 for one, later in itertools.pairwise(looks))
+
+    # Who hands in jobs hears of them sooner, and in the long run it is asked no more for that.
+    for number in range(6):
+        delegate.submit(ticket(number))
+        for _ in range(20):
+            time.sleep(0.05)
+            delegate.turns()
+    gaps = [later - one for one, later in itertools.pairwise(looks)]
+    assert min(gaps) < 1.0
+    assert len(gaps) <= SAVED + (looks[-1] - looks[0]) / EVERY
 
 
 def test_two_hubs_on_one_cluster_leave_each_others_jobs(
