@@ -30,7 +30,7 @@ EVERY = 1.35
 """Seconds that one answer of Slurm serves everybody who asks: it is asked once in them. With what
 the accounting service asks, the two ask less than once a second."""
 
-SOON, EAGER = 0.5, 3.0
+SOON, EAGER = 0.3, 3.0
 """Who hands in a job while Slurm is hardly asked hears of it sooner: for so long it may be asked
 again so many seconds after an answer."""
 
@@ -43,7 +43,7 @@ AT_ONCE = 16
 OLD = timedelta(seconds=5)
 """Of this age, a ticket may have a job that we did not submit."""
 
-SETTLING = 0.5
+SETTLING = 0.4
 """Seconds that Slurm gets to act on what it was told, before it is asked what came of it."""
 
 FRESH = 2.0
