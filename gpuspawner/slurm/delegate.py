@@ -43,7 +43,7 @@ AT_ONCE = 16
 OLD = timedelta(seconds=5)
 """Of this age, a ticket may have a job that we did not submit."""
 
-SETTLING = 0.4
+SETTLING = 0.3
 """Seconds that Slurm gets to act on what it was told, before it is asked what came of it."""
 
 FRESH = 2.0
