@@ -30,7 +30,7 @@ GIVEN_BACK = "[gpuspawner: given back]"
 """Of the admin's comment of a job that was ended so that its ticket gets other devices."""
 
 _JOBS = re.compile(r'"jobs"\s*:\s*\[\s*')
-_BETWEEN = re.compile(r"\s*(?:,\s*)?")
+_BETWEEN = re.compile(r"\s*,\s*|\s+")
 _DECODER = json.JSONDecoder()
 AT_A_TIME = 32
 """Jobs that are read before another thread gets its turn: less than a millisecond."""
@@ -168,7 +168,8 @@ def _taken_apart(text: str) -> tuple[list[Any], str]:
     while text.startswith("{", at):
         row, at = _DECODER.raw_decode(text, at)
         rows.append(row)
-        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it may be empty
+        gap = _BETWEEN.match(text, at)
+        at = gap.end() if gap else at
         if not len(rows) % AT_A_TIME:
             time.sleep(0)  # others first
     return rows, text[: first.end()] + text[at:]

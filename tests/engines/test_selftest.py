@@ -126,17 +126,19 @@ def test_an_engine_that_does_not_answer_is_red(images: Any) -> None:
     assert finding.text.endswith("No such file or directory.")
 
 
-class InterruptedClient(docker.APIClient):  # type: ignore[misc]  # docker-py has no types
-    """Presses Ctrl-C while the containers run."""
+def test_an_interrupted_proof_leaves_nothing(
+    clean_engine: PrivateEngine, images: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = docker.APIClient(base_url=clean_engine.url, version="auto", timeout=60)
+    wait = client.wait
 
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        """Ctrl-C while the containers run."""
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
-        return super().wait(*args, **kwargs)
+        return wait(*args, **kwargs)
 
-
-def test_an_interrupted_proof_leaves_nothing(clean_engine: PrivateEngine, images: Any) -> None:
-    client = InterruptedClient(base_url=clean_engine.url, version="auto", timeout=60)
+    monkeypatch.setattr(client, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prove_injection(client, images.INSTANT, "device_requests", DEVICES[0])
     assert left(clean_engine) == []

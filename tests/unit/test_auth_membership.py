@@ -100,9 +100,9 @@ def test_groups_by_the_names_of_this_hub(
 ) -> None:
     settings = {**CLAIM, "manage_groups": True, "group_names": names, "allow_all": True}
     authenticator = make(Claims, settings, broker=broker)
-    model = asyncio.run(
-        authenticator.get_authenticated_user(None, {"sub": "ada", "groups": claim})  # type: ignore[arg-type]
-    )
+    no_browser: Any = None
+    said = {"sub": "ada", "groups": claim}
+    model = asyncio.run(authenticator.get_authenticated_user(no_browser, said))
     assert model["groups"] == groups
 
 

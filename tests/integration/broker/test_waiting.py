@@ -93,26 +93,31 @@ class Spawn:
         await until(lambda: bool(self.said) and words in self.said[-1])
 
 
+class Line:
+    """Lets members ask one after the other: ``spawn("dan")``."""
+
+    def __init__(self, broker: Broker, clock: Clock) -> None:
+        self.queueing = Queueing(broker, logging.getLogger("line"))
+        self.spawns: list[Spawn] = []
+        self.clock = clock
+
+    def __call__(self, user: str, *groups: str) -> Spawn:
+        self.clock.forward(minutes=1)
+        self.spawns.append(Spawn(self.queueing, user, groups))
+        return self.spawns[-1]
+
+
 @contextlib.asynccontextmanager
-async def line(broker: Broker, clock: Clock) -> AsyncIterator[Callable[..., Spawn]]:
-    """Let members ask one after the other: ``spawn("dan")``; all are stopped at the end."""
-    queueing = Queueing(broker, logging.getLogger("line"))
-    spawns: list[Spawn] = []
-
-    def spawn(user: str, *groups: str) -> Spawn:
-        clock.forward(minutes=1)
-        spawns.append(Spawn(queueing, user, groups))
-        return spawns[-1]
-
-    # For tests that end a place in line or wait for it themselves; a function has no such field.
-    spawn.queueing = queueing  # type: ignore[attr-defined]
+async def line(broker: Broker, clock: Clock) -> AsyncIterator[Line]:
+    """All who asked are stopped at the end."""
+    spawn = Line(broker, clock)
     try:
         yield spawn
     finally:
-        for each in spawns:
+        for each in spawn.spawns:
             each.wait.cancel()
             each.page.cancel()
-        ended = (task for each in spawns for task in (each.wait, each.page))
+        ended = (task for each in spawn.spawns for task in (each.wait, each.page))
         await asyncio.gather(*ended, return_exceptions=True)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gpuspawner.scheduler import Ended, Limits, Policy, Priority, Running, Scheduler
 from tests.unit.scheduler.site import DAY, HOUR, T0, Site, lease, ticket
 
 
-def scheduler_of(capacity: dict[str, int], **settings: object) -> Scheduler:
-    scheduler = Scheduler(**settings)  # type: ignore[arg-type]
+def scheduler_of(capacity: dict[str, int], **settings: Any) -> Scheduler:
+    scheduler = Scheduler(**settings)
     scheduler.set_capacity(capacity)
     return scheduler
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,8 +17,8 @@ def line(scheduler: Scheduler, now: float = T0 + HOUR) -> list[str]:
     return [ranked.id for ranked in scheduler.order(now)]
 
 
-def of(*tickets: Waiting, **settings: object) -> Scheduler:
-    scheduler = Scheduler(**settings)  # type: ignore[arg-type]
+def of(*tickets: Waiting, **settings: Any) -> Scheduler:
+    scheduler = Scheduler(**settings)
     scheduler.set_capacity({"a": 4})
     for each in tickets:
         scheduler.submit(each)
