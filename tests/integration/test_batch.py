@@ -1,4 +1,4 @@
-"""Jobs beside servers are paid once, and sessions are held against Slurm's word on them.
+"""Jobs beside servers are paid once, by whom it concerns.
 
 Real: SQLite, PostgreSQL, processes, SIGKILL, the broker. Not real: what sacct says, which is
 written here; tests/slurm has the real one.
@@ -25,10 +25,11 @@ from tests.support.batch_jobs import (
     A100,
     CLUSTER,
     HOURS,
+    LATER,
+    a_day_later,
     debit_together,
     debit_until_killed,
     many,
-    open_books,
     open_group,
     run,
     wait_in_line,
@@ -36,24 +37,11 @@ from tests.support.batch_jobs import (
 from tests.support.brokers import T0, Clock, credits_of, problems
 from tests.support.processes import wait_for
 
-LATER = timedelta(days=1)
-
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
-    broker = open_books(database_url, clock)
-    broker.open_account("anna")
-    clock.now = T0 + LATER
-    yield broker
-    findings, _ = broker.audit()
-    assert [finding.problem for finding in findings if finding.problem] == []
-    assert problems(broker.store) == []
-    broker.store.close()
+def broker(database_url: str) -> Iterator[Broker]:
+    with a_day_later(database_url) as broker:
+        yield broker
 
 
 def lines(broker: Broker, account: str = "member:anna") -> list[str]:
@@ -162,12 +150,10 @@ def test_any_name_can_stand_on_a_statement(broker: Broker) -> None:
     assert len(lines(broker)[0]) < 200
 
 
-def test_late_news_of_a_job_spends_the_credits_that_were_there_then(
-    broker: Broker, clock: Clock
-) -> None:
+def test_late_news_of_a_job_spends_the_credits_that_were_there_then(broker: Broker) -> None:
     ends = T0 + LATER + timedelta(hours=1)
     broker.grant("member:anna", 10 * MICRO, actor="admin", reason="week", until=ends)
-    clock.forward(hours=2)
+    Clock.of(broker).forward(hours=2)
     broker.end_lots()
     assert credits_of(broker) == 100
     begins = T0 + LATER + timedelta(seconds=60)

@@ -16,27 +16,19 @@ import pytest
 from gpuspawner.broker import Broker
 from gpuspawner.broker.batch import SETTLED
 from gpuspawner.store import batch
-from tests.support.batch_jobs import A100, CLUSTER, H100, open_books, run
-from tests.support.brokers import T0, Clock, credits_of, problems
-
-LATER = timedelta(days=1)
+from tests.support.batch_jobs import A100, CLUSTER, H100, LATER, a_day_later, run
+from tests.support.brokers import T0, Clock, credits_of
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def broker(database_url: str) -> Iterator[Broker]:
+    with a_day_later(database_url) as broker:
+        yield broker
 
 
 @pytest.fixture
-def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
-    broker = open_books(database_url, clock)
-    broker.open_account("anna")
-    clock.now = T0 + LATER
-    yield broker
-    findings, _ = broker.audit()
-    assert [finding.problem for finding in findings if finding.problem] == []
-    assert problems(broker.store) == []
-    broker.store.close()
+def clock(broker: Broker) -> Clock:
+    return Clock.of(broker)
 
 
 def read_up_to(broker: Broker) -> Any:

@@ -17,27 +17,14 @@ from gpuspawner.broker import Broker
 from gpuspawner.model import Lease, LeasedDevice, LeaseState, ServerRef
 from gpuspawner.slurm.usage import Run
 from gpuspawner.store import leases
-from tests.support.batch_jobs import A100, open_books, run, wait_in_line
-from tests.support.brokers import T0, Clock, problems
-
-LATER = timedelta(days=1)
+from tests.support.batch_jobs import A100, a_day_later, run, wait_in_line
+from tests.support.brokers import T0
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
-    broker = open_books(database_url, clock)
-    broker.open_account("anna")
-    clock.now = T0 + LATER
-    yield broker
-    findings, _ = broker.audit()
-    assert [finding.problem for finding in findings if finding.problem] == []
-    assert problems(broker.store) == []
-    broker.store.close()
+def broker(database_url: str) -> Iterator[Broker]:
+    with a_day_later(database_url) as broker:
+        yield broker
 
 
 def session(

@@ -1,8 +1,10 @@
-"""Jobs beside servers as sacct would tell of them, and who charges for them until they are
-killed."""
+"""Jobs beside servers as sacct would tell of them, the books that they are paid from, and who
+charges for them until they are killed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
 from multiprocessing.connection import Connection
@@ -14,7 +16,7 @@ from gpuspawner.model import Request, ServerRef, Ticket
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
 from gpuspawner.slurm.usage import Run
 from gpuspawner.store import batch, book, tickets
-from tests.support.brokers import T0, Clock, open_broker
+from tests.support.brokers import T0, Clock, open_broker, problems
 
 GIB = 2**30
 A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
@@ -38,6 +40,8 @@ CLUSTER = Cluster(name="lab", shards=4, nodes=(_M1, _M2))
 
 RATES = {"*": 1, "A100": 4, "H100": 10}
 
+LATER = timedelta(days=1)
+
 JOBS = 40
 """Of those who are killed."""
 HOURS = 10 * JOBS + 2
@@ -49,6 +53,21 @@ def open_books(url: str, clock: Clock, **settings: Any) -> Broker:
     broker = open_broker(url, clock, gpu_rates=RATES, opening_grant=100, **settings)
     broker.debit(CLUSTER, [])
     return broker
+
+
+@contextmanager
+def a_day_later(url: str) -> Iterator[Broker]:
+    """Such a broker, with an account for ``anna``, ``LATER`` than its first look at T0; whatever
+    is done with it must leave its books in order."""
+    clock = Clock()
+    broker = open_books(url, clock)
+    broker.open_account("anna")
+    clock.now = T0 + LATER
+    yield broker
+    findings, _ = broker.audit()
+    assert [finding.problem for finding in findings if finding.problem] == []
+    assert problems(broker.store) == []
+    broker.store.close()
 
 
 def look_since(broker: Broker, moment: datetime) -> None:
