@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +75,7 @@ class Kernels:
     def start(self, **options: Any) -> tuple[KernelManager, BlockingKernelClient]:
         """One more, with its client."""
         manager = KernelManager(kernel_name="python3")
-        manager.connection_file = str(self.folder / f"kernel-{len(self._running)}.json")
+        manager.connection_file = str(self.folder.parent / f"kernel-{len(self._running)}.json")
         environment = {**self.environment, "JPY_SESSION_NAME": "a.ipynb"}
         manager.start_kernel(**{"cwd": str(self.folder), "env": environment, **options})
         self._running.append(manager)
@@ -123,14 +124,25 @@ def started(
     KernelProvisionerFactory.clear_instance()
 
 
+def process_of(manager: KernelManager) -> subprocess.Popen[bytes]:
+    """The process that a kernel is."""
+    provisioner = manager.provisioner
+    assert isinstance(provisioner, kernels.ReadyProvisioner)
+    process = provisioner.process
+    assert isinstance(process, subprocess.Popen) and process.pid == provisioner.pid
+    return process
+
+
 def pid_of(manager: KernelManager) -> int:
-    return int(manager.provisioner.pid)  # type: ignore[union-attr]
+    return process_of(manager).pid
 
 
 def test_it_is_as_any_other_kernel(started: Kernels, caplog: pytest.LogCaptureFixture) -> None:
     waiting = started.make_ready()
+    wait_for(lambda: any("zmq" in m.path for m in waiting.memory_maps()), "its imports")
     manager, client = started.start()
     assert pid_of(manager) == waiting.pid
+    assert kernels.STANDBY in waiting.cmdline(), "it became no command"
     assert f"The kernel was ready: process {waiting.pid}." in caplog.text
     other, second = started.start()
     assert pid_of(other) != waiting.pid
@@ -148,7 +160,7 @@ def test_it_is_as_any_other_kernel(started: Kernels, caplog: pytest.LogCaptureFi
     assert reply["content"]["ename"] == "KeyboardInterrupt"
     os.kill(waiting.pid, signal.SIGKILL)
     wait_for(lambda: not manager.is_alive(), "the kernel's end to be seen")
-    assert manager.provisioner.process.poll() == -signal.SIGKILL  # type: ignore[union-attr]
+    assert process_of(manager).poll() == -signal.SIGKILL
     client.stop_channels()
     manager.restart_kernel(now=True)
     assert pid_of(manager) != waiting.pid
@@ -161,7 +173,7 @@ def test_it_ends_when_it_is_asked_to(started: Kernels) -> None:
     file = Path(manager.connection_file)
     assert run(client, "print(6 * 7)") == "42\n" and file.exists()
     client.stop_channels()
-    process = manager.provisioner.process  # type: ignore[union-attr]
+    process = process_of(manager)
     manager.shutdown_kernel()
     assert process.returncode == 0 and not waiting.is_running() and not file.exists()
 
@@ -206,6 +218,21 @@ def test_a_package_that_came_meanwhile_is_seen(
     _, client = started.start()
     assert run(client, "import traitlets; print(traitlets.newer)") == "True\n"
     assert "started as ever: packages were installed since" in capfd.readouterr().err
+
+
+def test_a_module_that_was_overwritten_meanwhile_is_seen(
+    started: Kernels, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = started.folder / "sitecustomize.py"  # which is imported before all others
+    (started.folder / "__pycache__").mkdir()
+    module.write_text("text = 'old'\n")
+    waiting = started.make_ready()
+    wait_for(lambda: any("zmq" in m.path for m in waiting.memory_maps()), "its imports")
+    module.write_text("text = 'newer'\n")
+    os.utime(module, (0, 0))  # as who unpacks an archive leaves it
+    _, client = started.start()
+    assert run(client, "import sitecustomize as it; print(it.text)") == "newer\n"
+    assert "started as ever: a module was changed since" in capfd.readouterr().err
 
 
 def test_what_is_unusual_is_started_as_ever(
@@ -277,7 +304,11 @@ def test_where_one_is_made_ready(variables: dict[str, str], wanted: bool) -> Non
     assert kernels.wanted(variables) is False, "no server of gpuspawner's"
 
 
-async def test_the_export_formats_are_those_that_the_server_would_list() -> None:
+async def test_the_export_formats_are_those_that_the_server_would_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('a file of the member')")
+    monkeypatch.chdir(tmp_path)
     names = base.get_export_names()
     listed = {n: {"output_mimetype": base.get_exporter(n).output_mimetype} for n in names}
     assert await exporters.exporters() == listed

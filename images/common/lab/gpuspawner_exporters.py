@@ -19,9 +19,10 @@ from tornado import web
 TIMEOUT = 60.0
 
 LIST = """
-import json, os, sys
+import os, sys
 os.nice(19)
 sys.path = [path for path in sys.path if path]  # not the folder where it runs
+import json
 from nbconvert.exporters import base
 found = {}
 for name in base.get_export_names():

@@ -33,7 +33,7 @@ HELPFUL = (
 )
 """What a kernel imports while it starts, and while it works out its first cell."""
 
-MAY_DIFFER = ("JPY_SESSION_NAME", "JPY_PARENT_PID")
+MAY_DIFFER = ("JPY_SESSION_NAME",)
 """Variables that tell one kernel from another, and that nobody reads before a kernel starts."""
 
 
@@ -95,9 +95,9 @@ class Standby:
 
 
 def _changed(path):
-    """Seconds of the epoch; 0 if there is nothing."""
+    """Seconds of the epoch; 0 if there is nothing. Not mtime: who copies may have set that back."""
     try:
-        return os.stat(path).st_mtime
+        return os.stat(path).st_ctime
     except OSError:
         return 0
 
