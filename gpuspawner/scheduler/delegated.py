@@ -58,7 +58,7 @@ class Delegate(Protocol):
 
     def turns(self, age: float = 1.0) -> Mapping[str, Turn]:
         """Every ticket that was handed over and not forgotten yet, by id; at most so many seconds
-        old, and never asked for more than once a second. Raises Unavailable."""
+        old, and in the long run asked for less than once a second. Raises Unavailable."""
 
     def soon(self) -> float:
         """Seconds until :meth:`turns` may say something new: less than a second when it was told

@@ -39,8 +39,9 @@ class Asker:
             if not is_due():
                 return True
             if self._since is None:
-                self._since = time.monotonic()
+                # First: where no thread can be started just now, the next one tries again.
                 threading.Thread(target=self._run, name="gpuspawner-asker", daemon=True).start()
+                self._since = time.monotonic()
             began = self._since
             while self._since == began:
                 left = began + patience - time.monotonic()

@@ -79,7 +79,8 @@ class SlurmDelegate(Tending, SamplesNodes):
         self._jobs: dict[str, Job] = {}
         self._turns: dict[str, Turn] = {}
         self._given_back: set[int] = set()
-        self._began = self._answered = self._paid = self._eager_until = float("-inf")
+        self._began = self._answered = self._paid = float("-inf")
+        self._handed_in = self._nobody_waited = float("-inf")
         self._trouble: SlurmUnavailable | None = None
         self._told: float | None = None
         """When Slurm was first told something since the last look."""
@@ -113,8 +114,7 @@ class SlurmDelegate(Tending, SamplesNodes):
                 self.must_allow(job.minutes)  # which says how long it may be
             raise _explained(error, user) from None
         finally:
-            self._submitted[ticket.id] = now = time.monotonic()
-            self._eager_until = now + EAGER
+            self._submitted[ticket.id] = self._handed_in = time.monotonic()
             self._has_news()
         self._hand.submitted(ticket)
         self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
@@ -206,16 +206,24 @@ class SlurmDelegate(Tending, SamplesNodes):
 
     def soon(self) -> float:
         now = time.monotonic()
-        if self._settled() < now - EVERY and self._eager_until < now:
+        if self._settled() < now - EVERY and not self._is_eager():
             return EVERY  # nobody was told anything, or nobody wants to know
         return max(0.0, self._due(EVERY) - now)
 
     def _due(self, age: float) -> float:
         """When Slurm is asked next, by who does with an answer of that age."""
         due = self._answered + max(age, EVERY)
-        if time.monotonic() < self._eager_until:
+        if age <= EVERY and self._is_eager():
             due = min(due, max(self._answered + SOON, self._paid - SAVED * EVERY))
-        return max(due, self._settled())
+        never = self._answered == float("-inf")  # then no answer is better than none
+        return due if never else max(due, self._settled())
+
+    def _is_eager(self) -> bool:
+        """Whether somebody handed in a job a moment ago, and waits to hear more of a Slurm that
+        answers."""
+        handed_in = self._handed_in
+        recent = time.monotonic() < handed_in + EAGER
+        return recent and self._trouble is None and self._nobody_waited <= handed_in
 
     def _has_news(self) -> None:
         if self._told is None:
@@ -273,9 +281,8 @@ class SlurmDelegate(Tending, SamplesNodes):
             for name, job in self._jobs.items()
         }
         self._began = began
-        handed_in = self._eager_until - EAGER
-        if handed_in < began and not any(job.waits for job in self._jobs.values()):
-            self._eager_until = float("-inf")  # nobody waits to hear more
+        if not any(job.waits for job in self._jobs.values()):
+            self._nobody_waited = began
         for name in self._submitted.keys() - self._jobs.keys():
             if self._submitted[name] < began:
                 del self._submitted[name]

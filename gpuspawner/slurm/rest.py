@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -82,7 +82,8 @@ class Rest:
     def submit(self, holder: Holder) -> None:
         found = self._tell("POST", "job/submit", submission(holder), user=holder.user)
         if holder.nice < 0:  # a job's owner cannot set it
-            self.change(_number(found), nice=holder.nice)
+            with suppress(SlurmRefused):  # and we may be no more than that
+                self.change(_number(found), nice=holder.nice)
 
     def cancel(self, *jobs: int) -> None:
         _each(jobs, lambda job: self._tell("DELETE", f"job/{job}"))

@@ -52,6 +52,12 @@ def samplers(
         yield made
 
 
+@pytest.fixture(scope="module")
+def sampler_urls(shared_cluster: SlurmCluster, samplers: list[NodeSampler]) -> dict[str, str]:
+    """Where each node's is, by the node's name."""
+    return {node.name: s.url for node, s in zip(shared_cluster.nodes, samplers, strict=True)}
+
+
 @pytest.fixture
 def books(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Books]:
     """A hub's books beside the cluster, that looked at its jobs once: what was before is not

@@ -49,8 +49,8 @@ def test_the_end_of_a_pause_releases_what_it_held(
     cluster.run("scontrol", "hold", has_job(cluster, held, "%i"))
     cluster.run("scontrol", "update", f"JobId={has_job(cluster, mine, '%i')}", "AdminComment=old")
 
-    def says(ticket: object, *reasons: str) -> bool:
-        return has_job(cluster, ticket, "%r") in reasons  # type: ignore[arg-type]
+    def says(ticket: Ticket, *reasons: str) -> bool:
+        return has_job(cluster, ticket, "%r") in reasons
 
     broker.pause(actor="admin", reason="new fans")
     until(broker, tickets, lambda _: says(mine, "JobHeldAdmin") and says(own, "JobHeldAdmin"))
@@ -109,12 +109,12 @@ def test_what_slurm_refused_is_told_again_and_ever_more_seldom(
     slurm, now = Slurm(conf=str(cluster.conf)), [0.0]
     hand = Hand(slurm, logging.getLogger(__name__), clock=lambda: now[0])
 
-    def told(wanted: object, *, up_to: float = 0.0) -> int:
+    def told(wanted: Ticket, *, up_to: float = 0.0) -> int:
         """How often it was, while it was wanted each second until then."""
         (folder / "told").write_text("", encoding="utf-8")
         (job,) = (job for job in read_jobs(slurm) if job.ticket_id == ticket.id)
         while True:
-            hand.order([(wanted, job)])  # type: ignore[list-item]
+            hand.order([(wanted, job)])
             if now[0] >= up_to:
                 return len((folder / "told").read_text(encoding="utf-8").splitlines())
             now[0] += 1

@@ -75,7 +75,7 @@ def test_what_is_said_of_machines_that_are_off_or_drained(
     says(spare.uuid, DeviceStatus.OK, "off (power saving)")
     says(on.uuid, DeviceStatus.OK, "")
 
-    powered.delivers = False
+    monkeypatch.setattr(powered, "delivers", False)  # also a failure ends that
     powered.user("ann")
     job = powered.hold("ann", "--gres=gpu:h100:1")
     says(spare.uuid, DeviceStatus.OK, "being switched on")

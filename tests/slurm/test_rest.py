@@ -20,7 +20,7 @@ from gpuspawner.cli.check_slurm_rest import check_rest
 from gpuspawner.cli.hub import open_hub
 from gpuspawner.engines.probe import Status
 from gpuspawner.errors import SlurmRefused, SlurmUnavailable
-from gpuspawner.model import LeaseState, Request, ServerRef, Ticket
+from gpuspawner.model import MICRO, LeaseState, Request, ServerRef, Ticket
 from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.slurm.commands import Slurm
 from gpuspawner.slurm.controller import Controller, Holder
@@ -46,9 +46,10 @@ def shared_rest(
 
 
 @pytest.fixture
-def rest(shared_rest: SlurmRest, cluster: SlurmCluster) -> SlurmRest:
-    """With no job before and after the test."""
-    return shared_rest
+def rest(shared_rest: SlurmRest, cluster: SlurmCluster) -> Iterator[SlurmRest]:
+    """With no job before and after the test, and there again if a test failed without it."""
+    yield shared_rest
+    shared_rest.mend()
 
 
 @pytest.fixture
@@ -213,13 +214,14 @@ def _devices_in_time(delegate: SlurmDelegate, ticket: Ticket) -> tuple[str, ...]
 
 
 def test_all_jobs_of_a_user_who_is_no_operator(rest: SlurmRest, tmp_path: Path) -> None:
-    """What is held for a pause is released after it; places are refused, and nothing worse."""
+    """What is held for a pause is released after it; places and points are refused, and nothing
+    worse."""
     file, cluster = tmp_path / "cluster.yaml", rest.cluster
     file.write_text(yaml.safe_dump(described(cluster)), encoding="utf-8")
     rest.write_token(rest.token("bob"))
     try:
         delegate = SlurmDelegate(read_cluster(file), rest.controller(), as_member=False)
-        running, one = [ticket(number) for number in range(3)], ticket(10)
+        running, one = [ticket(number) for number in range(3)], ticket(10, boost=2.5)
         for each in (*running, one):
             delegate.submit(each)
         wait_for(lambda: all(devices(delegate, each) for each in running), "three that run")
@@ -366,6 +368,8 @@ c.Broker.slurm_rest_token = {str(rest.token_file)!r}
         assert job == f"ann RUNNING gpuspawner-{lease.ticket_id}"
         rest.kill()
         rest.start()
+        # Whole seconds, which is what Slurm knows of a job's end.
+        wait_for(lambda: hub.broker.lease(lease.id).charged > 2 * MICRO, "two seconds' charge")
         hub.stop_server("ann")
         ended = hub.wait_end(lease)
         assert ended.state is LeaseState.ENDED and ended.charged > 0

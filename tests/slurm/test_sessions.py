@@ -46,12 +46,11 @@ ENVIRONMENTS = f"""  - slug: brief
 @pytest.fixture(scope="module")
 def hub(
     shared_cluster: SlurmCluster,
-    samplers: list[NodeSampler],
+    sampler_urls: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[SlurmHub]:
-    urls = {node.name: s.url for node, s in zip(shared_cluster.nodes, samplers, strict=True)}
     folder = tmp_path_factory.mktemp("sessions") / "hub"
-    hub = SlurmHub(folder, shared_cluster, CONFIG, samplers=urls)
+    hub = SlurmHub(folder, shared_cluster, CONFIG, samplers=sampler_urls)
     with (folder / "catalog.yaml").open("a", encoding="utf-8") as catalog:
         catalog.write(ENVIRONMENTS)
     with hub:
@@ -141,5 +140,6 @@ def test_a_session_is_warned_of_its_end_and_paid_up_to_it(
     (warning,) = told(hub, "ann", NoticeKind.SESSION_ENDS)
     assert warning.startswith("Your server stops at ")
     assert told(hub, "ann", NoticeKind.STOPPED) == ["Your server is stopped: its time is over"]
+    wait_for(lambda: len(lines(hub, "hook.json")) > 1, "the hook, which nobody waits for")
     seen = [(line["event"], line["gpus"]) for line in lines(hub, "hook.json")]
     assert seen == [("warning", list(lease.uuids)), ("end", list(lease.uuids))]

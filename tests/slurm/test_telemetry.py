@@ -31,12 +31,11 @@ WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 @pytest.fixture(scope="module")
 def hub(
     shared_cluster: SlurmCluster,
-    samplers: list[NodeSampler],
+    sampler_urls: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[SlurmHub]:
-    urls = {node.name: s.url for node, s in zip(shared_cluster.nodes, samplers, strict=True)}
     folder = tmp_path_factory.mktemp("slurm") / "hub"
-    with SlurmHub(folder, shared_cluster, CONFIG, samplers=urls) as hub:
+    with SlurmHub(folder, shared_cluster, CONFIG, samplers=sampler_urls) as hub:
         yield hub
 
 

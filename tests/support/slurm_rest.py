@@ -49,6 +49,11 @@ class SlurmRest:
         self.socket.unlink(missing_ok=True)
         self._daemon.start(self._answers)
 
+    def mend(self) -> None:
+        """It runs."""
+        if not self._daemon.running:
+            self.start()
+
     def kill(self) -> None:
         self._daemon.end(signal.SIGKILL)
 
@@ -101,7 +106,7 @@ class Cable:
                 caller, _ = self._listener.accept()
             except OSError:
                 return
-            with caller, suppress(ssl.SSLError):  # who does not trust us
+            with caller, suppress(OSError):  # who does not trust us, or leaves
                 self._pass_on(self._opened(caller))
 
     def _opened(self, caller: socket.socket) -> socket.socket:
@@ -130,10 +135,17 @@ def _message(end: socket.socket) -> bytes:
     """A request or an answer, whole."""
     found = b""
     while b"\r\n\r\n" not in found:
-        found += end.recv(65536)
+        found += _part(end)
     head, _, body = found.partition(b"\r\n\r\n")
     lengths = [line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
     wanted = int(lengths[0].split(b":")[1]) if lengths else 0
     while len(body) < wanted:
-        body += end.recv(65536)
+        body += _part(end)
     return head + b"\r\n\r\n" + body
+
+
+def _part(end: socket.socket) -> bytes:
+    """Raises ConnectionError when there is no more, instead of waiting for it for ever."""
+    if not (found := end.recv(65536)):
+        raise ConnectionError("it left in the middle")
+    return found

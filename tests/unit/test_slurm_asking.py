@@ -39,3 +39,20 @@ def test_a_mistake_in_it_is_not_the_last_question(caplog: pytest.LogCaptureFixtu
     assert asker.wait(lambda: True, 60.0) and asker.wait(lambda: True, 60.0)
     assert asker.wait(lambda: False, 60.0), "not due"
     assert len(asked) == 2 and "a mistake" in caplog.text
+
+
+def test_a_thread_that_cannot_be_started_is_not_the_last_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine may have no room for one more just now."""
+    asked = []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    asker = Asker(lambda: asked.append(1))
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            asker.wait(lambda: True, 60.0)
+    assert asker.wait(lambda: True, 5.0) and asked == [1]
