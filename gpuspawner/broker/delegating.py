@@ -189,6 +189,8 @@ class Delegating(Machines, Controllers):
         except Refused as error:
             self.end_ticket(ticket.id, "refused", error.message, tell=tell)
             raise
+        else:
+            self._troubles = {k: v for k, v in self._troubles.items() if k != ticket.id}
 
     def _must_be_free(self, ticket: Ticket) -> None:
         """Raises NoDeviceFree for who does not want to wait, when somebody does already or all
@@ -231,7 +233,7 @@ class Delegating(Machines, Controllers):
         if paused := self.line.closed.get(closures.GRANTING):
             why = f"the GPUs to be given out again ({paused.reason or 'maintenance'})"
         if turn is None or turn.over:
-            reason = "about to be handed over" if paused else self._other().why_not_yet(ticket)
+            reason = "" if paused else self._other().why_not_yet(ticket) or self._trouble(ticket)
             return Standing(place=1, of=1, why=f"{why} ({reason or 'about to be handed over'})",
                             estimate=None, planned=None)  # fmt: skip
         if paused:
@@ -245,6 +247,12 @@ class Delegating(Machines, Controllers):
             estimate=None,
             planned=turn.start,
         )
+
+    def _trouble(self, ticket: Ticket) -> str:
+        """Why it was not handed over, for its member; nothing if nobody tried in vain."""
+        if ticket.id not in self._troubles:
+            return ""
+        return f"{self._other().engine.capitalize()} does not answer just now; it is asked again until it does"
 
     def _delegated_order(self) -> list[tuple[Ticket, Ranked, Standing]]:
         """The line as the other side orders it, first next."""

@@ -164,9 +164,11 @@ def _hangs(broker: Broker, cluster: SlurmCluster) -> None:
         new = comes.result(timeout=60)
         assert ended.result(timeout=60).outcome == "left"
         assert isinstance(rounds.exception(timeout=60), SlurmUnavailable)
-        assert len(broker.standings()) == 1
+        (standing,) = broker.standings().values()
+        assert "Slurm does not answer just now; it is asked again" in standing.why
         assert delegate._asker.seconds > 0 and delegate._nodes_asker.seconds > 0, "both hang yet"
     until_in_line(broker, new)
+    assert "does not answer" not in broker.standings()[new.id].why
     assert has_job(cluster, new) == "PENDING"
     wait_for(lambda: broker.end_deserted() or not has_job(cluster, leaves), "its job to go")
 
