@@ -17,7 +17,7 @@ demo:
 	@$(PY) scripts/demo.py
 
 test: parts
-	$(PY) -m pytest $(SHARED) --durations=30 $(ARGS)
+	@PY=$(PY) scripts/test.sh $(SHARED) --durations=30 $(ARGS)
 
 check: env
 	@scripts/check.sh
