@@ -54,7 +54,6 @@ c.Broker.gpu_rates = {"*": 60}
 c.Broker.opening_grant = 100
 c.Broker.credits_help = "Write to gpu@lab.example for more."
 c.GPUDockerSpawner.gpu_limit = lambda spawner: 8 if spawner.user.admin else 3
-c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 60}  # whoever asks hears how it ended
 """
 
 
