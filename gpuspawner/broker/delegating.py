@@ -252,7 +252,8 @@ class Delegating(Machines, Controllers):
         """Why it was not handed over, for its member; nothing if nobody tried in vain."""
         if ticket.id not in self._troubles:
             return ""
-        return f"{self._other().engine.capitalize()} does not answer just now; it is asked again until it does"
+        who = self._other().engine.capitalize()
+        return f"{who} does not answer just now; it is asked again until it does"
 
     def _delegated_order(self) -> list[tuple[Ticket, Ranked, Standing]]:
         """The line as the other side orders it, first next."""

@@ -83,7 +83,7 @@ def test_nothing_is_smuggled_into_a_start(hub: AttackHub, attempt: Attempts) -> 
         rest = hub.spawn("bob", options)
         attempt(f"{options} by REST", refused=400 <= rest.status_code < 500)
         plain = {name: str(value) for name, value in options.items()}
-        form = hub.send_form("bob", plain)
+        form = hub.send_refused_form("bob", plain)
         attempt(f"{options} by the form", refused=400 <= form.status_code < 500)
         hub.open_page("bob", "/hub/spawn", **{f"opt-{name}": v for name, v in plain.items()})
         attempt(f"{options} by a link", refused=hub.server("bob") is None)

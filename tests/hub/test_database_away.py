@@ -156,7 +156,7 @@ def test_the_database_is_gone(
             for options in ({"gpus": 1}, {"environment": "cpu"}):
                 refused = hub.spawn("member2", options)
                 assert (refused.status_code, message_of(refused)) == (503, SENTENCE)
-            page = hub.send_form("member2", {"gpus": "1"})
+            page = hub.send_refused_form("member2", {"gpus": "1"})
             assert_in_words(page.text)
             assert page.status_code == 503 and SENTENCE in error_on(page.text)
             page = hub.open_page("member2", "/hub/spawn")

@@ -227,7 +227,7 @@ def test_pages_say_the_same(hub: GPUHub, member: str, environment: str, sentence
     page = hub.send_form(member, {"environment": environment, "gpus": "1"})
     assert_in_words(page.text)
     if "/spawn-pending/" in page.url:
-        assert page.ok
+        assert page.ok or sentence in text_of(page.text)  # it has failed meanwhile
         events = events_of(hub, member)
         if events:
             [*others, last] = events

@@ -182,7 +182,7 @@ def test_nothing_is_granted_before_all_is_known(
         for options in ({"gpus": 1}, {"environment": "cpu"}):
             refused = hub.spawn("member2", options)
             assert (refused.status_code, message_of(refused)) == (503, STILL_FINDING_OUT)
-            page = hub.send_form("member2", options)
+            page = hub.send_refused_form("member2", options)
             assert page.status_code == 503 and STILL_FINDING_OUT in page.text
             assert_in_words(page.text)
         assert hub.records() == before, "nothing was granted, and nothing released"

@@ -19,6 +19,7 @@ from tests.support.gpu_hub import (
     assert_in_words,
     error_on,
     message_of,
+    refused_in_time,
     simulated_uuids,
     text_of,
 )
@@ -86,13 +87,13 @@ def rest(hub: GPUHub, user: str, options: dict[str, Any]) -> tuple[int, str]:
 
 def form(hub: GPUHub, user: str, options: dict[str, Any]) -> tuple[int, str]:
     """Ask by the form: the status and the sentence in the red box above the form."""
-    return _seen_on(hub.send_form(user, options))
+    return _seen_on(hub.send_refused_form(user, options))
 
 
 def link(hub: GPUHub, user: str, options: dict[str, Any]) -> tuple[int, str]:
     """Ask by a link with ``opt-`` parameters."""
     query = {f"opt-{name}": value for name, value in options.items()}
-    return _seen_on(hub.open_page(user, "/hub/spawn", **query))
+    return _seen_on(refused_in_time(lambda: hub.open_page(user, "/hub/spawn", **query)))
 
 
 def stored(hub: GPUHub, user: str, options: dict[str, Any]) -> tuple[int, str]:
@@ -271,7 +272,7 @@ def test_values_that_only_json_can_hold(hub: GPUHub, options: dict[str, Any], fi
 
 
 def test_a_form_shows_a_smuggled_name_as_text(hub: GPUHub) -> None:
-    page = hub.send_form("member1", {"<script>alert(1)</script>": "x"}).text
+    page = hub.send_refused_form("member1", {"<script>alert(1)</script>": "x"}).text
     assert "<script>alert(1)" not in page
     assert "<script>alert(1)</script>" in text_of(page)
 

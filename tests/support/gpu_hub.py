@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,6 +22,7 @@ from gpuspawner.store import schema
 from tests.support.engine import PrivateEngine
 from tests.support.hub import NAVIGATION, HubProcess
 from tests.support.images import INSTANT
+from tests.support.processes import wait_for
 
 CATALOG = f"""
 environments:
@@ -177,10 +178,26 @@ class GPUHub(HubProcess):
         """Open the spawn form as this member and send it with these fields."""
         return self.post_form(self.browser_of(user), "/hub/spawn", fields)
 
+    def send_refused_form(self, user: str, fields: Mapping[str, Any]) -> requests.Response:
+        """The same, of what nothing comes."""
+        return refused_in_time(lambda: self.send_form(user, fields))
+
     def open_page(self, user: str, path: str, **query: Any) -> requests.Response:
         """Go to a page as this member, as by a link."""
         url = f"{self.url}/{path.lstrip('/')}"
         return self.browser_of(user).get(url, params=query, headers=NAVIGATION, timeout=60)
+
+
+def refused_in_time(ask: Callable[[], requests.Response]) -> requests.Response:
+    """The page that refuses a start. JupyterHub waits for a second for a form's answer and then
+    shows the page for those who wait: who gets that on a busy machine asks again."""
+
+    def refused() -> list[requests.Response]:
+        page = ask()
+        return [] if "/spawn-pending/" in page.url else [page]
+
+    (page,) = wait_for(refused, "an answer within a second", timeout=60)
+    return page
 
 
 @contextmanager
