@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from traitlets import Float
 from traitlets.config import SingletonConfigurable
 
 from ..broker import Broker
-from ..errors import ConfigError
+from ..errors import ConfigError, SlurmRefused, SlurmUnavailable
 from ..ledger.rules import ACTOR_ACCOUNTING
 from ..model import format_credits
 from ..slurm import syncing
 from .tick import Tick
 
 AUDIT_EVERY = timedelta(days=1)
+TELL_EVERY = timedelta(days=1)
 SETTLED = timedelta(minutes=10)
 """After so long both sides know the end of a session."""
 
@@ -67,6 +68,7 @@ class OnCluster:
     def __init__(self, tick: Tick) -> None:
         self.tick = tick
         self.broker: Broker = tick.broker
+        self._told_late: datetime | None = None
 
     async def members(self) -> None:
         """Tell Slurm of members who came, left, changed groups, or have no credits.
@@ -85,11 +87,32 @@ class OnCluster:
             raise ConfigError(" ".join(plan.problems))
 
     async def jobs(self) -> None:
-        """Charge jobs beside servers for what they used."""
-        done = await asyncio.to_thread(self.broker.debit_cluster)
+        """Charge jobs beside servers for what they used.
+
+        Raises SlurmUnavailable or SlurmRefused.
+        """
+        try:
+            done = await asyncio.to_thread(self.broker.debit_cluster)
+        except (SlurmUnavailable, SlurmRefused):
+            await self._tell_late()
+            raise
         if done.jobs:
             credits = format_credits(done.amount)
             self.tick.log.info("Jobs beside servers: %d paid %s credits", done.jobs, credits)
+        await self._tell_late()
+
+    async def _tell_late(self) -> None:
+        """Say once a day that Slurm's database stays behind: what is said when that begins is
+        easily missed."""
+        since, now = await self.broker.run(self.broker.unread_since), self.broker.clock()
+        if since and (self._told_late is None or now - self._told_late >= TELL_EVERY):
+            self._told_late = now
+            self.tick.log.warning(
+                "Jobs beside servers that ended since %s may not be paid yet: Slurm's accounting "
+                "database does not answer, or was not told everything (sdiag: DBD Agent queue "
+                "size). On the controller: systemctl status slurmctld slurmdbd mariadb",
+                f"{since:%Y-%m-%d %H:%M} UTC",
+            )
 
     async def audit(self) -> None:
         """Once a day: do Slurm's seconds of each session that ended agree with ours?"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -15,7 +14,7 @@ from ..ledger import batch as pure
 from ..slurm.cluster import Cluster
 from ..slurm.commands import Slurm
 from ..slurm.names import by_user
-from ..slurm.usage import Run, behind, living, parts_of, read_runs, read_usage
+from ..slurm.usage import Run, living, parts_of, read_runs, read_usage, stays_behind
 from ..store import batch, book, history, lots, tickets
 from ..store.batch import BatchJob
 from . import batch_words
@@ -29,6 +28,9 @@ LOOK_BACK = timedelta(days=7)
 
 SETTLED = timedelta(minutes=10)
 """After so long Slurm's database says nothing more of what is known to its controller."""
+
+LATE = timedelta(hours=6)
+"""After so long somebody should see why Slurm's database does not get everything."""
 
 AT_ONCE = 200
 """Jobs that are debited in one transaction, at the most."""
@@ -121,6 +123,13 @@ class Batch(Admitting):
             self._read_up_to(cluster.name, marks, min([until, now, *open_since]), now)
         return Debited(len(done), sum(amount for _, amount in done), tuple(dict.fromkeys(unknown)))
 
+    def unread_since(self) -> datetime | None:
+        """Up to when all that ended is paid for sure, where that is long ago and Slurm's database
+        did not answer, or lacked something that its controller knows, at the last look."""
+        now = self.clock()
+        until = self._marks(self.nodes().name, now).until
+        return until if self._in_step is None and now - until > LATE else None
+
     def jobs_since(self, cluster: str, moment: datetime) -> list[BatchJob]:
         """The jobs of a cluster beside servers that go on or ended after a moment."""
         return self.store.run(lambda connection: batch.since(connection, cluster, moment))
@@ -147,7 +156,7 @@ class Batch(Admitting):
     def _is_complete(self, slurm: Slurm, now: datetime) -> bool:
         """Whether Slurm's database has had everything for a while: while it was away, its
         controller keeps what happened, and what a job had comes some seconds after its end."""
-        if _stays_behind(slurm):
+        if stays_behind(slurm):
             self._in_step = None
         elif self._in_step is None or self._in_step > now:
             self._in_step = now
@@ -337,16 +346,6 @@ class Batch(Admitting):
             entries=job.entries + bool(amount),
         )
         return amount
-
-
-def _stays_behind(slurm: Slurm) -> bool:
-    """Whether the database lacks something for more than a moment, as it always may on a cluster
-    where a lot happens."""
-    for _ in range(2):
-        if not behind(slurm):
-            return False
-        time.sleep(0.5)
-    return bool(behind(slurm))
 
 
 def job_id(cluster: str, run: Run) -> str:

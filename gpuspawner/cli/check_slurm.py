@@ -30,6 +30,7 @@ from ..slurm.commands import Slurm
 from ..slurm.config import TESTED, is_tested
 from ..slurm.reaching import connector
 from ..slurm.telemetry import trouble_of
+from ..slurm.usage import behind, stays_behind
 from .check_clocks import check_clock
 from .check_hub import check_reachable
 from .check_servers import NO_CONTAINERS, check_injection, images_of, root_of
@@ -137,12 +138,18 @@ def _check_accounting(slurm: Slurm, cluster: Cluster) -> Finding:
     name = "slurmdbd"
     try:
         known = slurm.run("sacctmgr", "--noheader", "--parsable2", "show", "cluster")
+        lacks = behind(slurm) if stays_behind(slurm) else 0
     except GPUSpawnerError as error:
         remedy = "On the controller: systemctl status slurmdbd mariadb"
         return Finding(name, Status.FAIL, error.message, remedy)
     if cluster.name not in [line.partition("|")[0] for line in known.splitlines()]:
         text = f"The accounting database does not know the cluster {cluster.name}."
         return Finding(name, Status.FAIL, text, f"sacctmgr -i add cluster {cluster.name}")
+    if lacks:
+        text = f"The controller has {lacks} messages that the accounting database did not take "
+        text += "yet: jobs beside servers are paid once it knows of them."
+        remedy = "If sdiag says so for long, on the controller: systemctl status slurmdbd mariadb"
+        return Finding(name, Status.FAIL, text, remedy)
     return Finding(name, Status.OK, f"The accounting database knows the cluster {cluster.name}")
 
 

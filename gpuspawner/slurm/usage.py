@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -141,6 +142,16 @@ def behind(slurm: Slurm) -> int:
         why = "sdiag does not say how far the accounting database is behind, as Slurm 22.05 does"
         raise SlurmUnavailable(why=why)
     return int(found[1])
+
+
+def stays_behind(slurm: Slurm) -> bool:
+    """Whether the database lacks something for more than a moment, as it always may on a cluster
+    where a lot happens. Raises as :func:`behind`."""
+    for _ in range(2):
+        if not behind(slurm):
+            return False
+        time.sleep(0.5)
+    return bool(behind(slurm))
 
 
 def _ask(slurm: Slurm, since: datetime, until: datetime, *more: str) -> list[Run]:

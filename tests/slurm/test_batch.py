@@ -6,21 +6,33 @@ Jobs beside servers are paid from members' accounts, whatever Slurm's database w
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from traitlets.config import Config
 
-from gpuspawner.broker.batch import OVERLAP, SETTLED, Debited
+from gpuspawner.accounting.batch import OnCluster
+from gpuspawner.accounting.hub import Hub
+from gpuspawner.accounting.tick import Tick
+from gpuspawner.broker.batch import LATE, OVERLAP, SETTLED, Debited
 from gpuspawner.broker.broker import utcnow
+from gpuspawner.cli.check_slurm import check_slurm
+from gpuspawner.cli.hub import open_hub
+from gpuspawner.engines.probe import Finding, Status
 from gpuspawner.errors import SlurmUnavailable
 from gpuspawner.model import MICRO
 from gpuspawner.slurm.usage import behind
 from gpuspawner.store import batch
 from tests.support.processes import wait_for
-from tests.support.slurm_books import QUICK, Books, begin, finish, member
+from tests.support.slurm_books import QUICK, Books, begin, finish, member, moved_database
 from tests.support.slurm_cluster import SlurmCluster
+
+LOG = logging.getLogger(__name__)
 
 
 def forward(books: Books, **step: float) -> None:
@@ -41,6 +53,13 @@ def settled_round(books: Books) -> Debited:
     """One after a while. The controller may have something to tell its database just then."""
     forward(books, seconds=SETTLED.total_seconds() + 1)
     return books.broker.debit_cluster()
+
+
+def checked(books: Books) -> Finding:
+    """What ``gpuspawner check`` says of the database."""
+    hub = open_hub(Config())
+    found = check_slurm(hub, None, books.broker.nodes(), False)
+    return next(finding for finding in found if finding.name == "slurmdbd")
 
 
 def test_jobs_beside_servers_are_paid_from_the_members_account(
@@ -159,6 +178,7 @@ def test_a_database_that_is_hours_behind_loses_no_debit(
     user = member(books, "gslag")
     books.sync()
     begun = books.broker.clock()
+    assert books.broker.unread_since() is None
     cluster.kill("slurmdbd")
     jobs = [cluster.hold(user, f"--gres=gpu:a100:{n}", script=QUICK) for n in (1, 2)]
     for job in jobs:
@@ -166,7 +186,9 @@ def test_a_database_that_is_hours_behind_loses_no_debit(
     assert behind(books.broker.slurm()) > 0
     with pytest.raises(SlurmUnavailable):
         books.broker.debit_cluster()
-    forward(books, hours=5)
+    assert books.broker.unread_since() is None, "it is not away for long"
+    forward(books, seconds=LATE.total_seconds() + 60)
+    assert books.broker.unread_since() == read_up_to(books) < begun + OVERLAP
     cluster.restart("slurmdbd")
     paid: list[Debited] = []
 
@@ -190,6 +212,57 @@ def test_a_database_that_is_hours_behind_loses_no_debit(
 
     def read() -> bool:
         assert settled_round(books).jobs == 0
-        return read_up_to(books) > begun + timedelta(hours=5)
+        return read_up_to(books) > begun + LATE
 
     wait_for(read, "all to be read up to now", interval=0.5)
+    assert books.broker.unread_since() is None
+
+
+def test_admins_are_told_of_a_database_that_stays_behind(
+    books: Books,
+    cluster: SlurmCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It answers and is told nothing, then it is away: both are said once a day."""
+    monkeypatch.chdir(tmp_path)
+    user = member(books, "gslate")
+    books.sync()
+    tick = Tick(broker=books.broker, hub=Hub("http://127.0.0.1:9", ""), engines={}, log=LOG)
+    duties = OnCluster(tick)
+
+    def told() -> list[str]:
+        """What two rounds say of it."""
+        caplog.clear()
+        for _ in range(2):
+            asyncio.run(tick.round("Jobs beside servers", duties.jobs))
+        said = [record.getMessage() for record in caplog.records if record.name == LOG.name]
+        return [text for text in said if "may not be paid yet" in text]
+
+    slurm = books.broker.slurm()
+    wait_for(lambda: behind(slurm) == 0, "it to be told everything", interval=0.3)
+    assert checked(books).status is Status.OK
+    with moved_database(cluster):
+        job = cluster.hold(user, "--gres=gpu:1", script=QUICK)
+        wait_for(lambda: cluster.state(job) == "COMPLETED", "its end")
+        found = checked(books)
+        assert found.status is Status.FAIL and "systemctl status slurmdbd" in found.remedy
+        assert " messages that the accounting database did not take yet" in found.text
+        assert told() == [], "it is not behind for long"
+        forward(books, seconds=LATE.total_seconds() + 60)
+        (text,) = told()
+        assert f"{read_up_to(books):%Y-%m-%d %H:%M} UTC" in text
+        assert "systemctl status slurmctld slurmdbd" in text
+        forward(books, hours=23)
+        assert told() == []
+        cluster.kill("slurmdbd")
+        found = checked(books)
+        assert found.status is Status.FAIL and "systemctl status slurmdbd" in found.remedy
+        assert told() == []
+        forward(books, hours=2)
+        assert len(told()) == 1
+    wait_for(lambda: behind(slurm) == 0, "it to be told everything", interval=0.3)
+    forward(books, days=2)
+    assert told() == []
+    assert checked(books).status is Status.OK

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,12 @@ from gpuspawner.broker.batch import Debited
 from gpuspawner.broker.queue import Terms
 from gpuspawner.model import Lease, Request, ServerRef, Ticket
 from gpuspawner.slurm import syncing
+from tests.support import slurm_files
 from tests.support.preloaded import PRELOADED
-from tests.support.processes import REPO, system_path, wait_for
+from tests.support.processes import REPO, free_port, system_path, wait_for
 from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_daemons import file_of
+from tests.support.slurm_files import Places
 from tests.support.slurm_hub import described
 
 CONFIG = """
@@ -143,3 +149,21 @@ def finish(books: Books, lease: Lease) -> Lease:
 
     ended_at = wait_for(over, "the end of its job", interval=0.2)
     return books.broker.release(lease.id, ended_at=ended_at, reason="done")
+
+
+@contextmanager
+def moved_database(cluster: SlurmCluster) -> Iterator[None]:
+    """slurmdbd listens at another port, and everybody knows that but the controller: it answers,
+    and is told nothing."""
+    try:
+        _move_database(cluster, replace(cluster.places, accounting_port=free_port()))
+        yield
+    finally:
+        _move_database(cluster, cluster.places)
+
+
+def _move_database(cluster: SlurmCluster, places: Places) -> None:
+    text = slurm_files.slurmdbd_conf(places, cluster._password)
+    file_of("slurm", cluster.directory / "etc/slurmdbd.conf", text.encode(), "0600")
+    cluster._write_settings({"AccountingStoragePort": places.accounting_port})
+    cluster.restart("slurmdbd")
