@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Coroutine, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
@@ -24,17 +24,17 @@ from ..errors import EngineUnavailable, StartFailed
 from .base import spawn_exception
 from .container import ContainerSettings, build
 from .gone import Proof
-from .hardening import GPUDockerHardening
 from .injecting import injection_mode
 from .keeping import Kept, Plain, keep, leave_plain
 from .limits import allowed_ulimits
 from .pulling import Pulls
+from .warming import GPUDockerWarm
 
 THREADS = 16
 """Docker calls that may run at once; the stock spawner has one thread for all members."""
 
 
-class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
+class GPUDockerSpawner(GPUDockerWarm, DockerSpawner):
     """Leases GPUs to containers on this machine's Docker Engine."""
 
     engine_name = "docker"
@@ -133,13 +133,24 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
             kwargs = build(kwargs, self._held(), await self._container_settings())
             self.warn_of(kwargs["host_config"])
             await self.storage().prepare(self.image)
-        elif method != "start":
+            return await self._kept_hold_of(self._warm_or_new(kwargs))
+        if method != "start":
             return await self._call(method, *args, **kwargs)
-        # The call outlives a cancelled spawn: keep hold of it, so that the release waits
-        # for it and sees what there is.
+        if args == (self._taken,):
+            return None  # a warm one: it runs
+        return await self._kept_hold_of(self._call(method, *args, **kwargs))
+
+    async def _kept_hold_of(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """What outlives a cancelled spawn: the release waits for it, and sees what there is."""
         self.touched = True
-        self._changing = asyncio.ensure_future(self._call(method, *args, **kwargs))
+        self._changing = asyncio.ensure_future(work)
         return await asyncio.shield(self._changing)
+
+    async def _warm_or_new(self, create: dict[str, Any]) -> dict[str, Any]:
+        if ref := await self.take_warm(create):
+            return {"Id": ref}
+        created: dict[str, Any] = await self._call("create_container", **create)
+        return created
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -196,7 +207,8 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         """Start as DockerSpawner does; whatever fails is said in words."""
         try:
             self._kept = Kept() if self.remove else await keep(self)
-            return await super().start()
+            with self.starting_now():
+                return await super().start()
         except ImageNotFound as error:
             cause = f"the image {self.image} is not on this machine"
             raise self._did_not_start(cause, error) from error

@@ -38,11 +38,15 @@ class PrivateEngine:
     ``engine.gateway``, and are reached by published ports on 127.0.0.1 or by their address.
     """
 
-    def __init__(self, *, live_restore: bool = False, cdi: bool = False) -> None:
+    def __init__(
+        self, *, live_restore: bool = False, cdi: bool = False, shared_mounts: bool = False
+    ) -> None:
         """``live_restore``: containers survive a restart. ``cdi``: an Engine that knows CDI,
-        with a specification of the machine's devices beside the hook.
+        with a specification of the machine's devices beside the hook. ``shared_mounts``: its
+        machine's mounts propagate, as they do wherever systemd runs.
         """
         self.live_restore = live_restore
+        self.shared_mounts = shared_mounts
         self.cdi = cdi
         self.programs: Path | None = None
         self.name = "engine"
@@ -216,6 +220,8 @@ class PrivateEngine:
 
     def _around(self, command: list[str]) -> list[str]:
         """The command as this engine's machine would run it: here it is this machine."""
+        if self.shared_mounts:  # in a namespace of its own, so that this machine stays as it is
+            return ["unshare", "--mount", "--propagation", "shared", *command]
         return command
 
     def _dockerd(self) -> list[str]:

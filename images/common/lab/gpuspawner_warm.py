@@ -1,0 +1,130 @@
+"""A server that has imported itself before anybody asks for one.
+
+It waits at its standard input for what makes it a member's: the environment, the arguments, and
+what it must see where the member's workspace is to be. Then it is that member's server. Until
+then it knows nobody, listens nowhere, and ends when its standard input does: then the hub that
+started it is gone. It runs with Python 3.8 or later.
+"""
+
+import glob
+import importlib
+import json
+import os
+import site
+import sys
+import tempfile
+
+VARIABLE = "GPUSPAWNER_WARM"
+
+NEEDED = (
+    "jupyterhub.singleuser.app",
+    "jupyterhub.singleuser.extension",
+    "jupyterlab.labapp",
+    "jupyter_server.serverapp",
+)
+HELPFUL = (
+    "IPython.core.completerlib",
+    "jupyter_client.asynchronous",
+    "jupyter_server.services.contents.largefilemanager",
+    "jupyter_server.services.kernels.connection.channels",
+    "jupyter_server.services.kernels.kernelmanager",
+    "jupyter_server.services.sessions.sessionmanager",
+    "jupyter_server_fileid.manager",
+    "jupyterlab.handlers.build_handler",
+    "jupyterlab.handlers.extension_manager_handler",
+    "jupyterlab.handlers.plugin_manager_handler",
+    "jupyterlab_server.handlers",
+    "nbconvert.exporters",
+    "sqlite3",
+    "terminado",
+    "tornado.platform.asyncio",
+    "tornado.curl_httpclient",
+    "zmq.eventloop.zmqstream",
+)
+"""What a server imports while it starts, and for its first pages; other versions have others."""
+
+
+def imported():
+    """Import what the server will need. What is not there, it does not need."""
+    for name in NEEDED:
+        importlib.import_module(name)
+    for name in (*HELPFUL, *_extensions()):
+        try:
+            importlib.import_module(name)
+        except Exception:  # the server says it, if it is one of its own
+            continue
+
+
+def _extensions():
+    """The server's extensions that are turned on for everybody."""
+    pattern = os.path.join(sys.prefix, "etc/jupyter/jupyter_server_config.d/*.json")
+    for file in sorted(glob.glob(pattern)):
+        try:
+            with open(file, encoding="utf-8") as stream:
+                found = json.load(stream)["ServerApp"]["jpserver_extensions"]
+        except (OSError, ValueError, LookupError):
+            continue
+        for name, on in found.items():
+            if on:
+                yield name
+
+
+def say(text):
+    print("gpuspawner: " + text, flush=True)
+
+
+def used_already():
+    """Whether this container was a member's before: it was started again without its hub, which
+    alone can give it what it lacks."""
+    mark = os.path.join(tempfile.gettempdir(), ".gpuspawner-given")
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return True
+    except OSError:  # nothing can be written there
+        return False
+    return False
+
+
+def why_not(folder, workspace):
+    """Why this is not the workspace that the hub mounted; empty if it is."""
+    try:
+        seen = os.stat(folder)
+    except OSError as error:
+        return f"the workspace cannot be seen: {error.strerror}"
+    if (seen.st_dev, seen.st_ino) != (workspace["device"], workspace["inode"]):
+        return "the workspace that the hub mounts does not come into this container"
+    return ""
+
+
+def wait():
+    """Until somebody's server is wanted; from then on this process is as if just started."""
+    if used_already():
+        say("this container was a member's, and is used up")
+        sys.exit(3)
+    imported()
+    here, target = os.getcwd(), os.environ.pop(VARIABLE)
+    say("waiting")
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        sys.exit(0)
+    order = json.loads(line)
+    reason = why_not(target, order["workspace"])
+    if reason:
+        say("refused: " + reason)
+        sys.exit(3)
+    os.environ.update(order["environment"])
+    sys.argv[1:] = order["arguments"]
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.chdir(here)  # what is mounted there now, and not what it hides
+    _own_packages()
+    say("taken")
+
+
+def _own_packages():
+    """What the member installed with --user may have come with the workspace."""
+    importlib.invalidate_caches()
+    folder = site.getusersitepackages() if site.ENABLE_USER_SITE else ""
+    if folder and folder not in sys.path and os.path.isdir(folder):
+        site.addsitedir(folder)
