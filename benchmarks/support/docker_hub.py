@@ -37,6 +37,7 @@ c.StockSpawner.extra_host_config = {{
     "device_requests": [DeviceRequest(device_ids=[{spare!r}], capabilities=[["gpu"]])]
 }}
 c.GPUDockerSpawner.gpu_injection = "device_requests"
+c.GPUDockerSpawner.warm_folder = {folder!r}
 c.Broker.device_source = "simulated:{fleet}"
 c.Broker.opening_grant = 1000000
 """
@@ -57,19 +58,33 @@ class DockerHub:
 
 @contextlib.contextmanager
 def docker_hub(
-    members: int, config: str = "", *, spare: int = 0, image: str = images.INSTANT
+    members: int,
+    config: str = "",
+    *,
+    spare: int = 0,
+    image: str = images.INSTANT,
+    shared_mounts: bool = False,
 ) -> Iterator[DockerHub]:
     """A hub with so many members of either side, a device for each of ours, and ``spare`` more.
+
+    ``shared_mounts``: those of the engine's machine propagate, as wherever systemd runs.
 
     Both sides get one device by a device request: ours the one that it leases, the stock
     spawner always the same one more.
     """
     leased = members + spare
     uuids = simulated_uuids(f"{leased + 1}xT4")
-    with tempfile.TemporaryDirectory() as folder, PrivateEngine() as engine:
+    started = PrivateEngine(shared_mounts=shared_mounts)
+    with tempfile.TemporaryDirectory() as folder, started as engine:
         images.ensure_images(engine, [image])
         engine.set_devices(uuids)
-        text = CONFIG.format(engine=engine.url, image=image, fleet=f"{leased}xT4", spare=uuids[-1])
+        text = CONFIG.format(
+            engine=engine.url,
+            image=image,
+            fleet=f"{leased}xT4",
+            spare=uuids[-1],
+            folder=f"{folder}/warm",
+        )
         with HubProcess(
             Path(folder), text + config, hub_ip=engine.gateway, environment=HUB_PATH
         ) as hub:

@@ -16,12 +16,7 @@ import tempfile
 
 VARIABLE = "GPUSPAWNER_WARM"
 
-NEEDED = (
-    "jupyterhub.singleuser.app",
-    "jupyterhub.singleuser.extension",
-    "jupyterlab.labapp",
-    "jupyter_server.serverapp",
-)
+NEEDED = ("jupyterhub.singleuser", "jupyterlab.labapp", "jupyter_server.serverapp")
 HELPFUL = (
     "IPython.core.completerlib",
     "jupyter_client.asynchronous",
