@@ -17,9 +17,9 @@ come to rest after the last start; ``--nothing-ahead`` is without.
   when JupyterLab says that the kernel is idle.
 
 ``cold``: the machine has nothing of the image in memory (its page cache was dropped) and the
-browser nothing in its cache. ``warm``: the same member comes back. The rows below say where the
-seconds of a warm start go: ``container made`` holds the hub's own work, the lease and the
-workspace; ``server listens`` is Python importing the server. Of a container that waited, ``made``
+browser nothing in its cache. ``warm``: the same member comes back, with the same browser's profile.
+The rows below say where the seconds of a warm start go: ``container made`` holds the hub's own
+work, the lease and the workspace; ``server listens`` is Python importing the server. Of a container that waited, ``made``
 and ``started`` are when it had taken what makes it the member's.
 """
 
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from functools import partial
 
 from playwright.sync_api import BrowserContext
@@ -53,6 +54,9 @@ OWN_PROGRAM = """
 c.StockSpawner.cmd = ["python", "-m", "jupyterhub.singleuser"]
 """
 
+FILL = 2
+"""Starts that fill the browser's cache: at its second use a script is kept compiled."""
+
 Found = dict[str, list[Click]]
 
 
@@ -68,7 +72,7 @@ def measure(hub: DockerHub, cold: int, warm: int, ahead: bool) -> tuple[Found, F
     if ahead:  # the first start says what is to wait
         hub.members.spawn(users["ours"])
         hub.members.stop(users["ours"])
-    with open_browser() as browser:
+    with open_browser() as browser, tempfile.TemporaryDirectory() as profiles:
 
         def click(found: Found, context: BrowserContext, side: str, *_: int) -> None:
             user = users[side]
@@ -93,13 +97,18 @@ def measure(hub: DockerHub, cold: int, warm: int, ahead: bool) -> tuple[Found, F
 
         first: Found = {side: [] for side in users}
         in_turns(cold, partial(click_cold, first, "ours"), partial(click_cold, first, "stock"))
-        contexts = {side: sign_in(browser, hub.hub, user) for side, user in users.items()}
+        contexts = {
+            side: sign_in(browser, hub.hub, user, f"{profiles}/{side}")
+            for side, user in users.items()
+        }
         later: Found = {side: [] for side in users}
         sides = [partial(click_warm, later, side) for side in users]
-        in_turns(1, *sides)  # fills the browser's cache
+        in_turns(FILL, *sides)
         for clicks in later.values():
             clicks.clear()
         in_turns(warm, *sides)
+        for context in contexts.values():
+            context.close()
     return first, later
 
 
@@ -114,7 +123,7 @@ def main() -> None:
     ahead = not args.nothing_ahead
     config = CONFIG + f"c.GPUDockerSpawner.warm = {ahead}\n"
     config += "" if args.same_server else OWN_PROGRAM
-    with docker_hub(1, config, image=images.BASE, shared_mounts=ahead) as hub:
+    with docker_hub(1, config, image=images.BASE, propagation="shared" if ahead else "") as hub:
         cold, warm = measure(hub, args.cold, args.runs, ahead)
     columns = ("seconds since the click", "runs", "GPUDockerSpawner", "DockerSpawner", "ratio")
     report = Report("click_to_lab", columns)

@@ -8,9 +8,10 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 
-from playwright.sync_api import Browser, BrowserContext, Page, TimeoutError
+from playwright.sync_api import Browser, BrowserContext, Page, TimeoutError, ViewportSize
 
 from gpuspawner.engines.warm import LABEL_WARM, NAME, TAKEN, WAITING
+from tests.support.browser import ARGUMENTS, chromium
 from tests.support.engine import PrivateEngine
 from tests.support.hub import USER_PASSWORD, HubProcess
 from tests.support.processes import wait_for
@@ -50,9 +51,18 @@ class Click:
         return found
 
 
-def sign_in(browser: Browser, hub: HubProcess, user: str) -> BrowserContext:
-    """A browser window of this member, whose cache is still empty."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
+def sign_in(browser: Browser, hub: HubProcess, user: str, profile: str = "") -> BrowserContext:
+    """A browser window of this member, whose cache is still empty.
+
+    ``profile``: a folder for what people's browsers keep on disk, compiled scripts too.
+    """
+    size: ViewportSize = {"width": 1280, "height": 800}
+    if profile:
+        context = browser.browser_type.launch_persistent_context(
+            profile, executable_path=chromium(), args=list(ARGUMENTS), viewport=size
+        )
+    else:
+        context = browser.new_context(viewport=size)
     context.set_default_timeout(PATIENCE)
     page = context.new_page()
     page.goto(f"{hub.url}/hub/login?next=%2Fhub%2Fhome")

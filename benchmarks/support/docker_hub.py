@@ -63,18 +63,18 @@ def docker_hub(
     *,
     spare: int = 0,
     image: str = images.INSTANT,
-    shared_mounts: bool = False,
+    propagation: str = "",
 ) -> Iterator[DockerHub]:
     """A hub with so many members of either side, a device for each of ours, and ``spare`` more.
 
-    ``shared_mounts``: those of the engine's machine propagate, as wherever systemd runs.
+    ``propagation``: of the engine's machine's mounts, ``shared`` as wherever systemd runs.
 
     Both sides get one device by a device request: ours the one that it leases, the stock
     spawner always the same one more.
     """
     leased = members + spare
     uuids = simulated_uuids(f"{leased + 1}xT4")
-    started = PrivateEngine(shared_mounts=shared_mounts)
+    started = PrivateEngine(propagation=propagation)
     with tempfile.TemporaryDirectory() as folder, started as engine:
         images.ensure_images(engine, [image])
         engine.set_devices(uuids)

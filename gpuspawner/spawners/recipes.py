@@ -21,7 +21,7 @@ from ..engines.warm import LABEL_WARM, NAME, VARIABLE, WORKSPACE
 PROGRAM = "jupyterhub-singleuser"
 
 _DEVICE, _PLACE = "\N{SYMBOL FOR SUBSTITUTE}device", "\N{SYMBOL FOR SUBSTITUTE}place"
-_LATER = re.compile(r"(JUPYTERHUB_(?!SINGLEUSER)|JPY_|GPUSPAWNER_)\w*")
+_LATER = re.compile(r"(JUPYTERHUB_(?!SINGLEUSER)|JPY_|GPUSPAWNER_(?!READY))\w*")
 """The variables that JupyterHub and the lease set anew each time, read when a server begins."""
 
 

@@ -39,14 +39,14 @@ class PrivateEngine:
     """
 
     def __init__(
-        self, *, live_restore: bool = False, cdi: bool = False, shared_mounts: bool = False
+        self, *, live_restore: bool = False, cdi: bool = False, propagation: str = ""
     ) -> None:
         """``live_restore``: containers survive a restart. ``cdi``: an Engine that knows CDI,
-        with a specification of the machine's devices beside the hook. ``shared_mounts``: its
-        machine's mounts propagate, as they do wherever systemd runs.
+        with a specification of the machine's devices beside the hook. ``propagation``: of its
+        machine's mounts, ``shared`` as wherever systemd runs, or ``private``.
         """
         self.live_restore = live_restore
-        self.shared_mounts = shared_mounts
+        self.propagation = propagation
         self.cdi = cdi
         self.programs: Path | None = None
         self.name = "engine"
@@ -76,6 +76,13 @@ class PrivateEngine:
     def bridge(self) -> str:
         """The network interface of the default network."""
         return f"gpsp{self.slot}"
+
+    @property
+    def pid(self) -> int:
+        """Of the daemon."""
+        found = self._pid()
+        assert found, "no dockerd runs"
+        return found
 
     @property
     def data(self) -> Path:
@@ -220,8 +227,8 @@ class PrivateEngine:
 
     def _around(self, command: list[str]) -> list[str]:
         """The command as this engine's machine would run it: here it is this machine."""
-        if self.shared_mounts:  # in a namespace of its own, so that this machine stays as it is
-            return ["unshare", "--mount", "--propagation", "shared", *command]
+        if self.propagation:  # in a namespace of its own, so that this machine stays as it is
+            return ["unshare", "--mount", "--propagation", self.propagation, *command]
         return command
 
     def _dockerd(self) -> list[str]:

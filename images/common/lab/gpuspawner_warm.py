@@ -6,6 +6,7 @@ then it knows nobody, listens nowhere, and ends when its standard input does: th
 started it is gone. It runs with Python 3.8 or later.
 """
 
+import gc
 import glob
 import importlib
 import json
@@ -19,7 +20,12 @@ VARIABLE = "GPUSPAWNER_WARM"
 NEEDED = ("jupyterhub.singleuser", "jupyterlab.labapp", "jupyter_server.serverapp")
 HELPFUL = (
     "IPython.core.completerlib",
+    "httpcore",
+    "ipykernel.kernelspec",
+    "jinja2.ext",
     "jupyter_client.asynchronous",
+    "jupyter_core.migrate",
+    "jupyter_lsp.virtual_documents_shadow",
     "jupyter_server.services.contents.largefilemanager",
     "jupyter_server.services.kernels.connection.channels",
     "jupyter_server.services.kernels.kernelmanager",
@@ -30,10 +36,10 @@ HELPFUL = (
     "jupyterlab.handlers.plugin_manager_handler",
     "jupyterlab_server.handlers",
     "nbconvert.exporters",
+    "notebook_shim.nbserver",
     "sqlite3",
     "terminado",
     "tornado.platform.asyncio",
-    "tornado.curl_httpclient",
     "zmq.eventloop.zmqstream",
 )
 """What a server imports while it starts, and for its first pages; other versions have others."""
@@ -43,11 +49,18 @@ def imported():
     """Import what the server will need. What is not there, it does not need."""
     for name in NEEDED:
         importlib.import_module(name)
-    for name in (*HELPFUL, *_extensions()):
+    for name in (*HELPFUL, *_services(), *_extensions()):
         try:
             importlib.import_module(name)
         except Exception:  # the server says it, if it is one of its own
             continue
+
+
+def _services():
+    """The parts of Jupyter Server that it finds by their names when it starts."""
+    server = sys.modules["jupyter_server.serverapp"]
+    for names in getattr(server, "JUPYTER_SERVICE_HANDLERS", {}).values():
+        yield from names or ()
 
 
 def _extensions():
@@ -99,6 +112,10 @@ def wait():
         sys.exit(3)
     imported()
     here, target = os.getcwd(), os.environ.pop(VARIABLE)
+    kernels = sys.modules.get("gpuspawner_kernels")
+    if kernels:
+        kernels.begin_ahead()
+    gc.freeze()  # it stays for good: nobody need look for garbage in it
     say("waiting")
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
@@ -108,6 +125,8 @@ def wait():
     if reason:
         say("refused: " + reason)
         sys.exit(3)
+    if kernels:
+        kernels.given_later(_differs(order["environment"]))
     os.environ.update(order["environment"])
     sys.argv[1:] = order["arguments"]
     with open(os.devnull) as nothing:
@@ -115,6 +134,10 @@ def wait():
     os.chdir(here)  # what is mounted there now, and not what it hides
     _own_packages()
     say("taken")
+
+
+def _differs(environment):
+    return [name for name, value in environment.items() if os.environ.get(name) != value]
 
 
 def _own_packages():
