@@ -17,10 +17,10 @@ come to rest after the last start; ``--nothing-ahead`` is without.
   when JupyterLab says that the kernel is idle.
 
 ``cold``: the machine has nothing of the image in memory (its page cache was dropped) and the
-browser nothing in its cache. ``warm``: the same member comes back, with the same browser's profile.
-The rows below say where the seconds of a warm start go: ``container made`` holds the hub's own
-work, the lease and the workspace; ``server listens`` is Python importing the server. Of a container that waited, ``made``
-and ``started`` are when it had taken what makes it the member's.
+browser nothing in its cache. ``warm``: the same member comes back, with the browser's profile. The
+rows below say where the seconds of a warm start go: ``container made`` holds the hub's own work,
+the lease and the workspace; ``server listens`` is Python importing the server. Of a container that
+waited, ``made`` and ``started`` are when it had taken what makes it the member's.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ orders at its standard input alone, and ends when that does: with the hub.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -81,7 +82,8 @@ class Mounter:
             self._channel.hear("gpuspawner: mounts", timeout=BEGINS_WITHIN)
         except BaseException:
             self._channel.close()
-            client.remove_container(made["Id"], force=True)
+            with contextlib.suppress(DockerException):  # it may have gone by itself
+                client.remove_container(made["Id"], force=True)
             raise
 
     def mount(self, source: str, target: str) -> tuple[int, int]:

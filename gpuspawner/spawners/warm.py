@@ -78,6 +78,8 @@ class WarmPool:
         self._asked: deque[str] = deque(maxlen=REMEMBERED)
         self._ready: dict[str, Warm] = {}
         """By device."""
+        self._busy: set[str] = set()
+        """Devices with one that waits, and that were not free at the last look."""
         self._making: dict[str, asyncio.Task[None]] = {}
         self._touched: dict[str, float] = {}
         """When somebody got the device last: until the store has been asked again, it is theirs."""
@@ -117,6 +119,7 @@ class WarmPool:
         kept = next(same, None)
         for warm in found:
             if warm is not kept:
+                self._log.info("What waited is ended: %s", _why_not(warm, key, image_id))
                 await self._end(warm)
         return kept
 
@@ -154,9 +157,13 @@ class WarmPool:
         free = [view.device.uuid for view in overview.devices if view.state == "free"]
         wanted = self._wanted()
         made_now = (wanted[0].key, await self._run(self._image_id, wanted[1])) if wanted else None
+        busy = {uuid for uuid in self._ready if uuid not in free}
+        # Who just got the device is about to take what waits there, or to end it.
+        others = set() if self._starting else busy & self._busy
+        self._busy = busy
         for uuid, warm in list(self._ready.items()):
             as_wanted = (warm.key, warm.image) == made_now
-            if not (uuid in free and as_wanted and warm.channel.quiet()):
+            if uuid in others or not (as_wanted and warm.channel.quiet()):
                 del self._ready[uuid]
                 await self._end(warm)
         await self._run(self._sweep, {warm.place for warm in self._ready.values()})
@@ -231,3 +238,14 @@ class WarmPool:
             if self._mounter is None or not self._mounter.alive:
                 self._mounter = Mounter(self._client, self._image)
             return self._mounter
+
+
+def _why_not(warm: Warm, key: str, image_id: str) -> str:
+    """Why it is not given, for the log."""
+    if not key:
+        return "its device goes to a server that is none of its kind"
+    if warm.image != image_id:
+        return "its image is another one by now"
+    if warm.key != key:
+        return "the server that gets its device is made in another way"
+    return "it did not wait any more"

@@ -109,7 +109,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"command": None}, "its command is"),
     ({"tty": True}, "terminal"),
     ({"host_config": {"Binds": ["/srv/data:/datasets:ro"]}}, "no workspace"),
-    ({"hostname": "of-anna"}, "hostname names the member"),
+    ({"hostname": "lab_of anna"}, "hostname names the member"),
     ({"labels": {"who": "anna"}}, "labels.who names the member"),
     ({"host_config": {**container()["host_config"], "Links": object()}}, "written down"),
 ]
@@ -136,7 +136,7 @@ def test_a_container_is_given_only_for_one_that_says_the_same(extra: dict[str, s
     except NoRecipe:
         return
     if other.key == recipe("anna", ONE).key:
-        first = {k: v for k, v in recipe("anna", ONE).create(TWO, PLACE)["environment"].items()}
+        first = recipe("anna", ONE).create(TWO, PLACE)["environment"]
         later = ("JUPYTERHUB_", "JPY_", "GPUSPAWNER_")
         own = {k: v for k, v in environment.items() if not k.startswith(later) and "ben" not in v}
         assert own == {k: v for k, v in first.items() if k != "GPUSPAWNER_WARM"}
