@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from docker.errors import DockerException
+from docker.errors import DockerException, NotFound
 
 from ..broker import Broker
 from ..engines.attached import NotWarm
 from ..engines.mounting import Mounter
 from ..engines.warm import (
+    NAME,
     Gift,
     Warm,
     clear,
@@ -47,6 +48,9 @@ CALM = 10.0
 
 REMEMBERED = 50
 """Starts that count for which environment is the favourite."""
+
+MEMBER_WAITS = 3.0
+"""Seconds that who gets a device waits for what is just being started there."""
 
 TRY_AGAIN = 600.0
 """Seconds after which it is tried again what did not work."""
@@ -80,7 +84,8 @@ class WarmPool:
         """By device."""
         self._busy: set[str] = set()
         """Devices with one that waits, and that were not free at the last look."""
-        self._making: dict[str, asyncio.Task[None]] = {}
+        self._making: dict[str, tuple[asyncio.Task[None], Path]] = {}
+        """By device: what is being made, and where."""
         self._touched: dict[str, float] = {}
         """When somebody got the device last: until the store has been asked again, it is theirs."""
         self._not_before: dict[str, float] = {}
@@ -112,8 +117,9 @@ class WarmPool:
         """
         for uuid in uuids:
             self._touched[uuid] = time.monotonic()
-        if making := [self._making[uuid] for uuid in uuids if uuid in self._making]:
-            await asyncio.wait(making)
+        for uuid in uuids:
+            if uuid in self._making:
+                await self._made(*self._making[uuid])
         found = [self._ready.pop(uuid) for uuid in uuids if uuid in self._ready]
         same = (w for w in found if (w.key, w.image) == (key, image_id) and w.channel.quiet())
         kept = next(same, None)
@@ -122,6 +128,14 @@ class WarmPool:
                 self._log.info("What waited is ended: %s", _why_not(warm, key, image_id))
                 await self._end(warm)
         return kept
+
+    async def _made(self, making: asyncio.Task[None], place: Path) -> None:
+        """Wait until a container that is being made waits; not for long, it is ended then."""
+        done, _ = await asyncio.wait([making], timeout=MEMBER_WAITS)
+        if not done:
+            with contextlib.suppress(*Failed):
+                await self._run(remove, self._client, NAME + place.name)
+            await asyncio.wait([making])
 
     async def take(self, warm: Warm, gift: Gift) -> bool:
         """Make it a member's. False when that failed: then it is ended, and the log says why."""
@@ -143,36 +157,49 @@ class WarmPool:
     # In the background.
 
     async def _keep(self) -> None:
+        told = ""
         while True:
+            made = False
             try:
-                await self._round()
+                made = await self._round()
+                told = ""
             except Failed as error:
-                self._log.warning("Nothing is started ahead just now: %s", error)
-            await asyncio.sleep(EVERY)
+                if str(error) != told:
+                    told = str(error)
+                    self._log.warning("Nothing is started ahead just now: %s", error)
+            if not made:
+                await asyncio.sleep(EVERY)
 
-    async def _round(self) -> None:
+    async def _round(self) -> bool:
+        """End what is of no use, and make one that is. Whether one was made, or tried."""
         if self._client is None:
             self._client = await self._run(self._connect)
         overview = await self._broker.run(self._broker.overview)
         free = [view.device.uuid for view in overview.devices if view.state == "free"]
         wanted = self._wanted()
-        made_now = (wanted[0].key, await self._run(self._image_id, wanted[1])) if wanted else None
+        made_now = ("", "")
+        if wanted:
+            made_now = (wanted[0].key, await self._run(self._image_id, wanted[1]))
         busy = {uuid for uuid in self._ready if uuid not in free}
         # Who just got the device is about to take what waits there, or to end it.
         others = set() if self._starting else busy & self._busy
         self._busy = busy
         for uuid, warm in list(self._ready.items()):
-            as_wanted = (warm.key, warm.image) == made_now
-            if uuid in others or not (as_wanted and warm.channel.quiet()):
+            as_wanted = (warm.key, warm.image) == made_now and warm.channel.quiet()
+            # Somebody may have got it while another one was ended.
+            if (uuid in others or not as_wanted) and self._ready.get(uuid) is warm:
                 del self._ready[uuid]
                 await self._end(warm)
         await self._run(self._sweep, {warm.place for warm in self._ready.values()})
         for uuid in free:
-            if wanted and self._may_make(uuid) and uuid not in self._ready:
-                task = asyncio.ensure_future(self._make(uuid, *wanted))
-                self._making[uuid] = task
+            if wanted and made_now[1] and self._may_make(uuid) and uuid not in self._ready:
+                place = self._folder / secrets.token_hex(8)
+                task = asyncio.ensure_future(self._make(uuid, place, *wanted))
+                self._making[uuid] = task, place
                 await asyncio.wait([task])
                 del self._making[uuid]
+                return True  # what is free may be another by now
+        return False
 
     def _wanted(self) -> tuple[Recipe, str] | None:
         """The favourite environment's recipe and image, unless that did not work of late."""
@@ -187,8 +214,7 @@ class WarmPool:
         just_given = now - self._touched.get(uuid, -EVERY) < EVERY
         return not (self._starting or now < self._calm_from or just_given)
 
-    async def _make(self, uuid: str, recipe: Recipe, image: str) -> None:
-        place = self._folder / secrets.token_hex(8)
+    async def _make(self, uuid: str, place: Path, recipe: Recipe, image: str) -> None:
         try:
             await self._run(ready_folder, self._folder)
             await self._run(self._mounts)  # without it there is no use in one
@@ -229,7 +255,11 @@ class WarmPool:
         return await loop.run_in_executor(None, partial(work, *args))
 
     def _image_id(self, image: str) -> str:
-        found: str = self._client.inspect_image(image)["Id"]
+        """Empty when it is not here any more."""
+        try:
+            found: str = self._client.inspect_image(image)["Id"]
+        except NotFound:
+            return ""
         return found
 
     def _mounts(self) -> Mounter:
