@@ -41,6 +41,7 @@ c.GPUDockerSpawner.warm = True
 c.GPUDockerSpawner.warm_folder = {folder!r}
 c.GPUDockerSpawner.workspace = "work-{{username}}"
 c.Spawner.http_timeout = c.Spawner.start_timeout = 240
+c.Spawner.poll_interval = 5
 c.Spawner.environment = {{"COURSE": "physics", "PYTHONHASHSEED": "7"}}
 """
 SLOW = 240.0
