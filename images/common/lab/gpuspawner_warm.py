@@ -6,6 +6,7 @@ then it knows nobody, listens nowhere, and ends when its standard input does: th
 started it is gone. It runs with Python 3.8 or later.
 """
 
+import contextlib
 import gc
 import glob
 import importlib
@@ -50,10 +51,8 @@ def imported():
     for name in NEEDED:
         importlib.import_module(name)
     for name in (*HELPFUL, *_services(), *_extensions()):
-        try:
+        with contextlib.suppress(Exception):  # the server says it, if it is one of its own
             importlib.import_module(name)
-        except Exception:  # the server says it, if it is one of its own
-            continue
 
 
 def _services():
