@@ -32,7 +32,7 @@ environments:
     spawner_override: {{http_timeout: 2}}
   - slug: slow
     image: {silent}
-    spawner_override: {{start_timeout: 2, http_timeout: 60}}
+    spawner_override: {{start_timeout: 5, http_timeout: 60}}
   - slug: patient
     image: {silent}
     spawner_override: {{start_timeout: 60, http_timeout: 60}}
@@ -186,13 +186,15 @@ def test_server_never_answers(hub: GPUHub, member: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "environment, stage",
-    [("slow", "Waiting for the server to answer"), ("crawling", "Pulling 127.0.0.1:")],
+    "environment, seconds, stage",
+    [("slow", 5, "Waiting for the server to answer"), ("crawling", 2, "Pulling 127.0.0.1:")],
 )
-def test_start_times_out(hub: GPUHub, member: str, environment: str, stage: str) -> None:
+def test_start_times_out(
+    hub: GPUHub, member: str, environment: str, seconds: int, stage: str
+) -> None:
     status, sentence = fails(hub, member, environment)
-    start = "Your server did not start: it was not up within 2 seconds (it got as far as: "
-    assert status == 500 and sentence.startswith(start + stage)
+    start = f"Your server did not start: it was not up within {seconds} seconds (it got as far as: "
+    assert status == 500 and sentence.startswith(start + stage), sentence
     assert sentence.endswith("). Nothing was charged.")
     assert_cost_nothing(hub, member)
     assert_next_start_works(hub, member)
@@ -218,7 +220,7 @@ def events_of(hub: GPUHub, member: str) -> list[dict[str, Any]]:
     [
         ("exits", "it exited at once with code 3"),
         ("silent", "it did not answer within 2 seconds"),
-        ("slow", "it was not up within 2 seconds"),
+        ("slow", "it was not up within 5 seconds"),
         ("absent", "pulling is off"),
     ],
 )
