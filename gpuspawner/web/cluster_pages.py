@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from typing import Any
+from typing import Any, cast
 
 from tornado import web
+from tornado.http1connection import HTTP1Connection
 from tornado.iostream import StreamClosedError
 
 from ..errors import GPUSpawnerError
@@ -100,8 +101,8 @@ class ClusterStream(Watching, APIHandler):
         except StreamClosedError:
             pass
         except asyncio.TimeoutError:  # who never reads is let go, and what waits for them with it
-            # Tornado's annotation names a base class that has no close(); every server's has one.
-            self.request.connection.close()  # type: ignore[union-attr]
+            # Tornado's annotation names a base class that has no close(); a server's is this one.
+            cast(HTTP1Connection, self.request.connection).close()
         finally:
             shared.leave(viewer)
 

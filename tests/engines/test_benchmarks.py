@@ -53,6 +53,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_benchmark_ends_with_its_figures(name: str, trace: str) -> None:
     arguments = [trace if each == "TRACE" else each for each in SHORTEST[name]]
     command = [sys.executable, f"benchmarks/{name}.py", "--runs", "1", "--json", *arguments]
+    # Only for one that hangs: the first one builds the images, where nobody did before.
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     said = json.loads(done.stdout.splitlines()[-1])

@@ -115,7 +115,7 @@ def test_the_roster_lets_in_for_its_time_with_its_groups(broker: Broker) -> None
     assert "this name is not on the roster of members" in sign_in(authenticator, {"sub": "ada"})
 
     enrol(broker, days=10, groups=("course",))
-    model = asyncio.run(authenticator.get_authenticated_user(None, who("", "staff")))  # type: ignore[arg-type]
+    model = asyncio.run(authenticator.get_authenticated_user(None, who("", "staff")))
     assert model["groups"] == ["course", "staff"]
     known = broker.membership("ada")
     assert known is not None and known.by_roster and known.ended_at is None

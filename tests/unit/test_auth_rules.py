@@ -240,7 +240,7 @@ def test_contact_is_shown_as_text(contact: str, shown: str) -> None:
     with pytest.raises(web.HTTPError) as page:
         asyncio.run(authenticator.check_allowed("<b>eve", {"name": "<b>eve", "groups": []}))
 
-    markup = page.value.jupyterhub_html_message  # type: ignore[attr-defined]  # JupyterHub's name
+    markup = page.value.jupyterhub_html_message  # JupyterHub's name
     assert shown in markup
     assert "&lt;b&gt;eve" in markup and "<b>" not in markup and "<script" not in markup
 

@@ -27,7 +27,7 @@ CPU = Environment(slug="cpu", display_name="Files", devices=DeviceLimits(default
 
 
 def busy(**known: object) -> Outlook:
-    return Outlook(**{"free": 0, "total": 8, "at_once": False, **known})  # type: ignore[arg-type]
+    return Outlook(**{"free": 0, "total": 8, "at_once": False, **known})
 
 
 @pytest.mark.parametrize(

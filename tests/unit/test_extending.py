@@ -45,16 +45,16 @@ def lease(devices: int = 1) -> Lease:
 def running(name: str, devices: int = 1, hours: float | None = 1.0, **kwargs: object) -> Running:
     values = {"id": name, "member": name, "held": {A100: devices}, "started_at": NOW - HOUR}
     ends_at = None if hours is None else NOW + hours * HOUR
-    return Running(**{**values, "ends_at": ends_at, **kwargs})  # type: ignore[arg-type]
+    return Running(**{**values, "ends_at": ends_at, **kwargs})
 
 
 def waiting(name: str, devices: int = 1, **kwargs: object) -> Waiting:
     values = {"id": name, "member": name, "devices": devices, "kinds": frozenset({A100})}
-    return Waiting(**{"asked_at": NOW - 60, "seconds": HOUR, **values, **kwargs})  # type: ignore[arg-type]
+    return Waiting(**{"asked_at": NOW - 60, "seconds": HOUR, **values, **kwargs})
 
 
 def scheduler(leases: list[Running], tickets: list[Waiting], **settings: object) -> Scheduler:
-    found = Scheduler(**settings)  # type: ignore[arg-type]
+    found = Scheduler(**settings)
     capacity: Counter[str] = Counter({A100: 0, T4: 2})
     for each in leases:
         capacity.update(each.held)

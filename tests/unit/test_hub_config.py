@@ -302,7 +302,7 @@ def test_the_image_of_the_hub_can_be_built_on_another_base(compose: dict[str, An
 def test_systemd_takes_the_units(name: str, tmp_path: Path) -> None:
     text = (HERE / name).read_text()
     unit = configparser.ConfigParser(strict=False, interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]  # how the module says it
+    unit.optionxform = str  # how the module says it
     unit.read_string(text)
     assert unit.sections() == ["Unit", "Service", "Install"]
     service = unit["Service"]

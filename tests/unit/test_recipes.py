@@ -35,7 +35,7 @@ def container(member: str = "anna", uuid: str = ONE, **changes: Any) -> dict[str
             "HOMEPAGE": f"https://lab.example/~{member}/",
         },
         "host_config": {
-            "Binds": ["/srv/data:/datasets:ro", f"/srv/work/{member}:/home/jovyan/work:rw"],
+            "Binds": ["/srv/data:/datasets:ro", f"/srv/members/{member}:/home/jovyan/work:rw"],
             "DeviceRequests": [{"DeviceIDs": [uuid], "Capabilities": [["gpu"]]}],
             "ShmSize": 8 * 2**30,
         },
@@ -49,7 +49,7 @@ def recipe(member: str = "anna", uuid: str = ONE, **changes: Any) -> Recipe:
     return recipe_of(
         made,
         uuid=uuid,
-        source=f"/srv/work/{member}",
+        source=f"/srv/members/{member}",
         target="/home/jovyan/work",
         members=(member,),
     )

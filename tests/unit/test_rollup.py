@@ -17,7 +17,7 @@ TRAINS = (DeviceProcess(pid=7, used_memory_bytes=2**30),)
 
 
 def second(number: float, uuid: str = "GPU-a", **fields: object) -> Sample:
-    return Sample(uuid=uuid, index=0, at=T0 + timedelta(seconds=number), **fields)  # type: ignore[arg-type]
+    return Sample(uuid=uuid, index=0, at=T0 + timedelta(seconds=number), **fields)
 
 
 def rolled(*samples: Sample, rollups: Rollups | None = None) -> list[DeviceUse]:

@@ -15,7 +15,7 @@ VIENNA = "Europe/Vienna"
 
 
 def utc(*parts: int) -> datetime:
-    return datetime(*parts, tzinfo=timezone.utc)  # type: ignore[misc,arg-type]
+    return datetime(*parts, tzinfo=timezone.utc)
 
 
 ADA = Entry(

@@ -250,8 +250,8 @@ class Recorder:
 @pytest.mark.parametrize("version", ["slurm-wlm 21.08.8", "slurm 23.11.4", "slurm", ""])
 def test_another_slurm_is_refused_with_the_one_that_was_tried(version: str) -> None:
     with pytest.raises(SlurmRefused, match=r"tried with 22\.05\.8"):
-        syncing.check_version(Recorder(version))  # type: ignore[arg-type]
+        syncing.check_version(Recorder(version))
 
 
 def test_the_one_that_was_tried_is_taken() -> None:
-    syncing.check_version(Recorder("slurm-wlm 22.05.11"))  # type: ignore[arg-type]
+    syncing.check_version(Recorder("slurm-wlm 22.05.11"))

@@ -55,7 +55,7 @@ def told_of(ticket: Ticket, cluster: Cluster, **more: Any) -> list[str]:
 
 def asked(cluster: Cluster = CLUSTER, **request: object) -> list[str]:
     given = {"devices": 1, **request}
-    return told_of(replace(TICKET, request=Request(**given)), cluster)  # type: ignore[arg-type]
+    return told_of(replace(TICKET, request=Request(**given)), cluster)
 
 
 def gres(told: list[str]) -> str:

@@ -192,7 +192,7 @@ class Recorder:
 
 def test_a_long_time_is_asked_for_in_weeks_without_a_gap() -> None:
     slurm, start = Recorder(), datetime(2026, 3, 1, tzinfo=timezone.utc)
-    assert usage.read_usage(slurm, start, start + timedelta(days=15, hours=1)) == []  # type: ignore[arg-type]
+    assert usage.read_usage(slurm, start, start + timedelta(days=15, hours=1)) == []
     assert slurm.values("-S") == [f"2026-03-{day:02}T00:00:00" for day in (1, 8, 15)]
     ends = ["2026-03-08T00:00:01", "2026-03-15T00:00:01", "2026-03-16T01:00:01"]
     assert slurm.values("-E") == ends
@@ -221,10 +221,10 @@ Jobs submitted: 12
 
 def test_how_far_the_database_is_behind() -> None:
     for size in (0, 3, 41_000):
-        assert usage.behind(Said(SDIAG.format(size))) == size  # type: ignore[arg-type]
+        assert usage.behind(Said(SDIAG.format(size))) == size
     for text in ("", SDIAG.format("many"), SDIAG.replace("DBD ", "")):
         with pytest.raises(SlurmUnavailable, match="sdiag does not say how far"):
-            usage.behind(Said(text))  # type: ignore[arg-type]
+            usage.behind(Said(text))
 
 
 def test_what_a_job_had_may_not_be_told_yet() -> None:
@@ -234,6 +234,6 @@ def test_what_a_job_had_may_not_be_told_yet() -> None:
 def test_many_holders_are_asked_for_by_name_some_at_once() -> None:
     slurm, start = Recorder(), datetime(2026, 3, 1, tzinfo=timezone.utc)
     tickets = [f"{number:04}" for number in range(450)]
-    assert usage.read_holders(slurm, tickets, start, start + timedelta(days=99)) == {}  # type: ignore[arg-type]
+    assert usage.read_holders(slurm, tickets, start, start + timedelta(days=99)) == {}
     named = [word for asked in slurm.asked for word in asked if word.startswith("--name=")]
     assert [word.count("gpuspawner-") for word in named] == [200, 200, 50]
