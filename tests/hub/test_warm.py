@@ -5,7 +5,6 @@ reach containers by real device requests."""
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from gpuspawner.engines.warm import LABEL_WARM, NAME, WAITING
 from tests.support import images as image_files
+from tests.support.deadly import DEADLY
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.processes import signal_pid, wait_for
@@ -277,19 +277,22 @@ def test_a_hub_that_is_killed_takes_along_what_waits_and_nothing_else(
     assert scene.shell("member1", f"ls {WORK}").split() == ["notes.txt"]
 
 
-@pytest.mark.parametrize("moment", [0, 2])
+@pytest.mark.parametrize("step", ["noted", "renamed", "mounted", "told"])
 def test_a_hub_that_is_killed_while_it_gives_leaves_no_lease_and_no_server(
-    start_hub: Callable[..., GPUHub], moment: int
+    start_hub: Callable[..., GPUHub], tmp_path: Path, step: str
 ) -> None:
-    hub = start_hub(fleet="1xT4")
+    armed = tmp_path / "armed"
+    hub = start_hub(DEADLY.replace("ARMED", repr(str(armed))), fleet="1xT4")
     scene = Scene(hub)
     scene.learn(waiting=1)
+    armed.write_text(step)
     with ThreadPoolExecutor(1) as beside:
         beside.submit(hub.spawn, "member2", {"environment": "lab"})
-        # The grant is what there is to see first: the hub is killed some moment after it.
-        wait_for(lambda: hub.open_leases("member2"), "the grant", timeout=60, interval=0.002)
-        time.sleep(0.02 * moment)
-        hub.kill9()
+        wait_for(lambda: not armed.exists(), f"the hub to come to: {step}", timeout=60)
+    died = psutil.Process(hub.pid).status
+    wait_for(lambda: died() == psutil.STATUS_ZOMBIE, "the hub to be dead")
+    hub.kill9()
+    assert hub.open_leases("member2"), "it was on disk before anything was given"
     hub.start()
     hub.api("DELETE", "users/member2/server")
 
