@@ -22,6 +22,15 @@ from tests.support import processes
 from tests.support.kernel import Kernel, terminal_run
 from tests.support.processes import BIN, LIVE, REPO, free_port, wait_for
 
+HUB = """
+import sys
+sys.modules["rfc3987_syntax"] = None
+from jupyterhub.app import main
+main()
+"""
+"""``python -m jupyterhub`` without the grammar of IRIs that jsonschema works out at each start, for
+half of a start's processor time; without it an "iri" in a schema is taken as it is."""
+
 USER_PASSWORD = "a password for tests"
 ADMIN_PASSWORD = "a longer password, for the admin of the tests"
 ADMIN = "admin"
@@ -122,7 +131,7 @@ class HubProcess:
         (self.folder / "jupyterhub_config.py").write_text(self._config_text(), encoding="utf-8")
         if self.external_proxy and (self._proxy is None or self._proxy.poll() is not None):
             self._proxy = self._popen(self._proxy_command())
-        self._hub = self._popen([sys.executable, "-m", "jupyterhub"])
+        self._hub = self._popen([sys.executable, "-c", HUB])
 
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Wait until the hub answers through the proxy."""
