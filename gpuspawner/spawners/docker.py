@@ -349,8 +349,6 @@ class GPUDockerSpawner(GPUDockerWarm, DockerSpawner):
             return Proof(gone=False)
         if seen.lease_id != self.lease_id:
             return Proof(gone=True)  # an older one: this lease's was never created
-        if self.stopped_at and seen.ended_at:  # a busy engine answers long after the end
-            self.stopped_at = min(self.stopped_at, seen.ended_at)
         if self.remove or never_started:
             await self.remove_object()
         return Proof(gone=True, ended_at=seen.ended_at, detail=seen.detail)

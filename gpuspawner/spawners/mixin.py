@@ -312,7 +312,8 @@ class GPUSpawnerMixin(Acquiring):
         if not proof.gone:
             self.log.warning("%s is not proved gone: its lease stays", self._log_name)
             return False
-        ended = self.stopped_at or proof.ended_at or self.seen_alive_at
+        # A busy engine answers long after the end, and knows when that was.
+        ended = proof.ended_at or self.stopped_at or self.seen_alive_at
         await self.broker.run(
             self.broker.release,
             self.lease_id,

@@ -202,10 +202,11 @@ class GPUSlurmSpawner(GPUDockerSpawner):
                 return proof
             detail = proof.detail
             over = await self._end_job(lease.ticket_id)
-        if over.ended_at and lease.state is LeaseState.RUNNING:
+        ended_at = over.ended_at
+        if ended_at and lease.state is LeaseState.RUNNING:
             # Slurm counts whole seconds: it is never before the container's own end.
-            self.stopped_at = max(over.ended_at, self.stopped_at or over.ended_at)
-        return Proof(gone=True, ended_at=over.ended_at, detail=detail or over.detail)
+            ended_at = self.stopped_at = max(ended_at, self.stopped_at or ended_at)
+        return Proof(gone=True, ended_at=ended_at, detail=detail or over.detail)
 
     async def _over(self, ticket_id: str, age: float = NOW) -> Proof | None:
         """How the job of a ticket ended; None while it lives. Raises EngineUnavailable."""
