@@ -175,10 +175,12 @@ def test_a_server_that_is_paused_is_not_gone(
     hub.stop_server(member)
 
 
+@pytest.mark.parametrize("late", [0.0, 1.0], ids=["at-once", "late"])
 def test_a_stop_that_nobody_can_carry_out(
-    hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str
+    hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str, late: float
 ) -> None:
-    """The member stops while the engine does not answer: it costs until it has really ended."""
+    """The member stops while the engine does not answer: it costs until it has really ended, and
+    not until the engine's answer to the stop."""
     lease, container = started(hub, member)
     gate.shut()
     try:
@@ -190,7 +192,11 @@ def test_a_stop_that_nobody_can_carry_out(
     lived = now()
     assert [c["State"] for c in hub.containers()] == ["running"]
     # The next start of this server ends it first.
-    hub.spawn_and_wait(member, {"gpus": 1})
+    gate.late = late
+    try:
+        hub.spawn_and_wait(member, {"gpus": 1})
+    finally:
+        gate.late = 0.0
     newest, older = hub.leases(member)
     died = died_at(engine, container, lease.granted_at)
     assert older.id == lease.id and older.ended_at is not None and older.started_at is not None

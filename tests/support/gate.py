@@ -7,6 +7,7 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 
@@ -14,6 +15,9 @@ class Gate:
     """``with Gate(engine.url) as gate``: a hub with ``DOCKER_HOST=gate.url`` loses its engine
     by ``gate.shut()`` while the containers live on, and finds it again after ``gate.open()``.
     """
+
+    late = 0.0
+    """Seconds by which each answer of the engine comes late, as those of a busy one do."""
 
     def __init__(self, engine_url: str) -> None:
         self._engine = engine_url.removeprefix("unix://")
@@ -68,12 +72,14 @@ class Gate:
                 continue
             with self._lock:
                 self._open_sockets |= {caller, engine}
-            for pair in ((caller, engine), (engine, caller)):
-                threading.Thread(target=self._carry, args=pair, daemon=True).start()
+            for way in ((caller, engine, False), (engine, caller, True)):
+                threading.Thread(target=self._carry, args=way, daemon=True).start()
 
-    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+    def _carry(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                if answers:
+                    time.sleep(self.late)
                 target.sendall(data)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
