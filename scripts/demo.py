@@ -233,26 +233,32 @@ class Demo:
         say("Stopping servers, hub and proxy")
         if not demo_processes.end(self.hub, END_SECONDS):
             say("The hub did not end by itself: ended it")
-        demo_processes.end_descendants()
+        ended = demo_processes.end_descendants()
         if self.containers:
             demo_docker.remove_containers(self.owner)
         self._settle()
-        say("Everything is stopped.")
+        say("Everything is stopped." if ended else "Some processes could not be ended: see ps")
 
     def _settle(self) -> None:
-        """Settle leases that the hub had no time for; now nothing of it runs any more."""
+        """Settle leases that the hub had no time for, and end what still holds one."""
         broker = Broker(database_url=self.state.database_url, device_source=self.gpus)
         try:
             if not broker.open_leases():
                 return
-            engines: list[Engine] = [LocalEngine()]
+            engines: dict[str, Engine] = {LocalEngine.name: LocalEngine()}
             if self.containers:
-                engines.append(DockerEngine())
+                engines[DockerEngine.name] = DockerEngine()
             for _ in range(2):
-                seen = {engine.name: engine.sightings() for engine in engines}
-                actions = broker.reconcile(seen, {}, grace_seconds=0)
-                if not any(isinstance(action, Remove) for action in actions):
+                seen = {name: engine.sightings() for name, engine in engines.items()}
+                left_over = [
+                    action
+                    for action in broker.reconcile(seen, {}, grace_seconds=0)
+                    if isinstance(action, Remove)
+                ]
+                if not left_over:
                     break
+                for action in left_over:
+                    engines[action.engine].end(action.sighting)
             left = len(broker.open_leases())
             if left:
                 say(f"{left} lease(s) are still open; the next demo settles them")

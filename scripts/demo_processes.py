@@ -56,24 +56,37 @@ def end(child: subprocess.Popen[bytes], patience: float) -> bool:
         return False
 
 
-def end_descendants(patience: float = 5.0) -> int:
-    """End every process below us: first asked, then killed. How many there were."""
-    found = descendants()
+def end_descendants(patience: float = 5.0) -> bool:
+    """End every process below us: first asked, then killed. Whether nothing is left.
+
+    Needs :func:`adopt_descendants` before any of them was started.
+    """
     for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 2.0)):
         for pid in descendants():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
         deadline = time.monotonic() + seconds
-        while descendants() and time.monotonic() < deadline:
+        while not childless() and time.monotonic() < deadline:
             time.sleep(0.05)
-    return len(found)
+    return childless()
+
+
+def childless() -> bool:
+    """Whether nothing is left below us; what has ended is let go.
+
+    Who loses its parent becomes our child, so this is the kernel's own word. A look at /proc is
+    not: a process starts or changes its parent while we look.
+    """
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    return False
 
 
 def descendants() -> set[int]:
-    """The processes below us that run; ended ones among our own children are let go."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+    """The processes below us; an ended one too, as a thread of it, with children, may live on."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (parent := _parent(entry)):
@@ -87,9 +100,8 @@ def descendants() -> set[int]:
 
 
 def _parent(entry: Path) -> int:
-    """The parent of a running process; 0 when it has ended."""
+    """The parent of a process; 0 when it is no longer there."""
     try:
-        fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
-    return 0 if fields[0] in ("Z", "X") else int(fields[1])
