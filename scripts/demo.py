@@ -233,11 +233,14 @@ class Demo:
         say("Stopping servers, hub and proxy")
         if not demo_processes.end(self.hub, END_SECONDS):
             say("The hub did not end by itself: ended it")
-        ended = demo_processes.end_descendants()
+        left = demo_processes.end_descendants()
         if self.containers:
             demo_docker.remove_containers(self.owner)
         self._settle()
-        say("Everything is stopped." if ended else "Some processes could not be ended: see ps")
+        if left:
+            say(f"Could not be ended: process {', '.join(map(str, sorted(left)))}")
+        else:
+            say("Everything is stopped.")
 
     def _settle(self) -> None:
         """Settle leases that the hub had no time for, and end what still holds one."""

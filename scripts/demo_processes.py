@@ -56,8 +56,8 @@ def end(child: subprocess.Popen[bytes], patience: float) -> bool:
         return False
 
 
-def end_descendants(patience: float = 5.0) -> bool:
-    """End every process below us: first asked, then killed. Whether nothing is left.
+def end_descendants(patience: float = 5.0) -> set[int]:
+    """End every process below us: first asked, then killed. Those that could not be ended.
 
     Needs :func:`adopt_descendants` before any of them was started.
     """
@@ -68,7 +68,7 @@ def end_descendants(patience: float = 5.0) -> bool:
         deadline = time.monotonic() + seconds
         while not childless() and time.monotonic() < deadline:
             time.sleep(0.05)
-    return childless()
+    return set() if childless() else descendants()
 
 
 def childless() -> bool:

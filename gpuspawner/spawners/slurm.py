@@ -195,18 +195,18 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             return await super().prove_gone()
         # Its member stopped it: what may have ended the job meanwhile is of no interest.
         over = await self._over(lease.ticket_id, SELDOM if self.stopped_at else NOW)
-        detail = ""
+        own = Proof(gone=True)
         if over is None or over.forgotten:
-            proof = await super().prove_gone()
-            if not proof.gone:
-                return proof
-            detail = proof.detail
+            own = await super().prove_gone()
+            if not own.gone:
+                return own
             over = await self._end_job(lease.ticket_id)
-        ended_at = over.ended_at
-        if ended_at and lease.state is LeaseState.RUNNING:
+        ended_at = over.ended_at or own.ended_at
+        if over.ended_at and lease.state is LeaseState.RUNNING:
             # Slurm counts whole seconds: it is never before the container's own end.
-            ended_at = self.stopped_at = max(ended_at, self.stopped_at or ended_at)
-        return Proof(gone=True, ended_at=ended_at, detail=detail or over.detail)
+            ended_at = max(over.ended_at, own.ended_at or self.stopped_at or over.ended_at)
+            self.stopped_at = ended_at
+        return Proof(gone=True, ended_at=ended_at, detail=own.detail or over.detail)
 
     async def _over(self, ticket_id: str, age: float = NOW) -> Proof | None:
         """How the job of a ticket ended; None while it lives. Raises EngineUnavailable."""

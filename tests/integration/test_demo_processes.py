@@ -16,7 +16,7 @@ import demo_processes
 demo_processes.adopt_descendants()
 hub = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
 print(hub.stdout.readline(), end="", flush=True)
-print("left nothing" if demo_processes.end_descendants(patience=1.0) else "left something")
+print("left:", demo_processes.end_descendants(patience=1.0) or "nothing")
 print(hub.stdout.read())
 """
 SLEEP = """
@@ -73,6 +73,6 @@ def test_nothing_is_left(hub: str) -> None:
         text=True,
         timeout=60 * PATIENCE,
     )
-    assert "left nothing" in run.stdout, run.stdout + run.stderr
+    assert "left: nothing" in run.stdout, run.stdout + run.stderr
     pids = [int(line) for line in run.stdout.splitlines() if line.isdigit()]
     assert pids and not [pid for pid in pids if alive(pid)]
