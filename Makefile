@@ -1,34 +1,43 @@
 # make demo   a hub on http://127.0.0.1:8000 to try out
-# make test   every test, with real parts (ARGS="-k name" for some)
 # make check  style, types, layers, known weaknesses, secrets
+# make quick  the tests that start no part but one hub: rules, repositories on SQLite, services
+# make test   every test with real parts, kill loops at a tenth (ARGS="-k name" for some)
+# make soak   every test at full count, all images, each benchmark once: before a release
+# make audit  known vulnerabilities in what is installed (needs the network)
 # make bench  every benchmark (TRACE=jobs.csv for those that replay one)
-# make soak   the long races and kill loops at full count
 # make labextension   builds images/common/lab anew from images/labextension (Node)
 # make env    the Python environment in .venv, for working on gpuspawner
 
 PY := .venv/bin/python
+PYTEST := $(PY) -m pytest --durations=30
 # Most tests wait for real parts most of the time: some processes share the files among them.
 SHARED ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check bench soak labextension env parts
+.PHONY: demo check quick test soak audit bench labextension env parts
 
 demo:
 	@scripts/bootstrap.sh demo
 	@$(PY) scripts/demo.py
 
-test: parts
-	@PY=$(PY) scripts/test.sh $(SHARED) --durations=30 $(ARGS)
-
 check: env
 	@scripts/check.sh
+
+quick: env
+	@GPUSPAWNER_TEST_TIER=quick $(PYTEST) -m quick -n 2 $(ARGS)
+
+test: parts
+	@GPUSPAWNER_TEST_TIER=test $(PYTEST) -m "not soak" $(SHARED) $(ARGS)
+
+soak: parts
+	@GPUSPAWNER_TEST_TIER=soak $(PYTEST) $(SHARED) $(ARGS)
+
+audit: env
+	@$(PY) scripts/audit_dependencies.py
 
 bench: parts
 	@set -e; for file in benchmarks/[a-z]*.py; do echo "== $$file"; \
 		case "$$file" in *queue_replay*|*queue_estimates*) $(PY) "$$file" $(if $(TRACE),--trace "$(TRACE)");; \
 		*) $(PY) "$$file";; esac; done
-
-soak: parts
-	GPUSPAWNER_SOAK=1 $(PY) -m pytest -m soak $(ARGS)
 
 labextension:
 	cd images/labextension && npm install --no-save --ignore-scripts && npm run build

@@ -9,9 +9,6 @@ DockerSpawner's server is JupyterHub's own program, started as in any other imag
 images/base has in its place (images/common/singleuser.py). ``--same-server`` gives it to both. The
 kernel that is ready in advance and the list of export formats (images/common/lab) only ours has.
 
-Ours finds a container that waits (``c.GPUDockerSpawner.warm``), and both sides a machine that has
-come to rest after the last start; ``--nothing-ahead`` is without.
-
 * ``page usable``: until JupyterLab's launcher is there to be clicked;
 * ``kernel answers``: until a new notebook has worked something out and shows it. The cell is run
   when JupyterLab says that the kernel is idle.
@@ -19,8 +16,7 @@ come to rest after the last start; ``--nothing-ahead`` is without.
 ``cold``: the machine has nothing of the image in memory (its page cache was dropped) and the
 browser nothing in its cache. ``warm``: the same member comes back, with the browser's profile. The
 rows below say where the seconds of a warm start go: ``container made`` holds the hub's own work,
-the lease and the workspace; ``server listens`` is Python importing the server. Of a container that
-waited, ``made`` and ``started`` are when it had taken what makes it the member's.
+the lease and the workspace; ``server listens`` is Python importing the server.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ import tempfile
 from functools import partial
 
 from playwright.sync_api import BrowserContext
-from support.clicking import Click, click_to_lab, sign_in, wait_for_warm
+from support.clicking import Click, click_to_lab, sign_in
 from support.docker_hub import DockerHub, docker_hub
 from support.report import Report, argument_parser, in_turns, pair, quantile
 
@@ -66,12 +62,9 @@ def drop_page_cache() -> None:
     subprocess.run(as_root(["sysctl", "-q", "vm.drop_caches=3"]), check=True)
 
 
-def measure(hub: DockerHub, cold: int, warm: int, ahead: bool) -> tuple[Found, Found]:
-    """The clicks of both sides, cold and warm. ``ahead``: ours finds a container that waits."""
+def measure(hub: DockerHub, cold: int, warm: int) -> tuple[Found, Found]:
+    """The clicks of both sides, cold and warm."""
     users = {"ours": hub.ours[0], "stock": hub.stock[0]}
-    if ahead:  # the first start says what is to wait
-        hub.members.spawn(users["ours"])
-        hub.members.stop(users["ours"])
     with open_browser() as browser, tempfile.TemporaryDirectory() as profiles:
 
         def click(found: Found, context: BrowserContext, side: str, *_: int) -> None:
@@ -79,18 +72,8 @@ def measure(hub: DockerHub, cold: int, warm: int, ahead: bool) -> tuple[Found, F
             found[side].append(click_to_lab(context, hub.hub, hub.engine, user))
             hub.members.stop(user)
 
-        def settle() -> None:
-            """The same for both sides."""
-            if ahead:
-                wait_for_warm(hub.engine)
-
-        def click_warm(found: Found, side: str, *_: int) -> None:
-            settle()
-            click(found, contexts[side], side)
-
         def click_cold(found: Found, side: str, *_: int) -> None:
             context = sign_in(browser, hub.hub, users[side])
-            settle()
             drop_page_cache()
             click(found, context, side)
             context.close()
@@ -102,7 +85,7 @@ def measure(hub: DockerHub, cold: int, warm: int, ahead: bool) -> tuple[Found, F
             for side, user in users.items()
         }
         later: Found = {side: [] for side in users}
-        sides = [partial(click_warm, later, side) for side in users]
+        sides = [partial(click, later, contexts[side], side) for side in users]
         in_turns(FILL, *sides)
         for clicks in later.values():
             clicks.clear()
@@ -117,14 +100,10 @@ def main() -> None:
     parser.add_argument("--cold", type=int, default=5, help="cold runs of each side (5)")
     same = "both sides have our images' server"
     parser.add_argument("--same-server", action="store_true", help=same)
-    nothing = "no container is started before somebody asks"
-    parser.add_argument("--nothing-ahead", action="store_true", help=nothing)
     args = parser.parse_args()
-    ahead = not args.nothing_ahead
-    config = CONFIG + f"c.GPUDockerSpawner.warm = {ahead}\n"
-    config += "" if args.same_server else OWN_PROGRAM
-    with docker_hub(1, config, image=images.BASE, propagation="shared" if ahead else "") as hub:
-        cold, warm = measure(hub, args.cold, args.runs, ahead)
+    config = CONFIG if args.same_server else CONFIG + OWN_PROGRAM
+    with docker_hub(1, config, image=images.BASE) as hub:
+        cold, warm = measure(hub, args.cold, args.runs)
     columns = ("seconds since the click", "runs", "GPUDockerSpawner", "DockerSpawner", "ratio")
     report = Report("click_to_lab", columns)
     report.figure("runs", args.runs)

@@ -68,6 +68,11 @@ the script of simulated GPUs.
 PostgreSQL's own variables (``PG...``) are passed on too."""
 
 
+SERVICE_TIMEOUT = 120
+"""Seconds in which the service has to answer after the Hub started it. JupyterHub ends after 30
+otherwise, and a busy machine or the migration of a large database may take longer."""
+
+
 def add_services(
     c: Config,
     *,
@@ -97,6 +102,7 @@ def add_services(
             "command": [sys.executable, "-m", "gpuspawner.accounting"],
             "environment": _environment(c),
             "oauth_no_confirm": True,
+            "timeout": SERVICE_TIMEOUT,
         },
         ACCOUNTING_SCOPES,
     )

@@ -1,7 +1,7 @@
 """Asks whether what is installed has known vulnerabilities, by pip-audit.
 
-It needs the network. Exit status 1 for a vulnerability; where nobody could be asked it says that
-nothing was audited, and fails nothing.
+It needs the network. Exit status 1: there is a vulnerability. Exit status 2: some package could not
+be audited, so nothing is known.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ PROGRAM = Path(sys.executable).with_name("pip-audit")
 PATIENCE = 120
 """Seconds for all of it."""
 OURS = "gpuspawner"
+
+NOT_AUDITED = 2
+"""Exit status."""
 
 
 def report(answer: dict[str, Any]) -> tuple[int, list[str]]:
@@ -34,10 +37,13 @@ def report(answer: dict[str, Any]) -> tuple[int, list[str]]:
             "Ask for a fixed version in setup.cfg.",
         ]
     if not audited:
-        return 0, [f"NOT AUDITED: none of {len(packages)} packages could be looked up from here."]
+        return NOT_AUDITED, [
+            f"NOT AUDITED: none of {len(packages)} packages could be looked up from here."
+        ]
     lines.append(f"No known vulnerability in {len(audited)} packages.")
     if left := [each["name"] for each in packages if each not in audited]:
         lines.append(f"NOT AUDITED: {len(left)} packages: {', '.join(left[:20])}")
+        return NOT_AUDITED, lines
     return 0, lines
 
 
@@ -48,10 +54,10 @@ def main() -> int:
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         print(f"NOT AUDITED: there was no answer within {PATIENCE} s.")
-        return 0
+        return NOT_AUDITED
     except ValueError:
         print(f"NOT AUDITED: {done.stderr.strip().splitlines()[-1:] or 'it said nothing'}")
-        return 0
+        return NOT_AUDITED
     code, lines = report(answer)
     print("\n".join(lines))
     return code

@@ -1,4 +1,4 @@
-"""Fixtures over real parts, started when a test first asks; the rule that no skip is green.
+"""Fixtures over real parts, started when a test first asks; tiers, seed, order, skips, logs.
 
 ``tests/unit`` starts nothing. ``integration`` has real databases, ``engines`` a real Docker
 Engine, ``hub`` a real JupyterHub with all of it, ``slurm`` a real Slurm with several engines,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import itertools
 import os
+import random
 import shutil
 import signal
 import sys
@@ -19,7 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+from tests.support import parts, tier
 from tests.support.attacks import Summary
 from tests.support.processes import LIVE
 
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from tests.support.hub import HubProcess
     from tests.support.postgres import PrivatePostgres
 
+OWN_CLUSTER = ("test_from_one_box.py", "test_power.py", "test_spare.py")
+"""Files of tests/slurm whose tests start a cluster of their own."""
 SLOWEST = ("test_wheel.py", "test_demo.py", "test_benchmarks.py", "test_kill_loop.py")
 ORDER = ("unit", "integration", "engines", "hub", "slurm", "attacks", "gpu")
 NO_GPU = "no NVIDIA GPU on this machine"
@@ -47,6 +52,62 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+# What a test may start. A test or fixture that starts a part itself, and not through a fixture
+# that does, asks for one of these: see tests/support/parts.py.
+
+
+@pytest.fixture(scope="session")
+def hubs() -> None:
+    """Hubs may be started."""
+
+
+@pytest.fixture(scope="session")
+def quick_hub() -> None:
+    """The one hub of ``make quick`` may be started: simulated devices, local processes."""
+
+
+@pytest.fixture(scope="session")
+def engines() -> None:
+    """Docker Engines may be started."""
+
+
+@pytest.fixture(scope="session")
+def clusters() -> None:
+    """Slurm clusters may be started."""
+
+
+@pytest.fixture(scope="session")
+def postgres_servers() -> None:
+    """PostgreSQL servers may be started."""
+
+
+@pytest.fixture(scope="session")
+def browsers() -> None:
+    """Browsers may be opened."""
+
+
+@pytest.fixture(scope="session")
+def processes() -> None:
+    """The test starts programs and waits for them, for seconds: too slow for ``make quick``."""
+
+
+@pytest.fixture(scope="session")
+def soak() -> None:
+    """The test takes minutes: it runs in ``make soak`` only."""
+
+
+@pytest.fixture(scope="session")
+def rounds() -> tier.Rounds:
+    """How often a kill loop repeats, from its full count: a tenth outside of ``make soak``."""
+    return tier.rounds
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """Randomness from the run's seed and the test's name: the same seed repeats it."""
+    return tier.chance(request.node.nodeid)
 
 
 # The parts.
@@ -111,9 +172,8 @@ def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterat
     server.drop(url)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of a database as it is after all migrations; the test runs once on each kind."""
+def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Give the URL of a database as it is after all migrations, of the kind in the parameter."""
     if request.param == "sqlite":
         migrated = request.getfixturevalue("migrated_file")
         yield f"sqlite:///{shutil.copy(migrated, tmp_path / 'gpuspawner.sqlite')}"
@@ -121,6 +181,22 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
     server = request.getfixturevalue("postgres")
     yield (url := server.migrated_database())
     server.drop(url)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def each_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a migrated database; the test runs once on each kind.
+
+    For tests of what only a database decides: queries, constraints, locks, races. A file asks
+    for it by naming it in its own ``database_url``.
+    """
+    yield from migrated_url(request, tmp_path)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"] if tier.SOAK else ["sqlite"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a migrated database: SQLite, and in a soak PostgreSQL too."""
+    yield from migrated_url(request, tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -146,37 +222,84 @@ def new_file(migrated_file: Path, tmp_path: Path) -> Callable[[], str]:
 
 
 @pytest.fixture
-def hub_factory(tmp_path: Path) -> Iterator[Callable[..., HubProcess]]:
+def hub_factory(hubs: None, tmp_path: Path) -> Iterator[Callable[..., HubProcess]]:
     """Start hubs: ``hub_factory("c.JupyterHub...", hub_ip=...)``, as HubProcess takes them."""
     from tests.support.hub import HubProcess
 
-    with ExitStack() as hubs:
+    with ExitStack() as started:
 
         def start(config: str = "", **kwargs: Any) -> HubProcess:
             number = len(list(tmp_path.glob("hub*")))
             name = kwargs.pop("name", f"hub{number or ''}")
             hub = HubProcess(tmp_path / name, config, name=name, **kwargs)
-            hubs.callback(hub.stop)
+            started.callback(hub.stop)
             hub.start()
             return hub
 
         yield start
 
 
-@pytest.fixture
-def browser() -> Iterator[Browser]:
-    """A headless Chromium for one test, which must not be a coroutine."""
+@pytest.fixture(scope="module")
+def module_browser() -> Iterator[Browser]:
+    """A headless Chromium for the tests of one file, none of which may be a coroutine.
+
+    To start one takes some seconds of processor time, and there are 90 tests with a browser.
+    """
     from tests.support.browser import open_browser
 
     with open_browser() as browser:
         yield browser
 
 
-# Order, skips, logs.
+@pytest.fixture
+def browser(module_browser: Browser) -> Iterator[Browser]:
+    """The same for one test, whose pages and cookies end with it."""
+    yield module_browser
+    for context in module_browser.contexts:
+        context.close()
+
+
+# Tiers, seed, order, skips, logs.
 
 
 def _has_gpu() -> bool:
     return bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Skips(), "gpuspawner-skips")
+    config.pluginmanager.register(Summary(), "gpuspawner-attacks")
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(tier.SEED)
+    settings.register_profile(
+        tier.TIER,
+        max_examples=tier.examples(),
+        deadline=None,  # a busy machine is no failure
+        database=None,  # a run depends on its seed alone
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile(tier.TIER)
+
+
+def pytest_report_header() -> str:
+    """Say what it takes to run the same again."""
+    return f"tier: {tier.TIER}, seed: {tier.SEED} (GPUSPAWNER_TEST_SEED={tier.SEED} repeats it)"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark each test with the parts it uses, and with ``quick`` if ``make quick`` runs it."""
+    for part in parts.parts_of(item):
+        item.add_marker(part)
+    if parts.is_quick(item):
+        item.add_marker("quick")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """While a test runs, only the parts that it declared can start."""
+    with parts.allowed(item):
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -201,13 +324,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # there is no such hook where one process runs everything
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files are shared among processes; those with a Slurm go to one, for its one cluster."""
+    """Files are shared among processes; those with the shared Slurm go to one, for its cluster."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "tests/slurm" if file.startswith("tests/slurm/") else file
+            shares = file.startswith("tests/slurm/") and Path(file).name not in OWN_CLUSTER
+            return "tests/slurm" if shares else file
 
     return Files(config, log)
 
@@ -261,8 +385,3 @@ class Skips:
             terminalreporter.write_line(f"not run, {NO_GPU}: {test.split(': ')[0]}")
         for test in self.others:
             terminalreporter.write_line(f"SKIPPED, which fails this run: {test}", red=True)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Skips(), "gpuspawner-skips")
-    config.pluginmanager.register(Summary(), "gpuspawner-attacks")

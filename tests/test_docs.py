@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -98,12 +97,3 @@ def test_every_file_that_is_named_exists() -> None:
     assert named
     for path in [*named, *re.findall(r"\(`([a-z_/]+\.py)`", README)]:
         assert (REPO / path).exists() or (REPO / "gpuspawner" / path).exists(), path
-
-
-def test_no_file_is_longer_than_400_lines() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=REPO, capture_output=True, text=True, check=True
-    )
-    for name in listed.stdout.split():
-        with open(REPO / name, encoding="utf-8") as file:
-            assert sum(1 for _ in file) <= 400, name

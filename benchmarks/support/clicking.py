@@ -10,7 +10,6 @@ from datetime import datetime
 
 from playwright.sync_api import Browser, BrowserContext, Page, TimeoutError, ViewportSize
 
-from gpuspawner.engines.warm import LABEL_WARM, NAME, TAKEN, WAITING
 from tests.support.browser import ARGUMENTS, chromium
 from tests.support.engine import PrivateEngine
 from tests.support.hub import USER_PASSWORD, HubProcess
@@ -21,9 +20,6 @@ PATIENCE = 120_000
 
 AGAIN = 1_000
 """Milliseconds after which a cell without an answer is written anew."""
-
-SETTLED = 2.0
-"""Seconds between the last work of the machine and the next click."""
 
 ANSWER = 42
 STEPS = ("container made", "container started", "server listens", "hub says ready", "page loads")
@@ -118,26 +114,12 @@ def _run_a_cell(page: Page) -> None:
 
 def _container_moments(engine: PrivateEngine) -> list[float]:
     """When it was made, when it was started, and when the server in it began to listen."""
-    servers = engine.client.containers(filters={"name": "^/jupyter-"})
-    [found] = servers  # nobody else has one
+    [found] = engine.client.containers()  # nobody else has one
     state = engine.client.inspect_container(found["Id"])
     log = engine.client.logs(found["Id"], timestamps=True).decode(errors="replace").splitlines()
     listening = next(line for line in log if "Jupyter Server" in line and "is running" in line)
-    begun = (state["Created"], state["State"]["StartedAt"])
-    if LABEL_WARM in found["Labels"]:  # it was there before the click
-        begun = (next(line for line in log if line.endswith(TAKEN)).split(maxsplit=1)[0],) * 2
-    return [_moment(stamp) for stamp in (*begun, listening.split(maxsplit=1)[0])]
-
-
-def wait_for_warm(engine: PrivateEngine) -> None:
-    """Until a container waits for whoever starts next, and the machine has calmed down."""
-
-    def waits() -> bool:
-        found = engine.client.containers(filters={"name": f"^/{NAME}"})
-        return any(WAITING in engine.client.logs(c["Id"]).decode() for c in found)
-
-    wait_for(waits, "a container that waits", timeout=PATIENCE / 1e3)
-    time.sleep(SETTLED)
+    stamps = (state["Created"], state["State"]["StartedAt"], listening.split(maxsplit=1)[0])
+    return [_moment(stamp) for stamp in stamps]
 
 
 def _moment(stamp: str) -> float:

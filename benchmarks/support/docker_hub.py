@@ -37,7 +37,6 @@ c.StockSpawner.extra_host_config = {{
     "device_requests": [DeviceRequest(device_ids=[{spare!r}], capabilities=[["gpu"]])]
 }}
 c.GPUDockerSpawner.gpu_injection = "device_requests"
-c.GPUDockerSpawner.warm_folder = {folder!r}
 c.Broker.device_source = "simulated:{fleet}"
 c.Broker.opening_grant = 1000000
 """
@@ -58,33 +57,19 @@ class DockerHub:
 
 @contextlib.contextmanager
 def docker_hub(
-    members: int,
-    config: str = "",
-    *,
-    spare: int = 0,
-    image: str = images.INSTANT,
-    propagation: str = "",
+    members: int, config: str = "", *, spare: int = 0, image: str = images.INSTANT
 ) -> Iterator[DockerHub]:
     """A hub with so many members of either side, a device for each of ours, and ``spare`` more.
-
-    ``propagation``: of the engine's machine's mounts, ``shared`` as wherever systemd runs.
 
     Both sides get one device by a device request: ours the one that it leases, the stock
     spawner always the same one more.
     """
     leased = members + spare
     uuids = simulated_uuids(f"{leased + 1}xT4")
-    started = PrivateEngine(propagation=propagation)
-    with tempfile.TemporaryDirectory() as folder, started as engine:
+    with tempfile.TemporaryDirectory() as folder, PrivateEngine() as engine:
         images.ensure_images(engine, [image])
         engine.set_devices(uuids)
-        text = CONFIG.format(
-            engine=engine.url,
-            image=image,
-            fleet=f"{leased}xT4",
-            spare=uuids[-1],
-            folder=f"{folder}/warm",
-        )
+        text = CONFIG.format(engine=engine.url, image=image, fleet=f"{leased}xT4", spare=uuids[-1])
         with HubProcess(
             Path(folder), text + config, hub_ip=engine.gateway, environment=HUB_PATH
         ) as hub:

@@ -328,6 +328,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             recent=self.recent_samples,
             members_see_names=self.members_see_names,
             hub=tick.hub,
+            rounds=tick.rounds,
         )
         server = HTTPServer(app, ssl_options=self._ssl(ssl.Purpose.CLIENT_AUTH))
         while True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -80,6 +81,8 @@ class Tick:
     """How often each running lease is charged, at a moment of its own."""
     hub_name: str = ""
     """What our Hub is called in the store's lock; not known when it did not start us."""
+    rounds: Counter[str] = field(default_factory=Counter)
+    """How many rounds each duty has finished, failed ones included, since this process started."""
     _resumed: bool = False
     _trouble: dict[str, str] = field(default_factory=dict)
 
@@ -224,6 +227,7 @@ class Tick:
             self.trouble(part, error, trace=True)
         else:
             self.well(part)
+        self.rounds[part] += 1
 
     # What the log says of parts that do not answer: a sentence when it begins, one when it ends.
 

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.exc import IntegrityError
 
 from .. import reconcile
 from ..devices.base import DeviceSource, open_source
@@ -142,13 +141,13 @@ class Broker(
         ``devices`` are those of the lease, where they are known: they never change.
         """
         now = self.clock().astimezone(timezone.utc)
-        statement, values = leases.confirmation(lease_id, now, engine_ref)
-        found = self.store.write_one(statement, **values)
-        if not found:
-            return self.lease(lease_id)
-        if devices is None:
-            devices = self.store.run(lambda connection: leases.devices_of(connection, lease_id))
-        return leases.from_row(found[0], devices)
+        with self.store.write() as connection:
+            row = leases.confirm(connection, lease_id, now, engine_ref)
+            if row is None:
+                return leases.get(connection, lease_id)
+            if devices is None:
+                devices = leases.devices_of(connection, lease_id)
+        return leases.from_row(row, devices)
 
     def release(
         self,
@@ -223,13 +222,9 @@ class Broker(
         Late, doubled or killed runs change no sum: see :mod:`gpuspawner.ledger.rules`.
         """
         now = self.clock()
-        try:
-            with self.store.write() as connection:
-                found = charging.due(connection, now), charging.bounded(connection)
-                return self._charge_together(connection, *found, now)
-        except IntegrityError:  # one was posted before: each by itself, then
-            with self.store.write() as connection:
-                return self._charge_each(connection, leases.open_leases(connection), now)
+        with self.store.write() as connection:
+            found = charging.due(connection, now), charging.bounded(connection)
+            return self._charge_together(connection, *found, now)
 
     def charge_portion(self, every: timedelta, most: int = 200) -> int:
         """Charge running leases up to now that were not charged yet in the period of ``every``
@@ -237,12 +232,9 @@ class Broker(
         transaction, so that nobody waits long for it: at so many there may be more.
         """
         now = self.clock()
-        try:
-            with self.store.write() as connection:
-                found = charging.portion(connection, now, every, most)
-                return self._charge_together(connection, *found, now)
-        except IntegrityError:
-            return self.charge_all()
+        with self.store.write() as connection:
+            found = charging.portion(connection, now, every, most)
+            return self._charge_together(connection, *found, now)
 
     def reconcile(
         self,

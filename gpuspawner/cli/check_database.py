@@ -93,10 +93,9 @@ def _check_place(path: Path) -> Finding:
 def _check(url: str, where: str) -> tuple[Finding, bool]:
     store = Store(url)
     try:
-        with store.engine.connect() as connection:
+        with store.write_engine.connect() as connection:
             transaction = connection.begin()
             try:
-                store.begin(connection, write=True)
                 return _check_schema(connection, where)
             finally:
                 transaction.rollback()

@@ -15,7 +15,6 @@ from docker.errors import APIError, DockerException, NotFound
 from ..errors import EngineUnavailable
 from ..model import Lease, LeaseState, ServerRef, Sighting
 from .base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
-from .warm import given_at, labels_of
 
 T = TypeVar("T")
 
@@ -130,9 +129,8 @@ class DockerEngine:
 
 
 def sighting_of(container: dict[str, Any]) -> Sighting:
-    """A container's inspection as a sighting. Raises EngineUnavailable where a warm one is
-    somebody's and nobody can say whose."""
-    labels = labels_of(container)
+    """A container's inspection as a sighting."""
+    labels = container["Config"].get("Labels") or {}
     state = container["State"]
     alive = state.get("Status") not in ENDED
     detail = ""
@@ -147,7 +145,7 @@ def sighting_of(container: dict[str, Any]) -> Sighting:
         ref=container["Id"],
         server=ServerRef(labels.get(LABEL_MEMBER, ""), labels.get(LABEL_SERVER, "")),
         alive=alive,
-        created_at=given_at(container) or parse_time(container.get("Created", "")),
+        created_at=parse_time(container.get("Created", "")),
         ended_at=None if alive else parse_time(state.get("FinishedAt", "")),
         detail=detail,
     )

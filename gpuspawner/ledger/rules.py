@@ -185,16 +185,18 @@ def charge(lease: Lease, amount: int, until: datetime) -> Transfer | None:
             f"The ledger refused a charge of {amount} microcredits for lease {lease.id}: a tick "
             "never gives back. A refund comes with the settlement."
         )
+    reason = charge_reason([device.model for device in lease.devices], lease.server)
+    return charge_transfer(lease.id, lease.account, lease.charged, amount, until, reason)
+
+
+def charge_transfer(
+    lease_id: str, account: str, charged: int, amount: int, until: datetime, reason: str
+) -> Transfer:
+    """The same of a lease of which no more is known; ``charged`` is what it was charged before."""
+    key = charge_key(lease_id, charged)
+    kind = TransferKind.CHARGE
     return _move(
-        lease.account,
-        SYSTEM_USAGE,
-        amount,
-        TransferKind.CHARGE,
-        charge_key(lease.id, lease.charged),
-        until,
-        ACTOR_ACCOUNTING,
-        charge_reason([device.model for device in lease.devices], lease.server),
-        lease.id,
+        account, SYSTEM_USAGE, amount, kind, key, until, ACTOR_ACCOUNTING, reason, lease_id
     )
 
 

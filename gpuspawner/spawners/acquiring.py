@@ -171,7 +171,7 @@ class Acquiring(GPUSpawnerForm):
         self.lease = await self.broker.run(self.broker.lease_of, self.server_ref)
         if self.lease is None:
             return
-        self.log.warning("%s still has lease %s: settling it", self._log_name, self.lease.id)
+        self.log.warning("%s still has lease %s: settling it", self.server_ref, self.lease.id)
         await self._release("left over from an earlier start")
         if self.lease is not None:
             raise ServerHasLease()

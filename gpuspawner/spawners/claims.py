@@ -27,10 +27,10 @@ async def watch(spawner: GPUSpawnerMixin) -> None:
                 return
             if broker.clock() >= lease.claim_by:
                 await broker.run(broker.no_show, lease.id)
-                spawner.log.warning("%s: nobody connected in time", spawner._log_name)
+                spawner.log.warning("%s: nobody connected in time", spawner.server_ref)
                 return
         except GPUSpawnerError as error:
-            spawner.log.warning("%s: %s", spawner._log_name, error.message)
+            spawner.log.warning("%s: %s", spawner.server_ref, error.message)
         await asyncio.sleep(LOOK)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
@@ -24,17 +24,17 @@ from ..errors import EngineUnavailable, StartFailed
 from .base import spawn_exception
 from .container import ContainerSettings, build
 from .gone import Proof
+from .hardening import GPUDockerHardening
 from .injecting import injection_mode
 from .keeping import Kept, Plain, keep, leave_plain
 from .limits import allowed_ulimits
 from .pulling import Pulls
-from .warming import GPUDockerWarm
 
 THREADS = 16
 """Docker calls that may run at once; the stock spawner has one thread for all members."""
 
 
-class GPUDockerSpawner(GPUDockerWarm, DockerSpawner):
+class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     """Leases GPUs to containers on this machine's Docker Engine."""
 
     engine_name = "docker"
@@ -133,30 +133,16 @@ class GPUDockerSpawner(GPUDockerWarm, DockerSpawner):
             kwargs = build(kwargs, self._held(), await self._container_settings())
             self.warn_of(kwargs["host_config"])
             await self.storage().prepare(self.image)
-            return await self._kept_hold_of(self._warm_or_new(kwargs))
-        if method != "start":
+        elif method != "start":
             return await self._call(method, *args, **kwargs)
-        if args == (self._taken,):
-            return None  # a warm one: it runs
-        return await self._kept_hold_of(self._call(method, *args, **kwargs))
-
-    async def _kept_hold_of(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """What outlives a cancelled spawn: the release waits for it, and sees what there is."""
+        # The call outlives a cancelled spawn: keep hold of it, so that the release waits
+        # for it and sees what there is.
         self.touched = True
-        self._changing = asyncio.ensure_future(work)
+        self._changing = asyncio.ensure_future(self._call(method, *args, **kwargs))
         return await asyncio.shield(self._changing)
 
-    async def _warm_or_new(self, create: dict[str, Any]) -> dict[str, Any]:
-        if ref := await self.take_warm(create):
-            return {"Id": ref}
-        created: dict[str, Any] = await self._call("create_container", **create)
-        return created
-
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self.executor, lambda: self._docker(method, *args, **kwargs)
-        )
+        return await super().docker(method, *args, **kwargs)
 
     async def run_helper(
         self, command: list[str], *, image: str = "", **host_config: Any
@@ -207,8 +193,7 @@ class GPUDockerSpawner(GPUDockerWarm, DockerSpawner):
         """Start as DockerSpawner does; whatever fails is said in words."""
         try:
             self._kept = Kept() if self.remove else await keep(self)
-            with self.starting_now():
-                return await super().start()
+            return await super().start()
         except ImageNotFound as error:
             cause = f"the image {self.image} is not on this machine"
             raise self._did_not_start(cause, error) from error
@@ -220,7 +205,7 @@ class GPUDockerSpawner(GPUDockerWarm, DockerSpawner):
             raise spawn_exception(EngineUnavailable()) from error
 
     def _did_not_start(self, cause: str, error: Exception) -> Exception:
-        self.log.error("%s did not start: %s", self._log_name, error)
+        self.log.error("%s did not start: %s", self.server_ref, error)
         return spawn_exception(StartFailed(cause=cause))
 
     def apply_environment(self, environment: Any) -> None:
@@ -293,7 +278,7 @@ class GPUDockerSpawner(GPUDockerWarm, DockerSpawner):
         try:
             return self._server_url(await self.get_ip_and_port()).removesuffix("api")
         except (DockerException, requests.RequestException, OSError, RuntimeError) as error:
-            self.log.warning("Cannot see where %s is: %s", self._log_name, error)
+            self.log.warning("Cannot see where %s is: %s", self.server_ref, error)
             url: str = await super().get_url()
             return url
 
@@ -317,12 +302,12 @@ class GPUDockerSpawner(GPUDockerWarm, DockerSpawner):
     async def poll(self) -> Any:
         """None while the server lives or nobody can say: unknown is not dead."""
         await self.cleared()
-        if not self.touched and not self._start_pending:
+        if not self.touched and self.pending != "spawn":
             return 0  # refused before anything was created
         try:
             status = await super().poll()
         except (DockerException, requests.RequestException, OSError) as error:
-            self.log.warning("Cannot see whether %s lives: %s", self._log_name, error)
+            self.log.warning("Cannot see whether %s lives: %s", self.server_ref, error)
             return None
         if status is None:
             self.seen_alive_at = self.broker.clock()

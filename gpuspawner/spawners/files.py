@@ -29,7 +29,7 @@ class GPUDockerFiles(GPUSpawnerMixin):
     """The part of :class:`~gpuspawner.spawners.docker.GPUDockerSpawner` that knows of files."""
 
     if TYPE_CHECKING:
-        _render_templates: Any
+        template_namespace: Any
         _call: Any
 
     workspace = Unicode(
@@ -91,7 +91,10 @@ class GPUDockerFiles(GPUSpawnerMixin):
     @property
     def workspace_source(self) -> str:
         """This member's workspace: a directory of the host, a volume, or nothing."""
-        return self._render_templates(self.workspace) if self.workspace else ""
+        try:
+            return self.workspace.format(**self.template_namespace())
+        except (ValueError, KeyError):
+            return self.workspace  # as DockerSpawner does with volumes
 
     @property
     def quota_bytes(self) -> int:

@@ -35,7 +35,7 @@ from ..errors import GPUSpawnerError, StartFailed
 from ..model import LeaseState, Request, format_credits
 from . import claims
 from .acquiring import Acquiring
-from .answering import Answer, answer_of, spare_hub
+from .answering import answers
 from .base import spawn_exception
 from .gone import Proof
 from .progress import Progress
@@ -65,6 +65,8 @@ class GPUSpawnerMixin(Acquiring):
         super().__init__(*args, **kwargs)
         self.seen_alive_at: datetime | None = None
         self.stopped_at: datetime | None = None
+        self._spawn: asyncio.Task[Any] | None = None
+        """The Hub's, which also clears away what a start leaves that fails."""
         self._claim: asyncio.Task[None] | None = None
         self._looked_up = False
 
@@ -99,6 +101,7 @@ class GPUSpawnerMixin(Acquiring):
         """Acquire, then the admin's own ``pre_spawn_hook``."""
         self.said = Progress()
         self.stopped_at = None
+        self._spawn = asyncio.current_task()
         try:
             environment, request = self.resolve_options()
             terms = self.terms(environment, request)
@@ -137,7 +140,7 @@ class GPUSpawnerMixin(Acquiring):
         try:
             url = await super().start()
             self.said.say("Waiting for the server to answer", 80)
-            answer = await self._wait_ready(url)
+            await self._wait_ready(url)
             lease = self.lease
             self.lease = await self.broker.run(
                 self.broker.confirm, lease.id, self.engine_ref(), devices=lease.devices
@@ -153,7 +156,6 @@ class GPUSpawnerMixin(Acquiring):
             raise spawn_exception(await self._too_slow()) from None
         self.seen_alive_at = self.broker.clock()
         self.said.say("The server answers", 95)
-        spare_hub(self.server, url, answer)
         self.watch_claim()
         return url
 
@@ -163,8 +165,8 @@ class GPUSpawnerMixin(Acquiring):
         When that takes longer than ``slow_spawn_timeout``, the Hub asks whether the server lives,
         and a second later says "failed to start" in place of what failed.
         """
-        spawn = self._spawn_future  # which polls as well, when it has failed
-        if self._stop_pending and spawn is not None and spawn is not asyncio.current_task():
+        spawn = self._spawn  # which polls as well, when it has failed
+        if self.pending == "stop" and spawn is not None and spawn is not asyncio.current_task():
             await asyncio.wait([spawn], timeout=CLEARING)
 
     async def poll(self) -> Any:
@@ -199,8 +201,8 @@ class GPUSpawnerMixin(Acquiring):
         """The engine's own name of this server."""
         return ""
 
-    async def _wait_ready(self, url: Any) -> Answer:
-        """What the server answers, or is proved gone: whoever dies early says why at once.
+    async def _wait_ready(self, url: Any) -> None:
+        """Until the server answers, or is proved gone: whoever dies early says why at once.
 
         An open port proves nothing (Docker's proxy accepts for a container that does not
         listen yet), so this asks over HTTP, as the Hub would after us.
@@ -210,24 +212,24 @@ class GPUSpawnerMixin(Acquiring):
 
         looked_at = 0.0
 
-        async def answered_or_gone() -> Answer | None:
+        async def answered_or_gone() -> bool:
             nonlocal looked_at
-            if answer := await answer_of(address, ssl_context):
-                return answer
+            if await answers(address, ssl_context):
+                return True
             if time.monotonic() - looked_at < LOOK_AFTER:
-                return None
+                return False
             looked_at = time.monotonic()
             if (await self.poll()) is not None:
                 detail = await self.failure_detail()
                 raise StartFailed(cause=detail or "it exited at once")
-            return None
+            return False
 
-        if answer := await answer_of(address, ssl_context):
-            return answer
+        if await answers(address, ssl_context):
+            return
         await asyncio.sleep(ASK_AGAIN)
-        message = f"{self._log_name} did not answer at {address}"
+        message = f"{self.server_ref} did not answer at {address}"
         try:
-            found: Answer = await exponential_backoff(
+            await exponential_backoff(
                 answered_or_gone,
                 message,
                 start_wait=ASK_AGAIN,
@@ -238,7 +240,6 @@ class GPUSpawnerMixin(Acquiring):
             self.log.error("%s. %s", message, await self.failure_detail())
             cause = f"it did not answer within {self.http_timeout} seconds"
             raise StartFailed(cause=cause) from None
-        return found
 
     def _server_url(self, started: Any) -> str:
         """The API of the server, from what ``start`` returned: an URL or (ip, port)."""
@@ -279,7 +280,7 @@ class GPUSpawnerMixin(Acquiring):
             self.log.error(
                 "Lease %s of %s stays until the accounting service settles it: %s",
                 self.lease_id,
-                self._log_name,
+                self.server_ref,
                 error.message,
             )
         finally:
@@ -310,7 +311,7 @@ class GPUSpawnerMixin(Acquiring):
             await self.end_leftover()
             proof = await self.prove_gone()
         if not proof.gone:
-            self.log.warning("%s is not proved gone: its lease stays", self._log_name)
+            self.log.warning("%s is not proved gone: its lease stays", self.server_ref)
             return False
         # A busy engine answers long after the end, and knows when that was.
         ended = proof.ended_at or self.stopped_at or self.seen_alive_at

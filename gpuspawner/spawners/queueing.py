@@ -28,7 +28,6 @@ from ..errors import (
 )
 from ..model import Lease, LeaseState, Request, ServerRef, Ticket, format_credits
 from ..patience import within
-from .burst import Burst
 from .progress import Progress
 
 ROUND = 1.0
@@ -67,7 +66,6 @@ class Queueing:
         self._waiters: dict[str, Waiter] = {}
         self._ending: dict[str, Callable[[], Ticket]] = {}
         """Tickets whose end is to be written as soon as the database answers."""
-        self._burst = Burst()
         self._wake = asyncio.Event()
         self._rounds: asyncio.Task[None] | None = None
         self._checked = 0
@@ -90,7 +88,6 @@ class Queueing:
                 _tell(said, f"You are number {place} in line.")
             return got
 
-        self._burst.asked()
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self.broker.asking, ask)
 

@@ -64,6 +64,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
 
     _node_name = ""
     _over_said = ""
+    _starting = False
 
     @validate("remove")
     def _must_remove(self, proposal: Any) -> bool:
@@ -155,7 +156,11 @@ class GPUSlurmSpawner(GPUDockerSpawner):
     async def start(self) -> Any:
         if (node := self.node) is not None:
             self.said.say(f"On the machine {node.name}", 12)
-        url = await super().start()
+        self._starting = True
+        try:
+            url = await super().start()
+        finally:
+            self._starting = False
         if node is not None:
             watch_over(self)
         return url
@@ -163,7 +168,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
     # Gone is a server whose job has ended.
 
     async def poll(self) -> Any:
-        if self.node is None or self._start_pending:
+        if self.node is None or self._starting:
             return await super().poll()
         await self.cleared()
         watch_over(self)
@@ -184,7 +189,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             return None  # what Slurm has forgotten is no end: the container says
         if self._over_said != turn.ticket_id:  # the Hub asks several times while it stops one
             self._over_said = turn.ticket_id
-            self.log.warning("%s: %s", self._log_name, turn.over)
+            self.log.warning("%s: %s", self.server_ref, turn.over)
         return 1
 
     async def prove_gone(self) -> Proof:

@@ -51,7 +51,7 @@ class Watched:
         running = await spawner.broker.run(engine.running)
         for lease_id, each in by_lease.items():
             if lease_id not in running and each.active and not each.pending:
-                each.log.info("%s is not there any more: asking after it", each._log_name)
+                each.log.info("%s is not there any more: asking after it", each.server_ref)
                 await each.poll_and_notify()
 
 

@@ -2,70 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, IntegrityError
 
 from ..errors import LedgerError, UnknownAccount
-from ..ledger.entries import Posting, Transfer, TransferKind, is_system
+from ..ledger.entries import MAX_AMOUNT, Posting, Transfer, TransferKind, is_system
 from ..model import Account
 from . import leases as lease_rows
-from .prepared import Prepared, write_plain
 from .schema import accounts, leases, postings, transfers
-from .times import as_text
 
 _HELD = lease_rows.HELD.where(leases.c.account == accounts.c.name).scalar_subquery()
-_ACCOUNT = Prepared(
-    sa.select(accounts.c.balance, _HELD).where(accounts.c.name == sa.bindparam("account"))
-)
-_INSERT_ACCOUNT = Prepared(sa.insert(accounts), ("name", "balance", "opened_at"))
-_COLUMNS = ("id", "key", "kind", "at", "actor", "reason", "lease_id")
+_ACCOUNT = sa.select(accounts.c.balance, _HELD).where(accounts.c.name == sa.bindparam("account"))
+_OPEN = sa.insert(accounts)
+_FIELDS = tuple(transfers.c.keys())
 # A key that is there already is found by its own index, and not by a question before.
-_INSERT_TRANSFER = {
-    "sqlite": Prepared(sqlite.insert(transfers).on_conflict_do_nothing(), _COLUMNS),
-    "postgresql": Prepared(postgresql.insert(transfers).on_conflict_do_nothing(), _COLUMNS),
+_INSERT = {
+    "sqlite": sqlite.insert(transfers).on_conflict_do_nothing().returning(transfers.c.id),
+    "postgresql": postgresql.insert(transfers).on_conflict_do_nothing().returning(transfers.c.id),
 }
-_INSERT_POSTING = Prepared(sa.insert(postings), ("transfer_id", "account", "amount", "apart"))
-_MOVE = Prepared(
+_INSERT_POSTINGS = sa.insert(postings)
+_THERE = sa.select(accounts.c.name).where(
+    accounts.c.name.in_(sa.bindparam("names", expanding=True))
+)
+_MOVE = (
     sa.update(accounts)
     .where(accounts.c.name == sa.bindparam("account"))
     .values(balance=accounts.c.balance + sa.bindparam("amount", type_=accounts.c.balance.type))
 )
-# All that a plain transfer writes, where each statement is a way to a server and back.
-_POST_TWO = Prepared(
-    sa.text(
-        """
-        WITH posted AS (
-            INSERT INTO transfers (id, key, kind, at, actor, reason, lease_id)
-            SELECT :id, :key, :kind, CAST(:at AS TIMESTAMPTZ), :actor, :reason, :lease_id
-            WHERE (SELECT count(*) FROM accounts WHERE name IN (:one, :two)) = 2
-            ON CONFLICT DO NOTHING RETURNING id
-        ), written AS (
-            INSERT INTO postings (transfer_id, account, amount, apart)
-            SELECT id, unnest(ARRAY[:one, :two]), unnest(ARRAY[:a, :b]::BIGINT[]), :apart
-            FROM posted
-        )
-        UPDATE accounts SET balance = balance
-            + CASE name WHEN :one THEN CAST(:a AS BIGINT) ELSE CAST(:b AS BIGINT) END
-        WHERE name IN (:one, :two) AND EXISTS (SELECT FROM posted)
-        """
-    ).bindparams(sa.bindparam("at", type_=transfers.c.at.type))
-)
-# The same on SQLite, where a statement takes less time than what is usually put around it.
-_POST_ROW = (
-    "INSERT INTO transfers (id, key, kind, at, actor, reason, lease_id)"
-    " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
-)
-_POST_MOVE = "UPDATE accounts SET balance = balance + ? WHERE name = ?"
-_POST_LINES = (
-    "INSERT INTO postings (transfer_id, account, amount, apart) VALUES (?, ?, ?, ?), (?, ?, ?, ?)"
-)
 _TOO_MUCH = "{name} would have more than an account can hold; use a smaller amount"
-_OF_KEY = Prepared(
+_OF_KEY = (
     sa.select(postings.c.account, postings.c.amount)
     .join(transfers, transfers.c.id == postings.c.transfer_id)
     .where(transfers.c.key == sa.bindparam("key"))
@@ -92,14 +62,14 @@ def open_account(connection: sa.Connection, name: str, at: datetime) -> bool:
     """Open the account unless it is there. True when it is new."""
     if find(connection, name):
         return False
-    _INSERT_ACCOUNT.run(connection, name=name, balance=0, opened_at=at)
+    connection.execute(_OPEN, {"name": name, "balance": 0, "opened_at": at})
     return True
 
 
 def find(connection: sa.Connection, name: str) -> Account | None:
     """Balance and holds of one account, if there is one of that name."""
-    rows = _ACCOUNT.rows(connection, account=name)
-    return Account(name=name, balance=rows[0][0], held=int(rows[0][1])) if rows else None
+    row = connection.execute(_ACCOUNT, {"account": name}).one_or_none()
+    return Account(name=name, balance=row[0], held=int(row[1])) if row else None
 
 
 def account(connection: sa.Connection, name: str) -> Account:
@@ -127,25 +97,46 @@ def post(connection: sa.Connection, transfer: Transfer) -> bool:
 
     The same key with other postings raises LedgerError: it names another event.
     """
-    if _is_plain(transfer):
-        sqlite_ = connection.dialect.name == "sqlite"
-        if (_post_in_calls if sqlite_ else _post_at_once)(connection, transfer):
-            return True
-    if not _insert(connection, transfer):
-        known = _postings_of_key(connection, transfer.key)
-        if sorted(known) != sorted((p.account, p.amount) for p in transfer.postings):
-            what = f"the key {transfer.key!r} was used for another amount or account"
-            raise LedgerError(what=what)
-        return False
-    for posting in transfer.postings:
-        move(connection, posting, transfer.at)
+    (is_new,) = post_many(connection, [transfer])
+    return is_new
+
+
+def post_many(
+    connection: sa.Connection, some: Sequence[Transfer], too_much: str = _TOO_MUCH
+) -> list[bool]:
+    """Post transfers, in their order, with as many statements as one takes; which are new.
+
+    Raises what :func:`post` does; ``too_much`` says that an account would overflow.
+    """
+    if not some:
+        return []
     rows = [
-        {"transfer_id": transfer.id, "account": p.account, "amount": p.amount}
-        | {"apart": transfer.apart}
-        for p in transfer.postings
+        {name: getattr(transfer, name) for name in _FIELDS} | {"kind": transfer.kind.value}
+        for transfer in some
     ]
-    _INSERT_POSTING.run_each(connection, rows)
-    return True
+    # Of a list SQLAlchemy makes another statement each time, which takes longer than this one.
+    inserted = connection.execute(
+        _INSERT[connection.dialect.name], rows if len(rows) > 1 else rows[0]
+    )
+    written = set(inserted.scalars())
+    are_new = []
+    for transfer in some:
+        are_new.append(transfer.id in written)
+        written.discard(transfer.id)  # the same one again is not new
+    new = [transfer for transfer, is_new in zip(some, are_new, strict=True) if is_new]
+    if new:
+        _move(connection, new, too_much)
+        lines = [
+            {"transfer_id": transfer.id, "account": p.account, "amount": p.amount}
+            | {"apart": transfer.apart}
+            for transfer in new
+            for p in transfer.postings
+        ]
+        connection.execute(_INSERT_POSTINGS, lines)
+    for transfer, is_new in zip(some, are_new, strict=True):
+        if not is_new:
+            _check_known(connection, transfer)
+    return are_new
 
 
 def statement(connection: sa.Connection, name: str, limit: int = 100) -> list[Line]:
@@ -236,96 +227,53 @@ def all_transfers(connection: sa.Connection) -> list[Transfer]:
     ]
 
 
-def _is_plain(transfer: Transfer) -> bool:
-    """Whether it goes from one account to another one."""
-    lines = transfer.postings
-    return len(lines) == 2 and lines[0].account != lines[1].account
+def _move(connection: sa.Connection, new: Sequence[Transfer], too_much: str) -> None:
+    """Add postings to the balances; the ledger's own accounts open by themselves."""
+    sums: dict[str, int] = {}
+    for transfer in new:
+        for posting in transfer.postings:
+            sums[posting.account] = sums.get(posting.account, 0) + posting.amount
+    if any(abs(amount) > MAX_AMOUNT for amount in sums.values()):
+        raise _overflow(sums, too_much)
+    if _add(connection, sums, too_much) == len(sums):
+        return
+    if missing := _missing(connection, list(sums)):
+        for name in missing:
+            if not is_system(name):
+                raise UnknownAccount(account=name)
+            connection.execute(_OPEN, {"name": name, "balance": 0, "opened_at": new[0].at})
+        _add(connection, {name: sums[name] for name in missing}, too_much)
 
 
-def _both(transfer: Transfer) -> dict[str, str | int]:
-    one, two = transfer.postings
-    return {
-        "one": one.account,
-        "two": two.account,
-        "a": one.amount,
-        "b": two.amount,
-        "apart": transfer.apart,
-    }
-
-
-def _too_much(transfer: Transfer) -> LedgerError:
-    one, two = transfer.postings
-    name = two.account if is_system(one.account) else one.account
-    return LedgerError(what=_TOO_MUCH.format(name=name))
-
-
-def _post_at_once(connection: sa.Connection, transfer: Transfer) -> bool:
-    """Write all of it, unless its key or one of the accounts says no."""
+def _add(connection: sa.Connection, sums: dict[str, int], too_much: str) -> int:
+    """Add these sums to balances; how many of the accounts are there."""
+    moves = [{"account": name, "amount": amount} for name, amount in sums.items()]
     try:
-        return bool(_POST_TWO.run(connection, **_row(transfer), **_both(transfer)))
-    except (IntegrityError, DataError) as error:
-        if isinstance(error, IntegrityError) and "accounts_balance" not in str(error):
-            raise  # a lease that is not there, say
-        raise _too_much(transfer) from None
-
-
-def _post_in_calls(connection: sa.Connection, transfer: Transfer) -> bool:
-    """Write all of it, unless its key says no."""
-    one, two = transfer.postings
-    name, apart = transfer.id, int(transfer.apart)
-    row = (
-        name,
-        transfer.key,
-        transfer.kind.value,
-        as_text(transfer.at),
-        transfer.actor,
-        transfer.reason,
-        transfer.lease_id,
-    )
-    if not write_plain(connection, _POST_ROW, row):
-        return False
-    try:
-        for posting in (one, two):
-            change = (posting.amount, posting.account)
-            if not write_plain(connection, _POST_MOVE, change):
-                move(connection, posting, transfer.at)  # opens it, or says that it is not there
-    except IntegrityError:
-        raise _too_much(transfer) from None
-    lines = (name, one.account, one.amount, apart, name, two.account, two.amount, apart)
-    write_plain(connection, _POST_LINES, lines)
-    return True
-
-
-def _insert(connection: sa.Connection, transfer: Transfer) -> bool:
-    """Write its own row; False when its key is there already."""
-    statement = _INSERT_TRANSFER[connection.dialect.name]
-    return bool(statement.run(connection, **_row(transfer)))
-
-
-def _row(transfer: Transfer) -> dict[str, Any]:
-    return {
-        "id": transfer.id,
-        "key": transfer.key,
-        "kind": transfer.kind.value,
-        "at": transfer.at,
-        "actor": transfer.actor,
-        "reason": transfer.reason,
-        "lease_id": transfer.lease_id,
-    }
-
-
-def _postings_of_key(connection: sa.Connection, key: str) -> list[tuple[str, int]]:
-    return [(name, amount) for name, amount in _OF_KEY.rows(connection, key=key)]
-
-
-def move(connection: sa.Connection, posting: Posting, at: datetime) -> None:
-    """Add a posting to its account's balance; the ledger's own accounts open by themselves."""
-    name, amount = posting.account, posting.amount
-    try:
-        if _MOVE.run(connection, account=name, amount=amount):
-            return
-        if not name.startswith("system:"):
-            raise UnknownAccount(account=name)
-        _INSERT_ACCOUNT.run(connection, name=name, balance=amount, opened_at=at)
+        return connection.execute(_MOVE, moves).rowcount
     except (IntegrityError, DataError):
-        raise LedgerError(what=_TOO_MUCH.format(name=name)) from None
+        raise _overflow(sums, too_much) from None
+
+
+def _missing(connection: sa.Connection, names: list[str]) -> list[str]:
+    """Those of the accounts that are not there."""
+    there: set[str] = set()
+    for start in range(0, len(names), 500):  # SQLite takes so many parameters, and not many more
+        part = {"names": names[start : start + 500]}
+        there.update(connection.execute(_THERE, part).scalars())
+    return [name for name in names if name not in there]
+
+
+def _overflow(sums: Iterable[str], too_much: str) -> LedgerError:
+    """An account of these cannot hold so much: most likely not the ledger's own."""
+    names = sorted(sums, key=is_system)
+    return LedgerError(what=too_much.format(name=names[0]))
+
+
+def _check_known(connection: sa.Connection, transfer: Transfer) -> None:
+    """Raises LedgerError unless what was posted with the transfer's key are its postings."""
+    known = sorted(
+        (name, amount) for name, amount in connection.execute(_OF_KEY, {"key": transfer.key})
+    )
+    if known != sorted((p.account, p.amount) for p in transfer.postings):
+        what = f"the key {transfer.key!r} was used for another amount or account"
+        raise LedgerError(what=what)

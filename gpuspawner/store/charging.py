@@ -1,7 +1,4 @@
-"""The charges of a tick, many at once: what thousands of leases owe is a few statements.
-
-What is written is what :func:`gpuspawner.store.book.post` writes of one charge after the other.
-"""
+"""The charges of a tick, many at once: what thousands of leases owe is a few statements."""
 
 from __future__ import annotations
 
@@ -10,17 +7,13 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DataError, IntegrityError
 
-from ..errors import LedgerError
 from ..ledger import rules
 from ..ledger.dry import OVERDRAFT
-from ..ledger.entries import SYSTEM_USAGE, Posting, TransferKind
 from ..model import Lease, LeaseState, ServerRef
 from . import book
 from . import leases as lease_rows
-from .prepared import Prepared
-from .schema import OPEN_LEASE, OPEN_PLACE, lease_places, leases, transfers
+from .schema import OPEN_LEASE, OPEN_PLACE, lease_places, leases
 
 _SELECTED = (
     leases.c.id,
@@ -31,15 +24,17 @@ _SELECTED = (
     leases.c.charged,
     leases.c.started_at,
 )
-_bounded = leases.c.when_dry == sa.literal_column(f"'{OVERDRAFT}'")
+_bounded = leases.c.when_dry == OVERDRAFT
 """Whose charges have a bound, one by one."""
 _costs = sa.and_(
     OPEN_LEASE,
-    leases.c.state == sa.literal_column(f"'{LeaseState.RUNNING.value}'"),
-    leases.c.rate > sa.literal_column("0"),
+    leases.c.state == LeaseState.RUNNING.value,
+    leases.c.rate > 0,
 )
-_RUNNING = Prepared(sa.select(*_SELECTED).where(_costs, ~_bounded))
-_MODELS = Prepared(sa.select(lease_places.c.lease_id, lease_places.c.model).where(OPEN_PLACE))
+_RUNNING = sa.select(*_SELECTED).where(_costs, ~_bounded)
+_MODELS = sa.select(lease_places.c.lease_id, lease_places.c.model).where(OPEN_PLACE)
+_CHARGED = sa.update(leases).where(leases.c.id == sa.bindparam("lease"))
+_TOO_MUCH = "an account would have more than an account can hold; refund what was charged"
 
 # A portion: leases of which a period has begun that they were not charged in. Each counts its
 # periods from its own start, so that those of many leases begin at many moments. Only what is
@@ -67,14 +62,12 @@ _PORTION = {}
 _ACCOUNTS = {}
 for _name, _begun in _BEGUN.items():
     _some = sa.select(leases.c.id).where(_costs, ~_bounded, _begun)
-    _PORTION[_name] = Prepared(
+    _PORTION[_name] = (
         sa.select(*_SELECTED, lease_places.c.model)
         .select_from(leases.outerjoin(lease_places))
         .where(leases.c.id.in_(_some.limit(sa.bindparam("most", type_=sa.Integer))))
     )
-    _ACCOUNTS[_name] = Prepared(
-        sa.select(leases.c.account).where(_costs, _bounded, _begun).distinct()
-    )
+    _ACCOUNTS[_name] = sa.select(leases.c.account).where(_costs, _bounded, _begun).distinct()
 
 
 class Due(NamedTuple):
@@ -91,9 +84,9 @@ class Due(NamedTuple):
 def due(connection: sa.Connection, until: datetime) -> list[Due]:
     """What every running lease without an overdraft owes, less what it was charged."""
     models: dict[str, list[str]] = {}
-    for lease_id, model in _MODELS.rows(connection):
+    for lease_id, model in connection.execute(_MODELS):
         models.setdefault(lease_id, []).append(model)
-    rows = _RUNNING.rows(connection)
+    rows = connection.execute(_RUNNING).all()
     return _owing(((row, models.get(row[0], ())) for row in rows), until)
 
 
@@ -106,11 +99,11 @@ def portion(
     asked = {"until": until, "period": period}
     name = connection.dialect.name
     found: dict[str, tuple[Sequence[Any], list[str]]] = {}
-    for row in _PORTION[name].rows(connection, **asked, most=most):
+    for row in connection.execute(_PORTION[name], {**asked, "most": most}):
         _, models = found.setdefault(row[0], (row[:-1], []))
         if row[-1] is not None:
             models.append(row[-1])
-    paying = [account for (account,) in _ACCOUNTS[name].rows(connection, **asked)]
+    paying = connection.execute(_ACCOUNTS[name], asked).scalars().all()
     whole = bounded(connection, paying) if paying else []
     return _owing(found.values(), until), whole
 
@@ -138,96 +131,15 @@ def _owing(some: Iterable[tuple[Sequence[Any], Sequence[str]]], until: datetime)
 def charge(connection: sa.Connection, found: Sequence[Due], until: datetime) -> None:
     """Post these charges: a transfer and two postings each, and what they make of the sums.
 
-    Raises IntegrityError when one of them was posted before, and LedgerError when an account
-    would have more than it can hold; then the transaction is to be given up.
+    One that was posted before is taken once. Raises LedgerError when it was of another amount, or
+    an account would have more than it can hold; then the transaction is to be given up.
     """
     if not found:
         return
-    keys = [rules.charge_key(one.lease_id, one.charged) for one in found]
-    ids = [rules.transfer_id(key) for key in keys]
-    moved: dict[str, int] = {}
-    for one in found:
-        moved[one.account] = moved.get(one.account, 0) - one.amount
-    try:
-        book.move(connection, Posting(SYSTEM_USAGE, -sum(moved.values())), until)
-        _many(connection, _MOVE, list(moved), list(moved.values()))
-    except (IntegrityError, DataError):
-        what = "an account would have more than an account can hold; refund what was charged"
-        raise LedgerError(what=what) from None
-    names, reasons = [one.lease_id for one in found], [one.reason for one in found]
-    _many(connection, _transfers(until), ids, keys, reasons, names)
-    lines = [
-        (name, account, amount)
-        for one, name in zip(found, ids, strict=True)
-        for account, amount in ((SYSTEM_USAGE, one.amount), (one.account, -one.amount))
+    made = [
+        rules.charge_transfer(one.lease_id, one.account, one.charged, one.amount, until, one.reason)
+        for one in found
     ]
-    _many(connection, _POSTINGS, *map(list, zip(*lines, strict=True)))
-    _many(connection, _CHARGED, names, [one.charged + one.amount for one in found])
-
-
-# Statements over many rows. SQLite is given row after row, which costs it nothing; PostgreSQL all
-# of them in one statement, as arrays.
-
-
-class _Statement(NamedTuple):
-    """One statement for both databases, and the types of its columns."""
-
-    rows: str
-    """For one row of SQLite, with the columns in their order."""
-    arrays: str
-    """For all rows of PostgreSQL, from ``given (a, b, ...)``."""
-    types: tuple[str, ...]
-    constants: tuple[Any, ...] = ()
-    """Parameters that are the same for all rows, after the others."""
-
-
-_MOVE = _Statement(
-    "UPDATE accounts SET balance = balance + ?2 WHERE name = ?1",
-    "UPDATE accounts SET balance = balance + given.b FROM {given} WHERE name = given.a",
-    ("text", "bigint"),
-)
-_CHARGED = _Statement(
-    "UPDATE leases SET charged = ?2 WHERE id = ?1",
-    "UPDATE leases SET charged = given.b FROM {given} WHERE id = given.a",
-    ("text", "bigint"),
-)
-_POSTINGS = _Statement(
-    "INSERT INTO postings (transfer_id, account, amount) VALUES (?1, ?2, ?3)",
-    "INSERT INTO postings (transfer_id, account, amount) "
-    "SELECT given.a, given.b, given.c FROM {given} ORDER BY given.n",
-    ("text", "text", "bigint"),
-)
-
-
-def _transfers(until: datetime) -> _Statement:
-    """Charges at a moment."""
-    columns = "INSERT INTO transfers (id, key, reason, lease_id, at, kind, actor)"
-    return _Statement(
-        f"{columns} VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
-        f"{columns} SELECT given.a, given.b, given.c, given.d, %s, %s, %s FROM {{given}}",  # nosec B608
-        ("text", "text", "text", "text"),
-        (until, TransferKind.CHARGE.value, rules.ACTOR_ACCOUNTING),
-    )
-
-
-def _many(connection: sa.Connection, statement: _Statement, *columns: list[Any]) -> None:
-    """Run a statement for every row of these columns."""
-    dialect = connection.dialect
-    constants = [_as_driver(value, dialect) for value in statement.constants]
-    if dialect.name == "sqlite":
-        rows = zip(*columns, *([value] * len(columns[0]) for value in constants), strict=True)
-        connection.exec_driver_sql(statement.rows, list(rows))
-        return
-    arrays = ", ".join(f"%s::{type_}[]" for type_ in statement.types)
-    names = ", ".join("abcd"[: len(columns)])
-    given = f"unnest({arrays}) WITH ORDINALITY AS given ({names}, n)"
-    # The constants stand before the arrays, as the columns before the table.
-    text = statement.arrays.format(given=given)
-    connection.exec_driver_sql(text, (*constants, *columns))
-
-
-def _as_driver(value: Any, dialect: sa.Dialect) -> Any:
-    if not isinstance(value, datetime):
-        return value
-    convert = transfers.c.at.type.dialect_impl(dialect).bind_processor(dialect)
-    return convert(value) if convert else value
+    book.post_many(connection, made, _TOO_MUCH)
+    sums = [{"lease": one.lease_id, "charged": one.charged + one.amount} for one in found]
+    connection.execute(_CHARGED, sums)

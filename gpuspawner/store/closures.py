@@ -9,7 +9,6 @@ from urllib.parse import quote, unquote
 import sqlalchemy as sa
 
 from ..model import ServerRef
-from .prepared import Prepared
 from .schema import audit, closures
 
 GRANTING = "granting"
@@ -24,7 +23,7 @@ LEAK = "leak"
 KEEPER = "restart:"
 """How the actor begins that keeps devices for a server which starts again; see :func:`keeper`."""
 
-_ALL = Prepared(sa.select(closures).order_by(closures.c.at, closures.c.subject))
+_ALL = sa.select(closures).order_by(closures.c.at, closures.c.subject)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Change:
 
 def load(connection: sa.Connection) -> dict[str, Closure]:
     """Everything that is closed, by subject."""
-    return {row[0]: Closure(*row) for row in _ALL.rows(connection)}
+    return {row[0]: Closure(*row) for row in connection.execute(_ALL)}
 
 
 def close(connection: sa.Connection, closure: Closure) -> bool:

@@ -2,24 +2,20 @@
 
 A hub that starts a server does so beside its event loop, and each statement is a hand-over of
 Python's lock. So what a grant nearly always finds absent (rates that an admin set, other servers
-on the same account) is only said to be there or not; who needs it reads it then. Which places are
-taken is read where nobody knows it yet (see :mod:`.open_places`).
+on the same account) is only said to be there or not; who needs it reads it then.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import sqlalchemy as sa
 
 from ..ledger.dry import OVERDRAFT
 from ..model import Account, ServerRef
-from . import open_places
 from .closures import keeper
 from .leases import CLOSED, HELD, PAYS, PLACES
-from .prepared import Prepared
 from .rates import HOLDS
 from .schema import OPEN_LEASE, OPEN_LOT, accounts, closures, leases, lots, rates
 from .schema_members import ENDED, memberships
@@ -37,41 +33,30 @@ _shared = (
     .where(
         OPEN_LEASE,
         leases.c.account == _of_account,
-        leases.c.when_dry == sa.literal_column(f"'{OVERDRAFT}'"),
-        leases.c.rate > sa.literal_column("0"),
+        leases.c.when_dry == OVERDRAFT,
+        leases.c.rate > 0,
     )
     .order_by(leases.c.granted_at, leases.c.id)
     .limit(1)
 )
 _former = sa.select(memberships.c.user).where(memberships.c.user == sa.bindparam("member"), ENDED)
 _held = HELD.where(leases.c.account == _of_account)
-_space: Any = sa.literal_column("' '")
-_kept = sa.select(sa.func.aggregate_strings(closures.c.subject, _space)).where(
+_kept = sa.select(sa.func.aggregate_strings(closures.c.subject, " ")).where(
     closures.c.actor == sa.bindparam("keeper", type_=sa.Text)
 )
-
-
-def _statement(places: Any) -> Prepared:
-    return Prepared(
-        sa.select(
-            sa.select(leases.c.id).where(*_server, OPEN_LEASE).scalar_subquery(),
-            places,
-            CLOSED.scalar_subquery(),
-            sa.exists(sa.select(rates.c.id).where(HOLDS)),
-            _due.scalar_subquery(),
-            sa.exists(_paying),
-            _balance.scalar_subquery(),
-            _held.scalar_subquery(),
-            sa.exists(_former),
-            _shared.scalar_subquery(),
-            _kept.scalar_subquery(),
-        )
-    )
-
-
-_ALL = _statement(PLACES.scalar_subquery())
-_REST = _statement(sa.null())
-"""Where the places are known."""
+_ALL = sa.select(
+    sa.select(leases.c.id).where(*_server, OPEN_LEASE).scalar_subquery(),
+    PLACES.scalar_subquery(),
+    CLOSED.scalar_subquery(),
+    sa.exists(sa.select(rates.c.id).where(HOLDS)),
+    _due.scalar_subquery(),
+    sa.exists(_paying),
+    _balance.scalar_subquery(),
+    _held.scalar_subquery(),
+    sa.exists(_former),
+    _shared.scalar_subquery(),
+    _kept.scalar_subquery(),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +87,11 @@ class Known:
 def read(connection: sa.Connection, server: ServerRef, account: str) -> Known:
     """What a grant to this server, paid by this account, must know."""
     asked = {"member": server.user, "server": server.name, "keeper": keeper(server)}
-    taken = open_places.known(connection)
-    statement = _ALL if taken is None else _REST
-    (found,) = statement.rows(connection, account=account, **asked)
+    found = connection.execute(_ALL, {**asked, "account": account}).one()
     lease_id, places, closed, has_rates, due, is_paying, balance, held, former, shared, kept = found
-    if taken is None:
-        taken = frozenset((places or "").split())
-        open_places.remember(connection, taken)
     return Known(
         lease_id=lease_id,
-        taken=taken.union(closed.split()) if closed else taken,
+        taken=frozenset(" ".join(filter(None, (places, closed))).split()),
         has_rates=has_rates,
         first_due=due,
         is_paying=is_paying,

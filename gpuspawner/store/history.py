@@ -10,7 +10,6 @@ import sqlalchemy as sa
 
 from ..model import Lease
 from . import leases as lease_rows
-from .prepared import Prepared
 from .schema import OPEN_LEASE, OPEN_PLACE, lease_places, leases, tickets
 
 MOST = 5000
@@ -24,13 +23,11 @@ _MARK = (
     + ":"
     + sa.cast(sa.func.coalesce(leases.c.seconds + leases.c.extended, -1), sa.Text)
 )
-_MARKS = Prepared(
-    sa.select(sa.func.aggregate_strings(_MARK, " ")).where(
-        OPEN_LEASE,
-        sa.exists().where(lease_places.c.lease_id == leases.c.id, OPEN_PLACE),
-    )
+_MARKS = sa.select(sa.func.aggregate_strings(_MARK, " ")).where(
+    OPEN_LEASE,
+    sa.exists().where(lease_places.c.lease_id == leases.c.id, OPEN_PLACE),
 )
-_OUTCOMES = Prepared(
+_OUTCOMES = (
     sa.select(leases.c.outcome)
     .where(leases.c.user == sa.bindparam("member"), leases.c.claim_seconds.isnot(None), ~OPEN_LEASE)
     .order_by(leases.c.granted_at.desc())
@@ -40,7 +37,7 @@ _OUTCOMES = Prepared(
 
 def marks(connection: sa.Connection) -> dict[str, str]:
     """What can change of every open lease with devices (its state and end), by id."""
-    ((text,),) = _MARKS.rows(connection)
+    text = connection.execute(_MARKS).scalar_one()
     return dict(part.split(":", 1) for part in text.split(" ")) if text else {}
 
 
@@ -104,7 +101,7 @@ def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
 def no_shows_in_a_row(connection: sa.Connection, user: str) -> int:
     """How many of a member's newest leases from the queue ended because nobody connected."""
     count = 0
-    for (outcome,) in _OUTCOMES.rows(connection, member=user):
+    for outcome in connection.execute(_OUTCOMES, {"member": user}).scalars():
         if outcome not in ("no_show", "lost"):
             break
         count += outcome == "no_show"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -12,8 +11,6 @@ from sqlalchemy.exc import IntegrityError
 
 from ..errors import NoDeviceFree, ServerHasLease, UnknownLease
 from ..model import Lease, LeasedDevice, LeaseState, Place, ServerRef, Ticket
-from . import open_places
-from .prepared import Prepared
 from .schema import OPEN_LEASE, OPEN_PLACE, accounts, closures, lease_places, leases, lots
 
 _LEASE_FIELDS = tuple(n for n in Lease.__dataclass_fields__ if n not in ("server", "devices"))
@@ -26,13 +23,12 @@ _left = leases.c.hold - leases.c.charged
 # As one text and not as rows: a grant reads it, and hundreds of new objects each time make
 # Python collect garbage more often, with the hub standing still meanwhile.
 _place = lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text)
-_space: Any = sa.literal_column("' '")  # not a parameter: those it cannot be compiled with
-PLACES = sa.select(sa.func.aggregate_strings(_place, _space)).where(OPEN_PLACE)
-CLOSED = sa.select(sa.func.aggregate_strings(closures.c.subject + ":0", _space))
+PLACES = sa.select(sa.func.aggregate_strings(_place, " ")).where(OPEN_PLACE)
+CLOSED = sa.select(sa.func.aggregate_strings(closures.c.subject + ":0", " "))
 """Together they are what :func:`places_taken` reads."""
-_PLACES = Prepared(PLACES.add_columns(CLOSED.scalar_subquery()))
-_TAKEN = Prepared(
-    sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(OPEN_PLACE)
+_PLACES = PLACES.add_columns(CLOSED.scalar_subquery())
+_TAKEN = sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(
+    OPEN_PLACE
 )
 _SELECTED = (
     leases.c.user,
@@ -45,31 +41,24 @@ _LEASES = (
     .select_from(leases.outerjoin(lease_places))
     .order_by(leases.c.granted_at, leases.c.id, lease_places.c.index)
 )
-_one = _LEASES.where(leases.c.id == sa.bindparam("lease"))
-_ONE, _ONE_LOCKED = Prepared(_one), Prepared(_one.with_for_update(of=leases))
-_OPEN_OF_SERVER = Prepared(
-    _LEASES.where(
-        leases.c.user == sa.bindparam("member"),
-        leases.c.server_name == sa.bindparam("server"),
-        OPEN_LEASE,
-    )
+_ONE = _LEASES.where(leases.c.id == sa.bindparam("lease"))
+_ONE_LOCKED = _ONE.with_for_update(of=leases)
+_OPEN_OF_SERVER = _LEASES.where(
+    leases.c.user == sa.bindparam("member"),
+    leases.c.server_name == sa.bindparam("server"),
+    OPEN_LEASE,
 )
-_OPEN = Prepared(_LEASES.where(OPEN_LEASE))
-_WITH_AN_END = Prepared(
-    _LEASES.where(
-        OPEN_LEASE, (leases.c.outcome != sa.literal_column("''")) | leases.c.seconds.isnot(None)
-    )
-)
-PAYS = sa.and_(OPEN_LEASE, leases.c.started_at.isnot(None), leases.c.rate > sa.literal_column("0"))
+_OPEN = _LEASES.where(OPEN_LEASE)
+_WITH_AN_END = _LEASES.where(OPEN_LEASE, (leases.c.outcome != "") | leases.c.seconds.isnot(None))
+PAYS = sa.and_(OPEN_LEASE, leases.c.started_at.isnot(None), leases.c.rate > 0)
 """True of the leases that cost something while they run."""
-_paying = (
+_PAYING = (
     sa.select(*_SELECTED[:_AT_PLACE], accounts.c.balance)
     .join(accounts, accounts.c.name == leases.c.account)
     .where(PAYS)
     .order_by(leases.c.granted_at, leases.c.id)
 )
-_PAYING = Prepared(_paying)
-_SUMS = Prepared(
+_SUMS = (
     sa.select(
         *(leases.c.account, accounts.c.balance, leases.c.rate, leases.c.charged),
         leases.c.started_at,
@@ -78,23 +67,20 @@ _SUMS = Prepared(
     .join(accounts, accounts.c.name == leases.c.account)
     .where(PAYS)
 )
-_PAID_BY = Prepared(_paying.where(leases.c.account == sa.bindparam("name")))
+_PAID_BY = _PAYING.where(leases.c.account == sa.bindparam("name"))
 _newest = sa.select(sa.func.max(lots.c.ends_at)).where(lots.c.account == leases.c.account)
-_ONE_TO_END = Prepared(_one.add_columns(_newest.scalar_subquery()).with_for_update(of=leases))
-_INSERT = Prepared(sa.insert(leases), ("user", "server_name", *_LEASE_FIELDS))
-_INSERT_PLACE = Prepared(sa.insert(lease_places), ("lease_id", "open", *_PLACE_FIELDS))
-_PLACES_OF = Prepared(
+_ONE_TO_END = _ONE_LOCKED.add_columns(_newest.scalar_subquery())
+_PLACES_OF = (
     sa.select(*_SELECTED[_AT_PLACE:])
     .where(lease_places.c.lease_id == sa.bindparam("lease"))
     .order_by(lease_places.c.index)
 )
-_FREE_PLACES = Prepared(
+_FREE_PLACES = (
     sa.update(lease_places)
     .where(lease_places.c.lease_id == sa.bindparam("lease"), OPEN_PLACE)
     .values(open=sa.false())
-    .returning(lease_places.c.uuid, lease_places.c.slot)
 )
-_HAD_ONE = Prepared(
+_HAD_ONE = (
     sa.select(leases.c.id)
     .where(
         leases.c.user == sa.bindparam("member"),
@@ -108,25 +94,25 @@ HELD = sa.select(sa.func.coalesce(sa.func.sum(sa.case((_left > 0, _left), else_=
     OPEN_LEASE
 )
 """Microcredits set aside by open leases; whose, the caller adds."""
-_HELD_BY = Prepared(HELD.where(leases.c.account == sa.bindparam("account")))
+_HELD_BY = HELD.where(leases.c.account == sa.bindparam("account"))
 
 
 def taken(connection: sa.Connection) -> dict[Place, str]:
     """Every place under an open lease, with the lease's id."""
-    return {Place(uuid, slot): lease for uuid, slot, lease in _TAKEN.rows(connection)}
+    return {Place(uuid, slot): lease for uuid, slot, lease in connection.execute(_TAKEN)}
 
 
 def places_taken(connection: sa.Connection) -> frozenset[str]:
     """The places of all open leases as texts, and the first place of all that is closed (the one
     on "granting" for all)."""
-    (found,) = _PLACES.rows(connection)
+    found = connection.execute(_PLACES).one()
     return frozenset(" ".join(filter(None, found)).split())
 
 
 def had_one(connection: sa.Connection, ticket: Ticket) -> bool:
     """Whether a ticket ever led to a lease."""
     server = {"member": ticket.server.user, "server": ticket.server.name}
-    return bool(_HAD_ONE.rows(connection, ticket=ticket.id, **server))
+    return connection.execute(_HAD_ONE, {"ticket": ticket.id, **server}).first() is not None
 
 
 def insert(connection: sa.Connection, lease: Lease) -> None:
@@ -141,15 +127,15 @@ def insert(connection: sa.Connection, lease: Lease) -> None:
         for device in lease.devices
     ]
     try:
-        _INSERT.run(connection, **_row(lease))
-        _INSERT_PLACE.run_each(connection, places)
+        connection.execute(sa.insert(leases), _row(lease))
+        if places:
+            connection.execute(sa.insert(lease_places), places)
     except IntegrityError as error:
         if "one_open_lease_a_slot" in str(error) or "lease_places.uuid" in str(error):
             raise NoDeviceFree("The GPU was just taken by somebody else. Try again.") from None
         if "one_open_lease_a_server" in str(error) or "leases.user" in str(error):
             raise ServerHasLease() from None
         raise
-    open_places.change(connection, more=(Place(d.uuid, d.slot).text for d in lease.devices))
 
 
 def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Lease:
@@ -157,7 +143,7 @@ def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Leas
 
     Raises UnknownLease.
     """
-    found = _leases((_ONE_LOCKED if lock else _ONE).rows(connection, lease=lease_id))
+    found = _leases(connection.execute(_ONE_LOCKED if lock else _ONE, {"lease": lease_id}))
     if not found:
         raise UnknownLease(lease=lease_id)
     return found[0]
@@ -166,7 +152,7 @@ def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Leas
 def get_to_end(connection: sa.Connection, lease_id: str) -> tuple[Lease, datetime | None]:
     """One lease that is about to end, kept from others, and when the last lot of its account ends
     (None when that never had one). Raises UnknownLease."""
-    rows = _ONE_TO_END.rows(connection, lease=lease_id)
+    rows = connection.execute(_ONE_TO_END, {"lease": lease_id}).all()
     if not rows:
         raise UnknownLease(lease=lease_id)
     return _leases(row[:-1] for row in rows)[0], rows[0][-1]
@@ -174,31 +160,35 @@ def get_to_end(connection: sa.Connection, lease_id: str) -> tuple[Lease, datetim
 
 def open_of(connection: sa.Connection, server: ServerRef) -> Lease | None:
     """The open lease of a server, if there is one."""
-    found = _leases(_OPEN_OF_SERVER.rows(connection, member=server.user, server=server.name))
+    named = {"member": server.user, "server": server.name}
+    found = _leases(connection.execute(_OPEN_OF_SERVER, named))
     return found[0] if found else None
 
 
 def open_leases(connection: sa.Connection) -> list[Lease]:
     """All open leases, oldest first."""
-    return _leases(_OPEN.rows(connection))
+    return _leases(connection.execute(_OPEN))
 
 
 def with_an_end(connection: sa.Connection) -> list[Lease]:
     """Open leases whose session ends some time, or whose stop was ordered; oldest first."""
-    return _leases(_WITH_AN_END.rows(connection))
+    return _leases(connection.execute(_WITH_AN_END))
 
 
 def paying(connection: sa.Connection, account: str | None = None) -> list[tuple[Lease, int]]:
     """The running leases that cost something, oldest first, each with the balance of the account
     (None: of any) that pays for it. Their devices are left out."""
-    found = _PAYING.rows(connection) if account is None else _PAID_BY.rows(connection, name=account)
+    if account is None:
+        found = connection.execute(_PAYING)
+    else:
+        found = connection.execute(_PAID_BY, {"name": account})
     return [(from_row(row[:-1], []), row[-1]) for row in found]
 
 
 def sums(connection: sa.Connection) -> list[tuple[str, int, int, int, datetime, bool]]:
     """Of each running lease that costs something: account, its balance, rate, charged, start, and
     whether anything was told about its credits. Rows and no leases: there may be thousands."""
-    return [(*row[:5], bool(row[5])) for row in _SUMS.rows(connection)]
+    return [(*row[:5], bool(row[5])) for row in connection.execute(_SUMS)]
 
 
 def of_account(connection: sa.Connection, account: str | None, limit: int = 50) -> list[Lease]:
@@ -217,42 +207,32 @@ def where(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[
 
 def held(connection: sa.Connection, account: str) -> int:
     """Microcredits set aside by the account's open leases."""
-    ((amount,),) = _HELD_BY.rows(connection, account=account)
-    return int(amount)
+    return int(connection.execute(_HELD_BY, {"account": account}).scalar_one())
 
 
 def update(connection: sa.Connection, lease_id: str, **values: Any) -> None:
     """Change fields of an open lease."""
     if isinstance(values.get("state"), LeaseState):
         values["state"] = values["state"].value
-    _update(tuple(values)).run(connection, lease=lease_id, **values)
+    connection.execute(sa.update(leases).where(leases.c.id == lease_id).values(values))
 
 
-@lru_cache(maxsize=64)
-def _update(columns: tuple[str, ...]) -> Prepared:
-    return Prepared(sa.update(leases).where(leases.c.id == sa.bindparam("lease")), columns)
-
-
-def confirmation(lease_id: str, at: datetime, engine_ref: str) -> tuple[Prepared, dict[str, Any]]:
-    """What writes that the server of a lease answered, and from when it is charged, and with
-    which values. It returns a row for :func:`from_row`, and none when no lease of this id waits
-    for that."""
+def confirm(
+    connection: sa.Connection, lease_id: str, at: datetime, engine_ref: str
+) -> Sequence[Any] | None:
+    """Write that the server of a lease answered, and from when it is charged: its row for
+    :func:`from_row`, and None when no lease of this id waits for that."""
     values = {"state": LeaseState.RUNNING.value, "started_at": at, "seen_at": at}
     if engine_ref:
         values["engine_ref"] = engine_ref
-    return _confirm(tuple(values)), {"lease": lease_id, **values}
+    waits = (leases.c.id == lease_id) & (leases.c.state == LeaseState.GRANTED.value)
+    confirmed = sa.update(leases).where(waits).values(values)
+    return connection.execute(confirmed.returning(*_SELECTED[:_AT_PLACE])).one_or_none()
 
 
 def devices_of(connection: sa.Connection, lease_id: str) -> tuple[LeasedDevice, ...]:
     """The devices of a lease, open or ended; they never change."""
-    return tuple(LeasedDevice(*row) for row in _PLACES_OF.rows(connection, lease=lease_id))
-
-
-@lru_cache(maxsize=2)
-def _confirm(columns: tuple[str, ...]) -> Prepared:
-    waits = leases.c.state == sa.literal_column(f"'{LeaseState.GRANTED.value}'")
-    one = sa.update(leases).where(leases.c.id == sa.bindparam("lease"), waits)
-    return Prepared(one.returning(*_SELECTED[:_AT_PLACE]), columns)
+    return tuple(LeasedDevice(*row) for row in connection.execute(_PLACES_OF, {"lease": lease_id}))
 
 
 def end(
@@ -266,8 +246,7 @@ def end(
     """Close a lease and free its places."""
     changes: dict[str, Any] = {"ended_at": at, "end_reason": reason, "charged": charged}
     update(connection, lease_id, state=LeaseState.ENDED, waived=waived, **changes)
-    freed = _FREE_PLACES.rows(connection, lease=lease_id)
-    open_places.change(connection, fewer=(Place(uuid, slot).text for uuid, slot in freed))
+    connection.execute(_FREE_PLACES, {"lease": lease_id})
 
 
 def _leases(rows: Iterable[Sequence[Any]]) -> list[Lease]:

@@ -11,7 +11,6 @@ from ..ledger.entries import TransferKind
 from ..ledger.lots import Flow, Lot, Use
 from ..ledger.rules import reversal_key
 from ..model import LeaseState
-from .prepared import Prepared
 from .schema import APART, OPEN_LOT, leases, lots, postings, transfers
 
 _FIELDS = (
@@ -25,11 +24,10 @@ _FIELDS = (
     "taken",
     "takes",
 )
-_INSERT = Prepared(sa.insert(lots), ("transfer_id", "account", "amount", "starts_at", "ends_at"))
 _account = lots.c.account == sa.bindparam("account")
-_FIRST_DUE = Prepared(sa.select(sa.func.min(lots.c.ends_at)).where(_account, OPEN_LOT))
-_NEWEST_CLOSED = Prepared(
-    sa.select(sa.func.max(lots.c.ends_at)).where(_account, lots.c.closed_at.isnot(None))
+_FIRST_DUE = sa.select(sa.func.min(lots.c.ends_at)).where(_account, OPEN_LOT)
+_NEWEST_CLOSED = sa.select(sa.func.max(lots.c.ends_at)).where(
+    _account, lots.c.closed_at.isnot(None)
 )
 _DUE = sa.select(lots.c.account).where(OPEN_LOT, lots.c.ends_at <= sa.bindparam("now")).distinct()
 
@@ -37,7 +35,7 @@ _DUE = sa.select(lots.c.account).where(OPEN_LOT, lots.c.ends_at <= sa.bindparam(
 def insert(connection: sa.Connection, lot: Lot) -> None:
     """Write a lot, in the transaction of its grant."""
     row = {name: getattr(lot, name) for name in _FIELDS[1:5]}
-    _INSERT.run(connection, transfer_id=lot.id, **row)
+    connection.execute(sa.insert(lots), {"transfer_id": lot.id, **row})
 
 
 def of_account(connection: sa.Connection, account: str) -> list[Lot]:
@@ -69,12 +67,13 @@ def due(connection: sa.Connection, now: datetime) -> list[str]:
 
 def first_due(connection: sa.Connection, account: str) -> datetime | None:
     """When the first lot of an account ends whose end is not written down yet."""
-    return _FIRST_DUE.rows(connection, account=account)[0][0]
+    found: datetime | None = connection.execute(_FIRST_DUE, {"account": account}).scalar()
+    return found
 
 
 def closed_since(connection: sa.Connection, account: str, since: datetime) -> bool:
     """Whether the account has a lot that ended after that and whose end is written down."""
-    ((newest,),) = _NEWEST_CLOSED.rows(connection, account=account)
+    newest = connection.execute(_NEWEST_CLOSED, {"account": account}).scalar()
     return newest is not None and newest > since
 
 

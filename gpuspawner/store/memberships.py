@@ -9,13 +9,11 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from .prepared import Prepared
 from .schema import OPEN_LEASE, OPEN_TICKET, leases, tickets
 from .schema_members import ENDED, memberships, roster
 
 _ONE = sa.select(memberships).where(memberships.c.user == sa.bindparam("member"))
-_OF = Prepared(_ONE)
-_LOCKED = Prepared(_ONE.with_for_update())
+_LOCKED = _ONE.with_for_update()
 _INSERT = {
     "sqlite": sqlite.insert(memberships).on_conflict_do_nothing(),
     "postgresql": postgresql.insert(memberships).on_conflict_do_nothing(),
@@ -43,8 +41,8 @@ class Membership:
 
 def find(connection: sa.Connection, user: str, *, lock: bool = False) -> Membership | None:
     """What is known of somebody, if they ever were a member."""
-    rows = (_LOCKED if lock else _OF).rows(connection, member=user)
-    return Membership(*rows[0]) if rows else None
+    row = connection.execute(_LOCKED if lock else _ONE, {"member": user}).one_or_none()
+    return Membership(*row) if row else None
 
 
 def begin(connection: sa.Connection, user: str, now: datetime) -> bool:

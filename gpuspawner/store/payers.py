@@ -6,16 +6,14 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
-from .prepared import Prepared
 from .schema import payers
 
-_OF = Prepared(sa.select(payers.c.account).where(payers.c.user == sa.bindparam("member")))
+_OF = sa.select(payers.c.account).where(payers.c.user == sa.bindparam("member"))
 
 
 def get(connection: sa.Connection, user: str) -> str:
     """The account that the member keeps as the usual one; nothing when they keep none."""
-    rows = _OF.rows(connection, member=user)
-    return str(rows[0][0]) if rows else ""
+    return connection.execute(_OF, {"member": user}).scalar_one_or_none() or ""
 
 
 def every(connection: sa.Connection) -> dict[str, str]:

@@ -11,7 +11,6 @@ import sqlalchemy as sa
 
 from ..ledger.pricing import Rate
 from ..ledger.week import WeekHours
-from .prepared import Prepared
 from .schema import rates
 
 _COLUMNS = (
@@ -20,12 +19,12 @@ _COLUMNS = (
 )
 HOLDS = rates.c.removed_at.is_(None)
 """True of the rates that were not removed."""
-_HELD = Prepared(sa.select(*_COLUMNS).where(HOLDS).order_by(rates.c.id))
+_HELD = sa.select(*_COLUMNS).where(HOLDS).order_by(rates.c.id)
 
 
 def load(connection: sa.Connection) -> list[Rate]:
     """The rates that hold or will, in the order in which they were set."""
-    return [_rate(row) for row in _HELD.rows(connection)]
+    return [_rate(row) for row in connection.execute(_HELD)]
 
 
 def insert(connection: sa.Connection, rate: Rate, zone: str) -> Rate:

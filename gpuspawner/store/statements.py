@@ -15,7 +15,6 @@ import sqlalchemy as sa
 
 from ..ledger.entries import TransferKind
 from . import book
-from .prepared import Prepared
 from .schema import postings, transfers
 
 USE = (TransferKind.CHARGE.value, TransferKind.REFUND.value)
@@ -41,27 +40,25 @@ _SELECTED = (
     postings.c.amount,
     transfers.c.lease_id,
 )
-_PAGE = Prepared(
+_PAGE = (
     sa.select(*_SELECTED)
     .select_from(_JOINED)
     .where(_account, postings.c.id < sa.bindparam("before"))
     .order_by(postings.c.id.desc())
     .limit(sa.bindparam("most", type_=sa.Integer))
 )
-_MARKS = Prepared(
+_MARKS = (
     sa.select(postings.c.id, postings.c.amount, transfers.c.kind, transfers.c.lease_id)
     .select_from(_JOINED)
     .where(_account, postings.c.id < sa.bindparam("before"))
     .order_by(postings.c.id.desc())
     .limit(sa.bindparam("most", type_=sa.Integer))
 )
-_SINCE = Prepared(
-    sa.select(sa.func.coalesce(sa.func.sum(postings.c.amount), 0)).where(
-        _account, postings.c.id >= sa.bindparam("before")
-    )
+_SINCE = sa.select(sa.func.coalesce(sa.func.sum(postings.c.amount), 0)).where(
+    _account, postings.c.id >= sa.bindparam("before")
 )
 _LEASE = sa.and_(transfers.c.lease_id == sa.bindparam("lease"), _of_account)
-_OF_LEASE = Prepared(
+_OF_LEASE = (
     sa.select(*_SELECTED)
     .select_from(_JOINED)
     .where(_LEASE, postings.c.id > sa.bindparam("after"))
@@ -69,7 +66,7 @@ _OF_LEASE = Prepared(
     .limit(sa.bindparam("most", type_=sa.Integer))
 )
 _upto = sa.case((postings.c.id <= sa.bindparam("after"), postings.c.amount), else_=0)
-_SUMS_OF_LEASE = Prepared(
+_SUMS_OF_LEASE = (
     sa.select(
         sa.func.count(),
         sa.func.coalesce(sa.func.sum(postings.c.amount), 0),
@@ -131,7 +128,8 @@ def page(
 ) -> Page:
     """Each line of an account by itself. Raises UnknownAccount."""
     balance = _balance_before(connection, account, before)
-    rows = _PAGE.rows(connection, account=account, before=before or NEWEST, most=limit + 1)
+    values = {"account": account, "before": before or NEWEST, "most": limit + 1}
+    rows = connection.execute(_PAGE, values).all()
     entries = []
     for row in rows[:limit]:
         entries.append(_entry(row, balance))
@@ -158,7 +156,8 @@ def folded(
         balance -= amount
     oldest = min((entry.id for entry in entries), default=None)
     if oldest is not None and not cut:  # there are no more of them, or too many were read
-        cut = bool(_MARKS.rows(connection, account=account, before=oldest, most=1))
+        values = {"account": account, "before": oldest, "most": 1}
+        cut = connection.execute(_MARKS, values).first() is not None
     return Page(tuple(entries), oldest if cut else None)
 
 
@@ -167,8 +166,8 @@ def items(
 ) -> Items:
     """What a lease paid from its account, and got back."""
     named = {"lease": lease_id, "account": account, "after": after}
-    ((count, total, upto),) = _SUMS_OF_LEASE.rows(connection, **named)
-    rows = _OF_LEASE.rows(connection, **named, most=limit + 1)
+    count, total, upto = connection.execute(_SUMS_OF_LEASE, named).one()
+    rows = connection.execute(_OF_LEASE, {**named, "most": limit + 1}).all()
     cost = -int(upto)
     entries = []
     for row in rows[:limit]:
@@ -194,8 +193,8 @@ def _balance_before(connection: sa.Connection, account: str, before: int | None)
     balance = book.account(connection, account).balance
     if before is None:
         return balance
-    ((since,),) = _SINCE.rows(connection, account=account, before=before)
-    return balance - int(since)
+    values = {"account": account, "before": before}
+    return balance - int(connection.execute(_SINCE, values).scalar_one())
 
 
 def _entry(row: Sequence[Any], balance: int) -> Entry:
@@ -208,7 +207,8 @@ def _marks(connection: sa.Connection, account: str, before: int) -> Iterator[Seq
     size, left = AT_FIRST, MOST_READ
     while left:
         most = min(size, left)
-        rows = _MARKS.rows(connection, account=account, before=before, most=most)
+        values = {"account": account, "before": before, "most": most}
+        rows = connection.execute(_MARKS, values).all()
         yield from rows
         if len(rows) < most:
             return

@@ -12,7 +12,6 @@ from sqlalchemy.exc import IntegrityError
 
 from ..errors import ServerWaits, UnknownTicket
 from ..model import Request, ServerRef, Ticket
-from .prepared import Prepared
 from .schema import OPEN_TICKET, tickets
 
 _FIELDS = tuple(n for n in Ticket.__dataclass_fields__ if n not in ("server", "request", "options"))
@@ -21,21 +20,17 @@ _TEXTS = ("user", "server_name", "request", "options")
 _COLUMNS = (*_TEXTS, *_FIELDS)
 
 _ALL = sa.select(*(tickets.c[n] for n in _COLUMNS)).order_by(tickets.c.created_at, tickets.c.id)
-_one = _ALL.where(tickets.c.id == sa.bindparam("ticket"))
-_ONE, _ONE_LOCKED = Prepared(_one), Prepared(_one.with_for_update())
-_OPEN_OF_MEMBER = Prepared(_ALL.where(tickets.c.user == sa.bindparam("member"), OPEN_TICKET))
-_OPEN_OF_GROUP = Prepared(
-    sa.select(sa.func.count()).where(tickets.c.group == sa.bindparam("name"), OPEN_TICKET)
+_ONE = _ALL.where(tickets.c.id == sa.bindparam("ticket"))
+_ONE_LOCKED = _ONE.with_for_update()
+_OPEN_OF_MEMBER = _ALL.where(tickets.c.user == sa.bindparam("member"), OPEN_TICKET)
+_OPEN_OF_GROUP = sa.select(sa.func.count()).where(
+    tickets.c.group == sa.bindparam("name"), OPEN_TICKET
 )
-_INSERT = Prepared(sa.insert(tickets), (*_COLUMNS, "state"))
 # One text and not ten thousand rows: it is read every second while somebody waits.
-_VERSIONS = Prepared(
-    sa.select(
-        sa.func.aggregate_strings(tickets.c.id + ":" + sa.cast(tickets.c.version, sa.Text), " ")
-    ).where(OPEN_TICKET)
-)
-
-_COUNT = Prepared(sa.select(sa.func.count()).select_from(tickets).where(OPEN_TICKET))
+_VERSIONS = sa.select(
+    sa.func.aggregate_strings(tickets.c.id + ":" + sa.cast(tickets.c.version, sa.Text), " ")
+).where(OPEN_TICKET)
+_COUNT = sa.select(sa.func.count()).select_from(tickets).where(OPEN_TICKET)
 
 
 def insert(connection: sa.Connection, ticket: Ticket) -> None:
@@ -46,7 +41,7 @@ def insert(connection: sa.Connection, ticket: Ticket) -> None:
     row["request"] = json.dumps({n: getattr(ticket.request, n) for n in _REQUEST_FIELDS})
     row["options"] = json.dumps(dict(ticket.options))
     try:
-        _INSERT.run(connection, **row)
+        connection.execute(sa.insert(tickets), row)
     except IntegrityError as error:
         if "one_open_ticket_a_server" in str(error) or "tickets.user" in str(error):
             raise ServerWaits() from None
@@ -55,10 +50,11 @@ def insert(connection: sa.Connection, ticket: Ticket) -> None:
 
 def get(connection: sa.Connection, ticket_id: str, *, lock: bool = False) -> Ticket:
     """One ticket, waiting or ended. Raises UnknownTicket."""
-    found = (_ONE_LOCKED if lock else _ONE).rows(connection, ticket=ticket_id)
-    if not found:
+    statement = _ONE_LOCKED if lock else _ONE
+    row = connection.execute(statement, {"ticket": ticket_id}).one_or_none()
+    if row is None:
         raise UnknownTicket(ticket=ticket_id)
-    return _ticket(found[0])
+    return _ticket(row)
 
 
 def open_of(connection: sa.Connection, server: ServerRef) -> Ticket | None:
@@ -69,19 +65,17 @@ def open_of(connection: sa.Connection, server: ServerRef) -> Ticket | None:
 
 def open_of_member(connection: sa.Connection, user: str) -> list[Ticket]:
     """The tickets with which a member's servers wait, oldest first."""
-    return [_ticket(row) for row in _OPEN_OF_MEMBER.rows(connection, member=user)]
+    return [_ticket(row) for row in connection.execute(_OPEN_OF_MEMBER, {"member": user})]
 
 
 def count_of_group(connection: sa.Connection, group: str) -> int:
     """How many tickets wait that count on a group."""
-    ((count,),) = _OPEN_OF_GROUP.rows(connection, name=group)
-    return int(count)
+    return int(connection.execute(_OPEN_OF_GROUP, {"name": group}).scalar_one())
 
 
 def count(connection: sa.Connection) -> int:
     """How many tickets wait."""
-    ((number,),) = _COUNT.rows(connection)
-    return int(number)
+    return int(connection.execute(_COUNT).scalar_one())
 
 
 def waiting(connection: sa.Connection) -> list[Ticket]:
@@ -101,7 +95,7 @@ def some(connection: sa.Connection, ids: Iterable[str]) -> list[Ticket]:
 
 def versions(connection: sa.Connection) -> dict[str, str]:
     """The version of every ticket that waits, by id: another process may have changed one."""
-    ((text,),) = _VERSIONS.rows(connection)
+    text = connection.execute(_VERSIONS).scalar_one()
     return dict(part.split(":", 1) for part in text.split(" ")) if text else {}
 
 

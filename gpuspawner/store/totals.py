@@ -22,7 +22,6 @@ from ..ledger.usage import Kind, Use, days_of, kind_of
 from ..model import Lease
 from . import history
 from . import leases as lease_rows
-from .prepared import Prepared
 from .schema import TO_ADD_UP, accounts, leases, postings
 from .schema_totals import moved, totals
 
@@ -44,32 +43,29 @@ EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 OUTCOME, MODEL_AND_GROUP = "outcome", "model and group"
 """What there are totals of "ever" by. A lease of two models is in both of them here."""
 
-_IDS = Prepared(
+_IDS = (
     sa.select(leases.c.id)
     .where(TO_ADD_UP)
     .order_by(leases.c.id)
     .limit(sa.bindparam("most", type_=sa.Integer))
 )
-_MARK = Prepared(sa.update(leases).where(leases.c.id == sa.bindparam("lease")), ("days",))
-_DAYS = Prepared(sa.select(leases.c.days).where(leases.c.id == sa.bindparam("lease")))
-_EVER = Prepared(
-    sa.select(totals.c.name, totals.c.micros, totals.c.sessions).where(
-        totals.c.by == sa.bindparam("what"), totals.c.span == EVER
-    )
+_MARK = sa.update(leases).where(leases.c.id == sa.bindparam("lease"))
+"""The columns that it sets are named by the values."""
+_DAYS = sa.select(leases.c.days).where(leases.c.id == sa.bindparam("lease"))
+_EVER = sa.select(totals.c.name, totals.c.micros, totals.c.sessions).where(
+    totals.c.by == sa.bindparam("what"), totals.c.span == EVER
 )
 _amount = postings.c.amount
-_NEW = Prepared(
-    sa.select(
-        sa.func.coalesce(sa.func.sum(sa.case((_amount > 0, _amount), else_=0)), 0),
-        sa.func.coalesce(sa.func.sum(sa.case((_amount < 0, -_amount), else_=0)), 0),
-    ).where(
-        postings.c.account == sa.bindparam("account"),
-        postings.c.id > sa.bindparam("since"),
-        postings.c.id <= sa.bindparam("until"),
-    )
+_NEW = sa.select(
+    sa.func.coalesce(sa.func.sum(sa.case((_amount > 0, _amount), else_=0)), 0),
+    sa.func.coalesce(sa.func.sum(sa.case((_amount < 0, -_amount), else_=0)), 0),
+).where(
+    postings.c.account == sa.bindparam("account"),
+    postings.c.id > sa.bindparam("since"),
+    postings.c.id <= sa.bindparam("until"),
 )
-_NEWEST = Prepared(sa.select(sa.func.coalesce(sa.func.max(postings.c.id), 0)))
-_OWN = Prepared(
+_NEWEST = sa.select(sa.func.coalesce(sa.func.max(postings.c.id), 0))
+_OWN = (
     sa.select(accounts.c.name, accounts.c.balance, moved.c.came, moved.c.went, moved.c.last)
     .select_from(accounts.outerjoin(moved, moved.c.account == accounts.c.name))
     .where(accounts.c.name.startswith("system:"))
@@ -107,23 +103,26 @@ def add_up(connection: sa.Connection, most: int = AT_ONCE) -> int:
 
     The number of leases; when it is ``most``, there may be more to do.
     """
-    ids = [name for (name,) in _IDS.rows(connection, most=most)]
+    ids = connection.execute(_IDS, {"most": most}).scalars().all()
     found = lease_rows.where(connection, leases.c.id.in_(ids)) if ids else []
     _add(connection, (part for lease in found for part in parts(lease)))
-    _MARK.run_each(connection, [{"lease": x.id, "days": _number_of_days(x)} for x in found])
+    if found:
+        marks = [{"lease": lease.id, "days": _number_of_days(lease)} for lease in found]
+        connection.execute(_MARK, marks)
     return len(found) if _add_up_moved(connection) else most
 
 
 def _add_up_moved(connection: sa.Connection) -> bool:
     """Add up what so many postings moved; whether those were all."""
-    ((newest,),) = _NEWEST.rows(connection)
+    newest = connection.execute(_NEWEST).scalar_one()
     done = True
-    for name, _, came, went, last in _OWN.rows(connection):
+    for name, _, came, went, last in connection.execute(_OWN).all():
         until = min(newest, (last or 0) + POSTINGS_AT_ONCE)
         done = done and until == newest
         if until == last:
             continue
-        ((more, less),) = _NEW.rows(connection, account=name, since=last or 0, until=until)
+        values = {"account": name, "since": last or 0, "until": until}
+        more, less = connection.execute(_NEW, values).one()
         row = {"came": (came or 0) + int(more), "went": (went or 0) + int(less), "last": until}
         _upsert(connection, moved, [{"account": name, **row}])
     return done
@@ -131,15 +130,14 @@ def _add_up_moved(connection: sa.Connection) -> bool:
 
 def take_out(connection: sa.Connection, lease: Lease) -> None:
     """Before a lease is changed that has ended: it is added up anew. ``lease`` is as it was."""
-    ((days,),) = _DAYS.rows(connection, lease=lease.id)
-    if days is not None:
+    if connection.execute(_DAYS, {"lease": lease.id}).scalar_one() is not None:
         _add(connection, ((key, Use().less(use)) for key, use in parts(lease)))
-        _MARK.run(connection, lease=lease.id, days=None)
+        connection.execute(_MARK, {"lease": lease.id, "days": None})
 
 
 def left(connection: sa.Connection, most: int) -> int:
     """How many leases are still to be added up; counted up to ``most``."""
-    return len(_IDS.rows(connection, most=most))
+    return len(connection.execute(_IDS, {"most": most}).all())
 
 
 def _number_of_days(lease: Lease) -> int:
@@ -196,9 +194,10 @@ class Used(NamedTuple):
 def all_moved(connection: sa.Connection) -> Moved:
     """What moved until now."""
     found = Moved()
-    ((newest,),) = _NEWEST.rows(connection)
-    for name, balance, came, went, last in _OWN.rows(connection):
-        ((more, less),) = _NEW.rows(connection, account=name, since=last or 0, until=newest)
+    newest = connection.execute(_NEWEST).scalar_one()
+    for name, balance, came, went, last in connection.execute(_OWN).all():
+        values = {"account": name, "since": last or 0, "until": newest}
+        more, less = connection.execute(_NEW, values).one()
         came, went = (came or 0) + int(more), (went or 0) + int(less)
         names = ("charged", "refunded") if name == SYSTEM_USAGE else ("taken", "granted")
         sums = {names[0]: came, names[1]: went}
@@ -209,8 +208,10 @@ def all_moved(connection: sa.Connection) -> Moved:
 
 def all_used(connection: sa.Connection, now: datetime) -> Used:
     """What was used until now by leases that have ended."""
-    ended = {name: int(count) for name, _, count in _EVER.rows(connection, what=OUTCOME) if count}
-    micros = {name: int(sum_) for name, sum_, _ in _EVER.rows(connection, what=MODEL_AND_GROUP)}
+    outcomes = connection.execute(_EVER, {"what": OUTCOME})
+    ended = {name: int(count) for name, _, count in outcomes if count}
+    models = connection.execute(_EVER, {"what": MODEL_AND_GROUP})
+    micros = {name: int(sum_) for name, sum_, _ in models}
     for lease in lease_rows.where(connection, TO_ADD_UP):
         for key, use in parts(lease):
             if key.by == OUTCOME:

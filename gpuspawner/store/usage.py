@@ -15,7 +15,6 @@ import sqlalchemy as sa
 from ..ledger.usage import DAY, Use, kind_of, midnight, use_of
 from ..model import Lease
 from . import leases as lease_rows
-from .prepared import Prepared
 from .schema import LONG_LEASE, TO_ADD_UP, UTCDateTime, leases
 from .schema_totals import totals
 from .totals import DAY as OF_DAY
@@ -38,7 +37,7 @@ _SUMS = (
     )
     .group_by(totals.c.name)
 )
-_BY_NAME = Prepared(_SUMS.where(totals.c.since >= _start, totals.c.since < _end))
+_BY_NAME = _SUMS.where(totals.c.since >= _start, totals.c.since < _end)
 
 
 def use(
@@ -76,7 +75,8 @@ def _whole_days(
     sums: Sums = {}
     for span, since, until in spans:
         if name is None:
-            rows = _BY_NAME.rows(connection, what=by, span=span, start=since, end=until)
+            values = {"what": by, "span": span, "start": since, "end": until}
+            rows = [(n, m, c, s) for n, m, c, s in connection.execute(_BY_NAME, values)]
         else:
             rows = _of_name(connection, by, span, since, until, name)
         _add(sums, ((row[0], Use(*map(int, row[1:]))) for row in rows))

@@ -65,12 +65,14 @@ def make_app(
     recent: Callable[[], Mapping[str, Sequence[Sample]]] = dict,
     members_see_names: bool = False,
     hub: HubCalls | None = None,
+    rounds: Mapping[str, int] | None = None,
 ) -> web.Application:
     """The service's web application, below the prefix that the Hub gave it.
 
     ``channels`` are the ways in which members can be told; ``poke`` says that there is a
     notice to send now; ``recent`` gives the newest samples
-    of each device; ``hub`` is asked who is in a group, and to stop a member's server.
+    of each device; ``hub`` is asked who is in a group, and to stop a member's server; ``rounds``
+    counts the finished rounds of each duty, for the metrics.
     """
     prefix = hub_auth.base_url
     context = Context(
@@ -83,6 +85,7 @@ def make_app(
         recent=recent,
         members_see_names=members_see_names,
         hub=hub,
+        rounds={} if rounds is None else rounds,
     )
     handlers: list[tuple[Any, ...]] = [
         (prefix + path, handler, {"context": context})

@@ -64,6 +64,8 @@ class Context:
     """Whether members are told on the page of the cluster who has a GPU."""
     hub: HubCalls | None = None
     """None where nobody answers for the Hub: then nothing that needs it can be done."""
+    rounds: Mapping[str, int] = field(default_factory=dict)
+    """Finished rounds of each duty of the service, by the duty's name."""
 
     @property
     def prefix(self) -> str:

@@ -8,7 +8,7 @@ years is read from totals.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -35,8 +35,10 @@ NO_SCOPE = (
 class Site(Collector):
     """Everything that is told of one site. Blocks: use :meth:`gpuspawner.broker.Broker.run`."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, rounds: Mapping[str, int] | None = None) -> None:
         self.broker = broker
+        self.rounds = {} if rounds is None else rounds
+        """Finished rounds of each of the service's duties, by its name."""
 
     def text(self) -> bytes:
         """All metrics in Prometheus' own format. Raises StoreUnavailable."""
@@ -64,6 +66,14 @@ class Site(Collector):
             "For how long the running lease was not charged that waits longest for it",
             max((_uncharged(lease, now) for lease in opened), default=0.0),
         )
+        family = CounterMetricFamily(
+            "gpuspawner_duty_rounds",
+            "Finished rounds of each duty of the accounting service since it started",
+            labels=["duty"],
+        )
+        for duty, count in sorted(self.rounds.items()):
+            family.add_metric([duty.lower().replace(" ", "_")], count)
+        yield family
 
     def _credits(self, moved: Moved, opened: Collection[Lease]) -> Iterator[Metric]:
         for name, what, total in (
@@ -184,7 +194,9 @@ class MetricsHandler(Handler):
     async def get(self) -> None:
         if not self.reach(READ_METRICS).everybody:
             raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
-        site: Site = self.application.settings.setdefault("metrics", Site(self.broker))
+        site: Site = self.application.settings.setdefault(
+            "metrics", Site(self.broker, self.context.rounds)
+        )
         text = await self.read(site.text)
         self.set_header("Content-Type", CONTENT_TYPE_LATEST)
         self.finish(text)

@@ -7,7 +7,6 @@ the standard library and JupyterHub are used: this runs with Python 3.8 or later
 
 import gc
 import importlib
-import os
 import sys
 import types
 
@@ -82,10 +81,6 @@ if __name__ == "__main__":
     without_grammar()
     without_hub()
     without_listings()
-    if os.environ.get("GPUSPAWNER_WARM"):
-        import gpuspawner_warm
-
-        gpuspawner_warm.wait()
     from jupyterhub.singleuser import main
 
     sys.exit(main())

@@ -17,7 +17,7 @@ from tests.support.processes import wait_for
 
 @pytest.fixture(scope="module")
 def hub(
-    engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
+    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[AttackHub]:
     """One hub a file, and nothing left in the engine for whoever comes next."""
     with AttackHub(tmp_path_factory.mktemp("attacks") / "hub", engine) as hub:

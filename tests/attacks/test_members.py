@@ -11,7 +11,8 @@ from urllib.parse import quote, urlsplit
 import pytest
 import requests
 
-from tests.support.attack_hub import HOSTILE, THIEF, VICTIM, AttackHub, Door
+from tests.support.attack_hub import HOSTILE, OWNER, THIEF, VICTIM, AttackHub
+from tests.support.attack_requests import FRIEND, Call, Requests
 from tests.support.attacks import Attempts
 from tests.support.hub import ADMIN, NAVIGATION, USER_PASSWORD
 from tests.support.processes import wait_for
@@ -39,29 +40,11 @@ SMUGGLED: list[dict[str, Any]] = [
 ]
 """What a start must not be able to say."""
 
-ALL_FIELDS = {
-    "confirm": "yes",
-    "reason": "because",
-    "amount": "5",
-    "position": "1",
-    "points": "9",
-    "member": THIEF,
-    "write": "yes",
-    "name": "plans",
-    "paused": "yes",
-    "rate": "0",
-    "model": "T4",
-    "rule": "FREQ=DAILY",
-    "csv": f"{THIEF},5",
-    "account": "x",
-}
-"""Right for as many forms as can be."""
-
 REPORTS = {name for which in ("usage", "used") for name in (which, f"{which}.csv", f"api/{which}")}
 """What who holds the scope for reports may read."""
 
 OWN = {
-    *("POST notices", "POST notices/test", "PUT api/notices/choices", "POST api/notices/test"),
+    *("POST notices", "PUT api/notices/choices"),
     *("POST payer", "POST folders", "POST api/folders"),
 }
 """What every member may do, with what is theirs."""
@@ -71,6 +54,12 @@ OWN = {
 def thief(hub: AttackHub) -> str:
     """Mallory's API token, which may do what he may."""
     return hub.user_token(THIEF)
+
+
+@pytest.fixture(scope="module")
+def right(hub: AttackHub) -> Requests:
+    """A request for each door, which works for who may make it."""
+    return Requests(hub)
 
 
 # What a start may say.
@@ -89,31 +78,31 @@ def test_nothing_is_smuggled_into_a_start(hub: AttackHub, attempt: Attempts) -> 
         attempt(f"{options} by a link", refused=hub.server("bob") is None)
     assert {c["Id"] for c in hub.containers()} == running
     assert hub.kept() == before
+    hub.spawn_and_wait("bob", {"environment": "small", "gpus": 0})  # without any of it he may
+    hub.stop_server("bob")
 
 
 # What is another member's.
 
 
 def test_every_door_is_closed_to_another_member(
-    hub: AttackHub, thief: str, attempt: Attempts
+    hub: AttackHub, right: Requests, attempt: Attempts
 ) -> None:
-    """Mallory at every method of every handler, with Victoria's ids, by token and by cookie."""
-    before, doors = hub.kept(), hub.doors()
-    assert len(doors) > 100
-    hers = (VICTIM, hub.lease, hub.ticket, hub.plans, hub.transfer)
-    for door in doors:
-        if str(door) in OWN:
+    """Mallory at every method of every handler, with what works for Olga or an admin: what is for
+    scripts by token, and pages with cookies."""
+    calls = right.calls()
+    assert len(calls) > 100
+    for ready in calls:
+        call = ready()
+        if str(call) in OWN:
             continue
-        answers = [hub.service(door.method, door.path, token=thief, **_body(door))]
-        if not door.path.startswith("api/"):
-            answers.append(_with_xsrf(hub, THIEF, door))
-        for answer in answers:
-            told = any(word in answer.text for word in hers if word not in door.path)
-            done = door.method != "GET" and answer.ok
-            done = done or (answer.ok and any(word in door.path for word in hers))
-            done = done and not 300 <= answer.status_code < 400
-            attempt(f"{door} by {THIEF}: {answer.status_code}", refused=not told and not done)
-    assert hub.kept() == before
+        before = hub.kept()
+        answer = right.send(call, THIEF, by_token=call.scripted)
+        assert hub.kept() == before, call
+        counts = right.works(call, [answer], by_token=call.scripted)
+        what = f"{call} by {THIEF}: {answer.status_code}"
+        attempt(what, refused=_keeps_out(call, answer), counts=counts)
+    right.assert_known(attempt.uncounted)
 
 
 def test_another_members_server_and_account_at_the_hub(
@@ -127,27 +116,28 @@ def test_another_members_server_and_account_at_the_hub(
         attempt(f"{path} of her server by token", refused=answer.status_code == 403)
         shown = sessions.get(url, headers=NAVIGATION, timeout=60)
         attempt(f"{path} of her server by cookie", refused=shown.status_code == 403)
-    calls = [
-        ("GET", f"users/{VICTIM}"),
-        ("DELETE", f"users/{VICTIM}/server"),
-        ("POST", f"users/{VICTIM}/server"),
-        ("DELETE", f"users/{VICTIM}"),
-        ("GET", f"users/{VICTIM}/tokens"),
-        ("POST", f"users/{VICTIM}/tokens"),
-        ("GET", f"users/{VICTIM}/server/progress"),
-        ("PATCH", f"users/{THIEF}"),
-        ("GET", "users"),
-        ("POST", "groups/staff/users"),
-        ("GET", "proxy"),
-        ("POST", "shutdown"),
-        ("GET", "services"),
+    calls: list[tuple[str, str, Mapping[str, Any]]] = [
+        ("GET", f"users/{VICTIM}", {}),
+        ("DELETE", f"users/{VICTIM}/server", {}),
+        ("POST", f"users/{VICTIM}/server", {}),
+        ("DELETE", f"users/{VICTIM}", {}),
+        ("GET", f"users/{VICTIM}/tokens", {}),
+        ("POST", f"users/{VICTIM}/tokens", {}),
+        ("GET", f"users/{VICTIM}/server/progress", {}),
+        ("PATCH", f"users/{THIEF}", {"admin": True}),
+        ("GET", "users", {}),
+        ("POST", "groups/staff/users", {"users": [THIEF]}),
+        ("GET", "proxy", {}),
+        ("POST", "shutdown", {}),
+        ("GET", "services", {}),
     ]
-    for method, path in calls:
+    for method, path, body in calls:
         headers = {"Authorization": f"token {thief}"}
-        answer = hub.api(method, path, headers=headers, json={"admin": True, "users": [THIEF]})
+        answer = hub.api(method, path, headers=headers, json=body)
         seen = answer.ok and VICTIM not in answer.text and answer.text in ("{}", "[]")
         refused = answer.status_code in (400, 403, 404, 405) or seen
-        attempt(f"{method} {path}: {answer.status_code}", refused=refused)
+        counts = _works_for_admins(hub, method, path, body)
+        attempt(f"{method} {path}: {answer.status_code}", refused=refused, counts=counts)
     assert hub.server(VICTIM), "she works on"
 
 
@@ -221,7 +211,9 @@ def test_a_stolen_server_token_does_little(hub: AttackHub, attempt: Attempts) ->
         headers = {"Authorization": f"token {token}"}
         answer = hub.api(method, path, headers=headers, json=body)
         nothing = answer.ok and answer.text.strip() in ("[]", "{}")
-        attempt(f"{method} {path}", refused=answer.status_code in (400, 403, 404) or nothing)
+        refused = answer.status_code in (400, 403, 404) or nothing
+        counts = _works_for_admins(hub, method, path, body)
+        attempt(f"{method} {path}", refused=refused, counts=counts)
     for door in (f"api/accounts/member:{VICTIM}", f"api/leases/{hub.lease}/receipt"):
         answer = hub.service("GET", door, token=token)
         attempt(f"{door} with the token of a server", refused=answer.status_code in (401, 403))
@@ -235,22 +227,37 @@ def test_a_stolen_server_token_does_little(hub: AttackHub, attempt: Attempts) ->
         attempt(f"{door} by way of the hub's API", refused=answer.status_code == 404)
 
 
-def test_a_service_does_no_more_than_its_scopes(hub: AttackHub, attempt: Attempts) -> None:
-    before = hub.kept()
+def test_a_service_does_no_more_than_its_scopes(
+    hub: AttackHub, right: Requests, attempt: Attempts
+) -> None:
     grant = {"amount": "5", "reason": "x"}
     may = {"bot": {"api/accounts"}, "reporter": REPORTS}
-    for name in ("bot", "reporter"):
-        token = f"token-of-{name}-{hub.secret}"
-        for door in hub.doors():
-            if door.path in {*may[name], "api/openapi.json", "catalog.schema.json"}:
-                continue
-            answer = hub.service(door.method, door.path, token=token, **_body(door))
+    tokens = {name: f"token-of-{name}-{hub.secret}" for name in may}
+    for ready in right.calls():
+        call = ready()
+        if call.path in ("api/openapi.json", "catalog.schema.json"):
+            continue
+        if call.method != "GET" and not call.scripted:
+            continue  # forms take no token, whosever it is
+        before = hub.kept()
+        tried = {
+            name: hub.service(call.method, call.path, token=token, **call.body)
+            for name, token in tokens.items()
+            if call.path not in may[name]
+        }
+        assert hub.kept() == before, call
+        counts = right.works(call, tried.values(), by_token=True)
+        for name, answer in tried.items():
             refused = not answer.ok or 300 <= answer.status_code < 400
-            attempt(f"{door} by the service {name}: {answer.status_code}", refused=refused)
+            what = f"{call} by the service {name}: {answer.status_code}"
+            attempt(what, refused=refused, counts=counts)
+    right.assert_known(attempt.uncounted)
+    before = hub.kept()
+    for token in tokens.values():
         headers = {"Authorization": f"token {token}"}
         for path in ("users", "groups", "proxy", f"users/{VICTIM}"):
             answer = hub.api("GET", path, headers=headers)
-            attempt(f"{path} by the service {name}", refused=not answer.ok)
+            attempt(f"{path} by a service", refused=not answer.ok)
     for account, amount in (("member:bob", "-5"), (f"member:{VICTIM}", "5"), ("system:mint", "5")):
         body = {**grant, "amount": amount}
         path = f"api/accounts/{account}/grants"
@@ -262,22 +269,31 @@ def test_a_service_does_no_more_than_its_scopes(hub: AttackHub, attempt: Attempt
 # A page of somebody else's, in the browser of a member or an admin.
 
 
-@pytest.mark.parametrize("user", [VICTIM, ADMIN])
-def test_no_foreign_page_sends_a_form(hub: AttackHub, user: str, attempt: Attempts) -> None:
-    """Every POST of ours with the member's cookies, and without the proof that they sent it."""
+@pytest.mark.parametrize("user", [OWNER, FRIEND, ADMIN])
+def test_no_foreign_page_sends_a_form(
+    hub: AttackHub, right: Requests, user: str, attempt: Attempts
+) -> None:
+    """Every POST of ours that works for the member from a page of ours: with their cookies, and
+    without the proof that they sent it."""
     hub.open_page(user, "/services/gpu/")  # signed in at the service too
     assert hub.browse(user, "GET", "").status_code == 200
-    before = hub.kept()
     foreign = {"Sec-Fetch-Mode": "cors", "Sec-Fetch-Site": "cross-site", "Origin": "https://evil"}
-    doors = [door for door in hub.doors() if door.method != "GET"]
-    assert len(doors) > 50
-    for door in doors:
+    for ready in right.calls(by=user):
+        call = ready()
+        before = hub.kept()
+        answers = []
         for headers in (foreign, NAVIGATION):
-            forged = {**_body(door)}
+            forged = call.body
             if "data" in forged:
-                forged["data"] = {**forged["data"], "_xsrf": "2|0|0|0"}
-            answer = hub.browse(user, door.method, door.path, headers=headers, **forged)
-            attempt(f"{door} without XSRF: {answer.status_code}", refused=answer.status_code == 403)
+                forged["data"]["_xsrf"] = "2|0|0|0"
+            answers.append(hub.browse(user, call.method, call.path, headers=headers, **forged))
+        assert hub.kept() == before, call
+        counts = right.works(call, by_token=False)
+        for answer in answers:
+            refused = answer.status_code == 403
+            attempt(f"{call} without XSRF: {answer.status_code}", refused=refused, counts=counts)
+    right.assert_known(attempt.uncounted)
+    before = hub.kept()
     session = hub.browser_of(user)
     for method, path in [
         ("POST", f"users/{user}/tokens"),
@@ -360,22 +376,36 @@ def test_no_script_comes_from_what_people_typed(hub: AttackHub, attempt: Attempt
 # Below here: how.
 
 
-def _body(door: Door) -> dict[str, Any]:
-    if door.method == "GET":
-        return {}
-    return {"json": ALL_FIELDS} if door.path.startswith("api/") else {"data": ALL_FIELDS}
+def _keeps_out(call: Call, answer: requests.Response) -> bool:
+    """Whether who sent this neither changed nor read anything of Olga's."""
+    if answer.ok and 300 <= answer.status_code < 400:
+        return True
+    if any(word in answer.text for word in call.hers if word not in call.path):
+        return False
+    return not answer.ok or (call.method == "GET" and not any(w in call.path for w in call.hers))
 
 
-def _with_xsrf(hub: AttackHub, user: str, door: Door) -> requests.Response:
-    """As the member's own browser would send it from a page of ours."""
-    session = hub.browser_of(user)
-    if not session.cookies.get("_xsrf", path="/services/gpu/"):
-        hub.open_page(user, "/services/gpu/")
-    token = session.cookies.get("_xsrf", path="/services/gpu/")
-    sent = _body(door)
-    if "data" in sent:
-        sent["data"] = {**sent["data"], "_xsrf": token}
-    return hub.browse(user, door.method, door.path, **sent)
+def _works_for_admins(hub: AttackHub, method: str, path: str, body: Mapping[str, Any]) -> bool:
+    """Whether the same call at the Hub works for an admin. It is undone; what cannot be undone is
+    not tried, and counts as what does not work for anybody."""
+    undo: dict[str, tuple[str, str, Mapping[str, Any]] | None] = {
+        f"POST users/{VICTIM}/tokens": None,
+        f"PATCH users/{THIEF}": ("PATCH", path, {"admin": False}),
+        f"PATCH users/{VICTIM}": ("PATCH", path, {"admin": False}),
+        "POST groups/staff/users": ("DELETE", path, body),
+        "POST groups/evil": ("DELETE", path, {}),
+        "POST users/new-admin": ("DELETE", path, {}),
+        "POST proxy": None,
+    }
+    call = f"{method} {path}"
+    if method != "GET" and call not in undo:
+        return False
+    headers = {"Authorization": f"token {hub.user_token(ADMIN)}"}
+    sent = body if method != "GET" else None
+    works = hub.api(method, path, json=sent, headers=headers).ok
+    if works and (back := undo.get(call)):
+        hub.api(back[0], back[1], json=back[2], headers=headers).raise_for_status()
+    return works
 
 
 def _server_token(hub: AttackHub, user: str) -> str:

@@ -18,7 +18,7 @@ METADATA = "169.254.169.254"
 
 
 @pytest.fixture(scope="module")
-def closed() -> Iterator[ClosedEngine]:
+def closed(engines: None) -> Iterator[ClosedEngine]:
     with ClosedEngine() as engine:
         yield engine
 

@@ -27,10 +27,8 @@ c.Spawner.http_timeout = 240
 
 
 async def wait_for_the_file(spawner):
-    for _ in range(2400):
-        if os.path.exists("go"):
-            return
-        await asyncio.sleep(0.1)
+    while not os.path.exists("go"):
+        await asyncio.sleep(0.05)
 
 
 c.Spawner.pre_spawn_hook = wait_for_the_file
@@ -56,7 +54,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("tls")
     pem = certificate(folder)
     with pytest.MonkeyPatch.context() as patch:

@@ -203,6 +203,7 @@ def test_base_has_nothing_to_compile_and_says_what_is_inside(
     assert locked <= parts
 
 
+@pytest.mark.usefixtures("soak")
 @pytest.mark.parametrize("torch", [WHEEL], ids=["torch" if WHEEL else "a-stand-in-for-torch"])
 def test_pytorch_builds_on_base(
     clean_engine: PrivateEngine, images: Any, index: str, torch: Path | None

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import signal
 import tarfile
-import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
@@ -104,12 +103,19 @@ def test_one_that_hangs_holds_up_nobody_and_is_not_asked_twice(
     hangs, answers = (lease_of(clean_engine, images.INSTANT, n) for n in (0, 1))
     _put(clean_engine, hangs.engine_ref, "bin/sh", HANGS)
     looks = LostDevices(docker_engine, patience=2)
+
+    def hanging() -> list[int]:
+        top = clean_engine.client.top(hangs.engine_ref)["Processes"]
+        return [int(row[1]) for row in top if "perl" in row[-1]]
+
+    seen = []
     for _ in range(3):
-        before = time.monotonic()
-        assert looks.look([hangs, answers]) == {answers.id: False}
-        assert time.monotonic() - before < 60
-    top = clean_engine.client.top(hangs.engine_ref)["Processes"]
-    (look,) = [psutil.Process(int(row[1])) for row in top if "perl" in row[-1]]
+        # On a busy machine the other one, too, may take longer than is waited for.
+        found = wait_for(lambda: looks.look([hangs, answers]), "an answer")
+        assert found == {answers.id: False}
+        seen += hanging()
+    assert len(seen) == 3 and len(set(seen)) == 1, "the same one hangs on"
+    look = psutil.Process(seen[0])
     assert look.uids().real == 1000, "it runs as the container's own user"
     # Once it is gone, there is a new one.
     _put(clean_engine, hangs.engine_ref, "bin/sh", ANSWERS)

@@ -104,7 +104,7 @@ def test_containers_end_with_a_restart_and_outlive_a_kill(
     assert state(second)["Running"] is False
 
 
-def test_a_second_engine_starts_beside_and_clears_up(engine: PrivateEngine) -> None:
+def test_a_second_engine_starts_beside_and_clears_up(engines: None, engine: PrivateEngine) -> None:
     with PrivateEngine() as other:
         assert other.url != engine.url
         assert other.gateway != engine.gateway

@@ -4,10 +4,11 @@ containers."""
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
-import time
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ Factory = Callable[..., PayingHub]
 
 
 @pytest.fixture
-def paying_hub(tmp_path: Path) -> Iterator[Factory]:
+def paying_hub(hubs: None, tmp_path: Path) -> Iterator[Factory]:
     """Start hubs as PayingHub takes them; gone at the end of the test."""
     with ExitStack() as hubs:
 
@@ -41,6 +42,27 @@ def paying_hub(tmp_path: Path) -> Iterator[Factory]:
             return hub
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    """Everybody is rich; the proxy is a process beside the hub, which may be killed."""
+    folder = tmp_path_factory.mktemp("rich") / "hub"
+    config = "c.Broker.opening_grant = 10000"
+    with PayingHub(folder, config, services=", cull_idle_after=3600", external_proxy=True) as hub:
+        yield hub
+
+
+GRACE = timedelta(seconds=5)
+
+
+@pytest.fixture(scope="module")
+def poor_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    """Everybody has three seconds of a GPU."""
+    folder = tmp_path_factory.mktemp("poor") / "hub"
+    config = f"c.Broker.opening_grant = 3\nc.Broker.grace_seconds = {GRACE.seconds}"
+    with PayingHub(folder, config) as hub:
+        yield hub
 
 
 def ended(hub: PayingHub, lease: Lease, timeout: float = 30.0) -> Lease:
@@ -56,8 +78,8 @@ def ended(hub: PayingHub, lease: Lease, timeout: float = 30.0) -> Lease:
     return settled
 
 
-def test_an_account_runs_dry(paying_hub: Factory) -> None:
-    hub = paying_hub("c.Broker.opening_grant = 3")
+def test_an_account_runs_dry(poor_hub: PayingHub) -> None:
+    hub = poor_hub
     lease = hub.start_server("ada", gpus=1)
     assert lease.started_at is not None
 
@@ -73,7 +95,7 @@ def test_an_account_runs_dry(paying_hub: Factory) -> None:
 
     settled = ended(hub, lease)
     assert settled.ended_at is not None
-    assert (settled.ended_at - told.warned_at).total_seconds() >= 2
+    assert settled.ended_at - told.warned_at >= GRACE
     wait_for(lambda: hub.server("ada") is None, "the Hub to know")
     assert hub.broker.member("ada").balance == 3 * MICRO - settled.charged
     assert hub.broker.overview().free == 3
@@ -85,40 +107,42 @@ def test_an_account_runs_dry(paying_hub: Factory) -> None:
     assert refused.status_code == 402
     assert "You can start without a GPU" in refused.text
     free = hub.start_server("ada", gpus=0)
-    time.sleep(3)
+    hub.wait_rounds(1, "charges", "credits", "sessions")
     assert hub.broker.lease(free.id).state is LeaseState.RUNNING
+    hub.stop_server("ada")
 
 
-def test_credits_in_time_keep_the_server(paying_hub: Factory) -> None:
-    hub = paying_hub("c.Broker.opening_grant = 2\nc.Broker.grace_seconds = 4")
-    lease = hub.start_server("ada", gpus=1)
-    wait_for(lambda: hub.broker.lease(lease.id).warned_at, "the warning", timeout=15)
+def test_credits_in_time_keep_the_server(poor_hub: PayingHub) -> None:
+    hub = poor_hub
+    lease = hub.start_server("bob", gpus=1)
+    warned_at = wait_for(lambda: hub.broker.lease(lease.id).warned_at, "the warning", timeout=15)
     hub.broker.grant(lease.account, 1000 * MICRO, actor="admin", reason="a gift")
     wait_for(lambda: hub.broker.lease(lease.id).warned_at is None, "it to be taken back")
-    time.sleep(5)
-    assert hub.server("ada") is not None
-    hub.stop_server("ada")
+    wait_for(lambda: hub.broker.clock() > warned_at + GRACE, "the end of the grace")
+    hub.wait_rounds(1, "charges", "credits", "sessions")
+    assert hub.broker.lease(lease.id).state is LeaseState.RUNNING
+    assert hub.server("bob") is not None
+    hub.stop_server("bob")
     ended(hub, lease)
 
 
-def test_the_service_is_killed_and_comes_back(paying_hub: Factory) -> None:
-    hub = paying_hub("c.Broker.opening_grant = 10000")
-    goes_on = hub.start_server("ada", gpus=1)
-    stops = hub.start_server("bob", gpus=1)
+def test_the_service_is_killed_and_comes_back(hub: PayingHub) -> None:
+    goes_on = hub.start_server("goes-on", gpus=1)
+    stops = hub.start_server("stops", gpus=1)
     hub.kill_service()
     down_since = hub.broker.clock()
     charged = hub.broker.lease(goes_on.id).charged
-    hub.stop_server("bob")
+    hub.stop_server("stops")
     ended(hub, stops)
 
     # The Hub starts it anew.
     hub.wait_pages()
     back = wait_for(lambda: _charged_after(hub, goes_on, charged), "the next charge")
     assert back.charged > owed(back.rate, down_since, hub.broker.clock()) - 5 * MICRO
-    hub.stop_server("ada")
+    hub.stop_server("goes-on")
     settled = ended(hub, goes_on)
-    assert hub.broker.member("ada").balance == 10000 * MICRO - settled.charged
-    lines = hub.broker.statement("member:ada", limit=1000)
+    assert hub.broker.member("goes-on").balance == 10000 * MICRO - settled.charged
+    lines = hub.broker.statement("member:goes-on", limit=1000)
     assert -sum(line.amount for line in lines if line.lease_id == goes_on.id) == settled.charged
 
 
@@ -127,9 +151,8 @@ def _charged_after(hub: PayingHub, lease: Lease, charged: int) -> Lease | None:
     return now if now.charged > charged else None
 
 
-def test_a_server_that_dies_behind_the_hubs_back(paying_hub: Factory) -> None:
-    hub = paying_hub("c.Broker.opening_grant = 10000")
-    lease = hub.start_server("ada", gpus=2)
+def test_a_server_that_dies_behind_the_hubs_back(hub: PayingHub) -> None:
+    lease = hub.start_server("dies", gpus=2)
     seen_at = wait_for(lambda: hub.broker.lease(lease.id).seen_at, "the first look")
     pid = int(lease.engine_ref.partition(":")[0])
     (server,) = [p for p in hub.children_left() if p.pid == pid]
@@ -140,11 +163,11 @@ def test_a_server_that_dies_behind_the_hubs_back(paying_hub: Factory) -> None:
     # Charged up to when it was last seen alive: never for time in which it was gone.
     assert seen_at <= settled.ended_at <= killed_at + timedelta(seconds=0.1)
     assert hub.broker.overview().free == 3
+    hub.stop_server("dies")  # the Hub has yet to hear of it
 
 
-def test_a_killed_hub_takes_its_service_along(paying_hub: Factory) -> None:
-    hub = paying_hub("c.Broker.opening_grant = 10000", external_proxy=True)
-    lease = hub.start_server("ada", gpus=1)
+def test_a_killed_hub_takes_its_service_along(hub: PayingHub) -> None:
+    lease = hub.start_server("lives", gpus=1)
     old = hub.service()
     assert old is not None
     command, environment = old.cmdline(), old.environ()
@@ -156,16 +179,15 @@ def test_a_killed_hub_takes_its_service_along(paying_hub: Factory) -> None:
     new = hub.service()
     assert new is not None
     assert new.pid != old.pid
-    assert hub.page("ada").ok
+    assert hub.page("lives").ok
     assert hub.broker.lease(lease.id).state is LeaseState.RUNNING
-    assert hub.get("ada", "").text == lease.id
-    hub.stop_server("ada")
+    assert hub.get("lives", "").text == lease.id
+    hub.stop_server("lives")
     ended(hub, lease)
 
 
-def test_the_service_may_do_nothing_else(paying_hub: Factory) -> None:
-    hub = paying_hub("c.Broker.opening_grant = 10000", services=", cull_idle_after=3600")
-    hub.start_server("ada", gpus=1)
+def test_the_service_may_do_nothing_else(hub: PayingHub) -> None:
+    hub.start_server("cara", gpus=1)
     service = hub.service()
     assert service is not None
     token = service.environ()["JUPYTERHUB_API_TOKEN"]
@@ -181,14 +203,14 @@ def test_the_service_may_do_nothing_else(paying_hub: Factory) -> None:
         ).status_code
 
     assert ask("GET", "users?state=active") == 200
-    assert ask("GET", "users/ada") == 200
+    assert ask("GET", "users/cara") == 200
     forbidden = {
         "POST users": {"usernames": ["eve"]},
         "POST users/eve": {},
-        "DELETE users/ada": None,
-        "PATCH users/ada": {"admin": True},
-        "GET users/ada/tokens": None,
-        "POST users/ada/tokens": {},
+        "DELETE users/cara": None,
+        "PATCH users/cara": {"admin": True},
+        "GET users/cara/tokens": None,
+        "POST users/cara/tokens": {},
         "GET groups": None,
         "GET services": None,
         "GET proxy": None,
@@ -199,11 +221,12 @@ def test_the_service_may_do_nothing_else(paying_hub: Factory) -> None:
     assert set(answers.values()) <= {403, 404}, answers
     assert hub.api("GET", "users/eve").status_code == 404
     seen = requests.get(
-        f"{hub.url}/hub/api/users/ada", headers={"Authorization": f"token {token}"}, timeout=30
+        f"{hub.url}/hub/api/users/cara", headers={"Authorization": f"token {token}"}, timeout=30
     ).json()
     assert "auth_state" not in seen or seen["auth_state"] is None
     assert "state" not in seen["servers"][""]
-    assert ask("DELETE", "users/ada/server") in (202, 204)
+    assert ask("DELETE", "users/cara/server") in (202, 204)
+    wait_for(lambda: hub.server("cara") is None, "the stop")
 
 
 def test_the_idle_culler_releases_and_settles(paying_hub: Factory) -> None:
@@ -219,6 +242,31 @@ def test_the_idle_culler_releases_and_settles(paying_hub: Factory) -> None:
     assert "Culling server ada" in hub.log_text()
 
 
+MANY = 40
+"""Connections that the service tries to make in more than three rounds of its charges: the other
+duties take turns with them, and make half a dozen in the time between two of them."""
+
+
+@contextmanager
+def asked_in_vain(port: int) -> Iterator[list[int]]:
+    """Whoever connects to this port is sent away, and gets a place in the list."""
+    times: list[int] = []
+    with socket.create_server(("127.0.0.1", port)) as listener:
+
+        def send_away() -> None:
+            with suppress(OSError):
+                while True:
+                    caller, address = listener.accept()
+                    times.append(address[1])
+                    caller.close()
+
+        thread = threading.Thread(target=send_away, daemon=True)
+        thread.start()
+        yield times
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
 def test_the_database_goes_and_comes_back(paying_hub: Factory, postgres: Any) -> None:
     hub = paying_hub("c.Broker.opening_grant = 10000", database_url=postgres.fresh_database())
     lease = hub.start_server("ada", gpus=1)
@@ -232,7 +280,8 @@ def test_the_database_goes_and_comes_back(paying_hub: Factory, postgres: Any) ->
         answer = hub.json("ada", "me")
         assert answer.status_code == 503
         assert answer.json()["error"] == "store_unavailable"
-        time.sleep(3)
+        with asked_in_vain(postgres.port) as times:
+            wait_for(lambda: len(times) >= MANY, "many rounds in vain", timeout=60)
     finally:
         postgres.start()
     wait_for(lambda: hub.page("ada").ok, "the page")
@@ -246,7 +295,7 @@ def test_the_database_goes_and_comes_back(paying_hub: Factory, postgres: Any) ->
 
 @pytest.fixture(scope="module")
 def docker_hub(
-    engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
+    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GPUHub]:
     """A hub whose servers are containers, with its accounting service."""
     config = f"""

@@ -38,7 +38,7 @@ WEEKLY = {
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     """Ada and Bob are in ml101; Cleo is not."""
     with PayingHub(tmp_path_factory.mktemp("admin") / "hub", CONFIG) as hub:
         for user in ("ada", "bob", "cleo"):

@@ -39,7 +39,9 @@ import gpuspawner; gpuspawner.add_services(c)
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HubProcess, Directory]]:
+def lab(
+    hubs: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[HubProcess, Directory]]:
     """A hub whose members sign in with the directory of their lab."""
     folder = tmp_path_factory.mktemp("ldap")
     directory = Directory(folder / "directory", users=USERS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -15,6 +14,7 @@ from gpuspawner.model import MICRO, Lease, LeaseState
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.gpu_hub import GPUHub, text_of
+from tests.support.polls import COUNTED, wait_polls
 from tests.support.processes import wait_for
 
 GRANT = 100_000
@@ -39,11 +39,16 @@ def gate(engine: PrivateEngine) -> Iterator[Gate]:
 
 @pytest.fixture(scope="module")
 def hub(
-    engine: PrivateEngine, images: Any, gate: Gate, tmp_path_factory: pytest.TempPathFactory
+    hubs: None,
+    engine: PrivateEngine,
+    images: Any,
+    gate: Gate,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[GPUHub]:
     """One device, so that the next member gets it only when it is really free."""
     folder = tmp_path_factory.mktemp("behind") / "hub"
-    with GPUHub(folder, engine, CONFIG, fleet="1xT4", docker_host=gate.url) as hub:
+    config = CONFIG + COUNTED
+    with GPUHub(folder, engine, config, fleet="1xT4", docker_host=gate.url) as hub:
         yield hub
     engine.clean()
 
@@ -112,7 +117,6 @@ ENDS: dict[str, Callable[[PrivateEngine, str], Any]] = {
 @pytest.mark.parametrize("how", ENDS)
 def test_ended_by_hand(hub: GPUHub, engine: PrivateEngine, member: str, how: str) -> None:
     lease, container = started(hub, member)
-    time.sleep(0.5)
     lived = now()
     ENDS[how](engine, container)
     wait_for(lambda: hub.server(member) is None, "the hub to show it stopped", timeout=POLL + 4)
@@ -134,7 +138,7 @@ def test_ended_while_nobody_could_see(
     lived = now()
     try:
         ENDS[how](engine, container)
-        time.sleep(POLL + 2)
+        wait_polls(hub, member, 2)
         assert hub.server(member) is not None, "not being able to see is not an end"
         assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
         answer = hub.spawn(f"{member}-other", {"gpus": 1, "wait": "no"})
@@ -151,11 +155,11 @@ def test_an_engine_that_does_not_answer_for_a_while_ends_nothing(
     lease, container = started(hub, member)
     gate.shut()
     try:
-        time.sleep(POLL + 2)
+        wait_polls(hub, member, 2)
         assert hub.get(member, "env").ok, "the server goes on, and is reached"
     finally:
         gate.open()
-    time.sleep(POLL + 0.5)
+    wait_polls(hub, member)
     assert [c["Id"] for c in hub.containers()] == [container]
     assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
     assert hub.server(member) is not None
@@ -168,14 +172,14 @@ def test_a_server_that_is_paused_is_not_gone(
 ) -> None:
     lease, container = started(hub, member)
     engine.client.pause(container)
-    time.sleep(POLL + 1)
+    wait_polls(hub, member)
     assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
     engine.client.unpause(container)
     assert hub.get(member, "env").ok
     hub.stop_server(member)
 
 
-@pytest.mark.parametrize("late", [0.0, 1.0], ids=["at-once", "late"])
+@pytest.mark.parametrize("late", [0.0, 2 * EXACT.total_seconds()], ids=["at-once", "late"])
 def test_a_stop_that_nobody_can_carry_out(
     hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str, late: float
 ) -> None:
@@ -213,7 +217,7 @@ def test_engine_restarted(hub: GPUHub, engine: PrivateEngine, gate: Gate, member
         lived = now()
         engine.restart()  # it ends its containers, and forgets its events
         died = now()
-        time.sleep(2)
+        wait_polls(hub, member)
     finally:
         gate.open()
     ended = assert_settled(hub, lease, lived, died)
@@ -226,7 +230,7 @@ def test_engine_killed_and_started_again(hub: GPUHub, engine: PrivateEngine, mem
     lease, _ = started(hub, member)
     engine.kill9()
     try:
-        time.sleep(POLL + 1)
+        wait_polls(hub, member, 2)
         assert hub.get(member, "env").ok, "the server outlives the engine"
         assert hub.open_leases(member)
     finally:

@@ -64,7 +64,7 @@ class CatalogHub(PayingHub):
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogHub]:
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogHub]:
     with CatalogHub(tmp_path_factory.mktemp("catalog") / "hub") as hub:
         yield hub
 

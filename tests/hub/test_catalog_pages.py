@@ -36,7 +36,7 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hub(catalog: Path) -> Iterator[PayingHub]:
+def hub(hubs: None, catalog: Path) -> Iterator[PayingHub]:
     """Three GPUs; an A100 costs 4 credits an hour and a T4 1."""
     config = f"""
 c.GPUSpawnerMixin.catalog = {str(catalog)!r}

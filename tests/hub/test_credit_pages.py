@@ -39,7 +39,7 @@ c.JupyterHub.load_groups = {"ml101": {"users": ["ada", "bob"]}}
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     """Ada has a session that is over and one that runs; Bob has nothing running; of Carl and of
     somebody unknown a job of sbatch ended yesterday."""
     with PayingHub(tmp_path_factory.mktemp("credits") / "hub", CONFIG) as hub:

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import requests
 
+from gpuspawner.ledger.rules import owed
 from gpuspawner.model import MICRO, Lease, LeaseState
 from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.gpu_hub import GPUHub, assert_in_words, error_on, message_of, text_of
-from tests.support.processes import PATIENCE, wait_for
+from tests.support.processes import wait_for
+from tests.support.tier import Rounds
 
 GRANT = 100_000
 
@@ -52,11 +54,22 @@ CONFIG = f"""
 c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second: what is charged by mistake shows
 c.Broker.opening_grant = {GRANT}
 
+from gpuspawner.spawners.docker import GPUDockerSpawner
+
+class Tidied(GPUDockerSpawner):
+    looks = 0
+
+    async def poll(self):
+        self.looks += 1
+        return await super().poll()
+
 async def tidy(spawner):
     import asyncio
-    if spawner.user.name == "tidy":
-        await asyncio.sleep(12)  # somewhat longer than the Hub looks on
+    seen = spawner.looks
+    while spawner.user.name == "tidy" and spawner.looks == seen:
+        await asyncio.sleep(0.1)  # until the Hub has given up looking on, and asks
 
+c.JupyterHub.spawner_class = Tidied
 c.Spawner.post_stop_hook = tidy
 """
 
@@ -79,6 +92,7 @@ def gate(engine: PrivateEngine) -> Iterator[Gate]:
 
 @pytest.fixture(scope="module")
 def hub(
+    hubs: None,
     engine: PrivateEngine,
     images: Any,
     gate: Gate,
@@ -248,12 +262,10 @@ def test_pages_say_the_same(hub: GPUHub, member: str, environment: str, sentence
 def test_engine_down(hub: GPUHub, member: str, gate: Gate) -> None:
     gate.shut()
     try:
-        asked = time.monotonic()
         assert fails(hub, member, "instant") == (
             503,
             "The container engine does not answer. Try again in a moment; nothing was charged.",
         )
-        assert time.monotonic() - asked < 10 * PATIENCE
         assert hub.open_page(member, "/hub/spawn").ok
     finally:
         gate.open()
@@ -320,12 +332,14 @@ def test_cancelled_while_the_server_comes_up(hub: GPUHub, member: str) -> None:
     assert_next_start_works(hub, member)
 
 
-def test_cancelled_at_any_moment(hub: GPUHub, member: str) -> None:
+def test_cancelled_at_any_moment(
+    hub: GPUHub, member: str, rounds: Rounds, chance: random.Random
+) -> None:
     """Stopped again and again after some hundredths of a second."""
-    moments = random.Random(2)
-    for _ in range(6):
+    times = rounds(60)
+    for _ in range(times):
         answers = _in_background(hub, member, {"environment": "instant", "gpus": 1})
-        time.sleep(moments.uniform(0.0, 0.5))
+        time.sleep(chance.uniform(0.0, 0.5))
         hub.api("DELETE", f"users/{member}/server").raise_for_status()
         answers.join()
         wait_for(lambda: hub.server(member) is None, "the stop")
@@ -333,8 +347,11 @@ def test_cancelled_at_any_moment(hub: GPUHub, member: str) -> None:
         wait_for(lambda: not hub.containers(), "the container's removal")
     # One that was up already costs what it ran; the others cost nothing.
     leases = hub.leases(member)
-    assert len(leases) <= 6 and all(lease.charged <= 30 * MICRO for lease in leases)
-    assert not any(lease.charged for lease in leases if lease.started_at is None)
+    assert len(leases) <= times
+    for lease in leases:
+        assert lease.ended_at is not None
+        up = lease.started_at is not None
+        assert lease.charged == (owed(lease.rate, lease.started_at, lease.ended_at) if up else 0)
     assert GRANT * MICRO - hub.balance(member) == sum(lease.charged for lease in leases)
     assert_next_start_works(hub, member)
 

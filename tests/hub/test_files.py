@@ -68,7 +68,9 @@ class FilesHub(GPUHub):
 
 
 @pytest.fixture(scope="module")
-def hub(engine: PrivateEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FilesHub]:
+def hub(
+    hubs: None, engine: PrivateEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FilesHub]:
     ensure_images(engine, [INSTANT])
     folder = tmp_path_factory.mktemp("files")
     config = CONFIG.format(files=folder / "files", port=free_port())

@@ -21,19 +21,29 @@ from tests.support.visitor import Visitor
 
 Factory = Callable[..., PayingHub]
 COURSE = "group:course-ml"
-GROUPS = 'c.JupyterHub.load_groups = {"course-ml": {"users": ["ada"]}, "empty": {"users": []}}\n'
+GROUPS = """
+c.JupyterHub.load_groups = {
+    "course-ml": {"users": ["ada"]},
+    "course-form": {"users": ["fay"]},
+    "course-refills": {"users": ["rita"]},
+    "course-line": {"users": ["lina"]},
+    "empty": {"users": []},
+}
+"""
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[PayingHub]:
-    """Ada is in the course, bob is not; members begin with nothing, and a GPU costs one credit a
-    second."""
+@pytest.fixture(scope="module")
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    """Each test has a course with one member, and others who are in none; members begin with
+    nothing, and a GPU costs one credit a second."""
     with ExitStack() as stack:
-        hub = PayingHub(tmp_path / "hub", GROUPS + "c.Broker.opening_grant = 0")
+        folder = tmp_path_factory.mktemp("groups") / "hub"
+        hub = PayingHub(folder, GROUPS + "c.Broker.opening_grant = 0")
         stack.callback(hub.stop)
         hub.start()
         hub.broker.opening_grant = 0
-        give(hub.broker, COURSE, 500)
+        for course in (COURSE, "group:course-form", "group:course-line"):
+            give(hub.broker, course, 500)
         yield hub
 
 
@@ -69,19 +79,20 @@ def _ended(hub: PayingHub, lease_id: str) -> Any:
 
 
 def test_the_form_offers_who_pays(hub: PayingHub) -> None:
-    ada, bob = (Visitor(hub.url, name, session=hub.login(name)) for name in ("ada", "bob"))
-    form = ada.get("/hub/spawn").text
-    assert 'name="account"' in form and "group course-ml (500.00 credits)" in form
+    fay, bob = (Visitor(hub.url, name, session=hub.login(name)) for name in ("fay", "bob"))
+    form = fay.get("/hub/spawn").text
+    assert 'name="account"' in form and "group course-form (500.00 credits)" in form
     assert "my own credits (0.00 credits)" in form
     assert 'name="account"' not in bob.get("/hub/spawn").text, "he has nothing to choose"
-    ada.spawn({"gpus": "1", "account": COURSE})
-    lease = hub.broker.lease_of(ServerRef("ada"))
-    assert lease is not None and lease.account == COURSE
-    hub.stop_server("ada")
+    fay.spawn({"gpus": "1", "account": "group:course-form"})
+    lease = hub.broker.lease_of(ServerRef("fay"))
+    assert lease is not None and lease.account == "group:course-form"
+    hub.stop_server("fay")
     # What she keeps as her usual payer pays for a start that says nothing.
-    hub.broker.keep_payer("ada", COURSE, actor="ada", groups=["course-ml"])
-    wait_for(lambda: hub.broker.lease_of(ServerRef("ada")) is None, "its end")
-    assert hub.start_server("ada", gpus=1).account == COURSE
+    hub.broker.keep_payer("fay", "group:course-form", actor="fay", groups=["course-form"])
+    wait_for(lambda: hub.broker.lease_of(ServerRef("fay")) is None, "its end")
+    assert hub.start_server("fay", gpus=1).account == "group:course-form"
+    hub.stop_server("fay")
 
 
 def test_refills_are_given_by_the_service_once_also_after_a_kill(
@@ -91,17 +102,17 @@ def test_refills_are_given_by_the_service_once_also_after_a_kill(
     past = Broker(
         database_url=hub.database_url, device_source=FLEET, opening_grant=0, clock=lambda: then
     )
-    for name in ("ada", "bob"):
+    for name in ("rita", "rob"):
         past.open_account(name)
     refill = {"actor": "root", "reason": "term", "starts_at": then}
     course = past.add_refill(
         past.plan_refill(
-            "FREQ=DAILY;COUNT=3", amount=5 * MICRO, audience=["members:course-ml"], **refill
+            "FREQ=DAILY;COUNT=3", amount=5 * MICRO, audience=["members:course-refills"], **refill
         )
     )
     wait_for(lambda: len(hub.broker.refill_runs(course.id)) == 3, "three occurrences", timeout=30)
-    assert hub.broker.member("ada").balance == 15 * MICRO, "as the Hub knows who is in the group"
-    assert hub.broker.member("bob").balance == 0
+    assert hub.broker.member("rita").balance == 15 * MICRO, "as the Hub knows who is in the group"
+    assert hub.broker.member("rob").balance == 0
 
     hub.kill_service()
     everybody = past.add_refill(
@@ -112,8 +123,8 @@ def test_refills_are_given_by_the_service_once_also_after_a_kill(
     )
     hub.wait_pages()  # the Hub starts it anew
     wait_for(lambda: len(hub.broker.refill_runs(everybody.id)) == 3, "the rest", timeout=30)
-    assert hub.broker.member("bob").balance == 3 * MICRO
-    assert hub.broker.member("ada").balance == 18 * MICRO
+    assert hub.broker.member("rob").balance == 3 * MICRO
+    assert hub.broker.member("rita").balance == 18 * MICRO
     assert hub.broker.refill_runs(missing.id) == []
 
     def complaints() -> list[str]:
@@ -126,29 +137,35 @@ def test_refills_are_given_by_the_service_once_also_after_a_kill(
 
 
 def test_the_service_takes_back_what_has_ended(hub: PayingHub) -> None:
-    hub.broker.open_account("bob")
-    give(hub.broker, "member:bob", 7, until=hub.broker.clock() + timedelta(seconds=3))
-    assert hub.broker.member("bob").balance == 7 * MICRO
-    wait_for(lambda: hub.broker.member("bob").balance == 0, "the end", timeout=20)
-    assert hub.broker.statement("member:bob")[0].kind == "expiry"
+    hub.broker.open_account("ted")
+    give(hub.broker, "member:ted", 7, until=hub.broker.clock() + timedelta(seconds=3))
+
+    def lines() -> list[tuple[str, int]]:
+        return [(line.kind, line.amount) for line in hub.broker.statement("member:ted")]
+
+    wait_for(lambda: len(lines()) == 2, "the end", timeout=20)
+    assert lines() == [("expiry", -7 * MICRO), ("grant", 7 * MICRO)]
+    assert hub.broker.member("ted").balance == 0
 
 
 def test_who_leaves_the_group_in_line_loses_its_budget_and_is_told(hub: PayingHub) -> None:
-    hub.broker.open_account("bob")
-    give(hub.broker, "member:bob", 5000)
-    hub.start_server("bob", gpus=2)
-    hub.start_server("bob", "other", gpus=1)
-    answer = hub.spawn("ada", {"gpus": 1, "account": COURSE})
+    hub.broker.open_account("leo")
+    give(hub.broker, "member:leo", 5000)
+    hub.start_server("leo", gpus=2)
+    hub.start_server("leo", "other", gpus=1)
+    answer = hub.spawn("lina", {"gpus": 1, "account": "group:course-line"})
     assert answer.status_code == 202
 
     def ticket() -> Any:
-        return next(iter(hub.broker.tickets_of("ada")), None)
+        return next(iter(hub.broker.tickets_of("lina")), None)
 
     waiting = wait_for(ticket, "her place in line")
-    assert (waiting.account, waiting.outcome) == (COURSE, "")
-    body = {"users": ["ada"]}
-    assert hub.api("DELETE", "/groups/course-ml/users", json=body).ok
+    assert (waiting.account, waiting.outcome) == ("group:course-line", "")
+    body = {"users": ["lina"]}
+    assert hub.api("DELETE", "/groups/course-line/users", json=body).ok
     ended = wait_for(lambda: ticket() if ticket().outcome else None, "its end", timeout=20)
     assert ended.outcome == "refused"
-    assert "names 'group:course-ml', which you may not draw on" in ended.end_reason
-    assert hub.broker.account(COURSE).balance == 500 * MICRO
+    assert "names 'group:course-line', which you may not draw on" in ended.end_reason
+    assert hub.broker.account("group:course-line").balance == 500 * MICRO
+    for server in ("", "other"):
+        hub.stop_server("leo", server)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
-from pathlib import Path
+from collections.abc import Iterator
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -23,8 +23,8 @@ from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.gpu_hub import CATALOG, GPUHub, assert_in_words, message_of
-from tests.support.processes import PATIENCE, wait_for
-from tests.support.soak import rounds
+from tests.support.processes import wait_for
+from tests.support.tier import Rounds
 
 GRANT = 100_000
 
@@ -32,42 +32,80 @@ CONFIG = f"""
 c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second
 c.Broker.opening_grant = {GRANT}
 c.Spawner.poll_interval = 1
-c.Spawner.http_timeout = 3
+c.Spawner.http_timeout = 5
 """
+
+ALL = {"gpus": 2}
+"""Every GPU: who gets them, gets them because nobody else has one."""
 
 PENDING = f"""
   - slug: silent
     image: {images.SILENT}
+    devices: {{{{default: 1, max: 2}}}}
   - slug: hanging
     image: 127.0.0.1:{{registry}}/gpuspawner/nowhere:1
+    devices: {{{{default: 1, max: 2}}}}
 """
 """Environments whose spawn stays pending: the server never answers, or its image never comes."""
 
 STILL_FINDING_OUT = "The hub is still finding out which GPUs are in use. Try again in a moment."
 
 
-@pytest.fixture
-def start_hub(
-    engine: PrivateEngine, images: Any, tmp_path: Path
-) -> Iterator[Callable[..., GPUHub]]:
-    """Start a hub whose proxy is a process of its own: ``start_hub(fleet="1xT4")``."""
-    with contextlib.ExitStack() as hubs:
-
-        def start(config: str = "", **kwargs: Any) -> GPUHub:
-            hub = GPUHub(tmp_path / "hub", engine, CONFIG + config, external_proxy=True, **kwargs)
-            return hubs.enter_context(hub)
-
-        yield start
-    engine.clean()
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def registry() -> Iterator[int]:
     """A registry that takes every call and never answers; its port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
         yield int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def gate(engine: PrivateEngine) -> Iterator[Gate]:
+    """Between the hub and the engine."""
+    with Gate(engine.url) as gate:
+        yield gate
+
+
+@pytest.fixture(scope="module")
+def module_hub(
+    hubs: None,
+    engine: PrivateEngine,
+    images: Any,
+    gate: Gate,
+    registry: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[GPUHub]:
+    """Its proxy is a process of its own."""
+    hub = GPUHub(
+        tmp_path_factory.mktemp("restart") / "hub",
+        engine,
+        CONFIG,
+        fleet="2xT4",
+        catalog=CATALOG + PENDING.format(registry=registry),
+        docker_host=gate.url,
+        external_proxy=True,
+    )
+    with hub:
+        yield hub
+    engine.clean()
+
+
+@pytest.fixture
+def hub(module_hub: GPUHub) -> GPUHub:
+    """The same for one test: up, and without the servers of the tests before."""
+    if module_hub._hub is None:
+        module_hub.start()
+    for user in module_hub.api("GET", "users?state=active").json():
+        module_hub.stop_server(user["name"])
+    wait_for(lambda: not module_hub.open_leases(), "the release of everything")
+    return module_hub
+
+
+@pytest.fixture
+def member(request: pytest.FixtureRequest) -> str:
+    """A member whose account no other test has touched."""
+    return re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_")).strip("-")
 
 
 def answers(hub: GPUHub, member: str) -> bool:
@@ -95,21 +133,20 @@ def assert_paid_exactly(hub: GPUHub, lease: Lease) -> None:
     assert hub.balance(lease.server.user) == GRANT * MICRO - now.charged - others
 
 
-def test_running_servers_live_through_it(start_hub: Callable[..., GPUHub]) -> None:
-    hub = start_hub(fleet="2xT4")
-    for member in ("member1", "member2"):
-        hub.spawn_and_wait(member, {"gpus": 1})
+def test_running_servers_live_through_it(hub: GPUHub, member: str) -> None:
+    for user in (member, f"{member}-two"):
+        hub.spawn_and_wait(user, {"gpus": 1})
     before = hub.open_leases()
     containers = {container["Id"] for container in hub.containers()}
     hub.kill9()
-    assert answers(hub, "member1") and answers(hub, "member2")
+    assert answers(hub, member) and answers(hub, f"{member}-two")
     hub.start()
-    for member in ("member1", "member2"):
-        assert hub.wait_server(member, timeout=20)["ready"]
-        assert answers(hub, member)
+    for user in (member, f"{member}-two"):
+        assert hub.wait_server(user, timeout=20)["ready"]
+        assert answers(hub, user)
     # Adopted: the same leases, the same containers, and nothing for anybody else.
     assert {c["Id"] for c in hub.containers()} == containers
-    refused = hub.spawn("member3", {"gpus": 1, "wait": "no"})
+    refused = hub.spawn(f"{member}-three", {"gpus": 1, "wait": "no"})
     assert refused.status_code == 503 and message_of(refused).startswith("All 2 GPUs are in use")
     assert [lease.id for lease in hub.open_leases()] == [lease.id for lease in before]
     assert all(lease.state is LeaseState.RUNNING for lease in hub.open_leases())
@@ -117,155 +154,145 @@ def test_running_servers_live_through_it(start_hub: Callable[..., GPUHub]) -> No
     for lease in before:
         hub.stop_server(lease.server.user)
         assert_paid_exactly(hub, lease)
-    hub.spawn_and_wait("member3", {"gpus": 1})
+    hub.spawn_and_wait(f"{member}-three", {"gpus": 1})
 
 
 @pytest.mark.parametrize("how", ["killed", "removed"])
 def test_servers_that_ended_meanwhile_are_settled(
-    start_hub: Callable[..., GPUHub], engine: PrivateEngine, how: str
+    hub: GPUHub, member: str, engine: PrivateEngine, how: str
 ) -> None:
-    hub = start_hub(fleet="1xT4")
-    hub.spawn_and_wait("member1", {"gpus": 1})
+    hub.spawn_and_wait(member, ALL)
     [lease] = hub.open_leases()
     hub.kill9()
     before = datetime.now(timezone.utc)
     if how == "killed":
         engine.client.kill(lease.engine_ref)
+        wait_for(lambda: hub.containers()[0]["State"] == "exited", "the container's end")
     else:
         engine.client.remove_container(lease.engine_ref, force=True)
     after = datetime.now(timezone.utc)
-    time.sleep(1)
     hub.start()
-    hub.spawn_and_wait("member2", {"gpus": 1})
-    wait_for(lambda: hub.server("member1") is None, "the hub to show it stopped")
-    [ended] = hub.leases("member1")
+    hub.spawn_and_wait(f"{member}-two", ALL)
+    wait_for(lambda: hub.server(member) is None, "the hub to show it stopped")
+    [ended] = hub.leases(member)
     assert ended.ended_at is not None
-    assert before - timedelta(seconds=0.1) < ended.ended_at < after + timedelta(seconds=0.9)
+    assert before < ended.ended_at < after, "and not when the hub was back"
     assert_paid_exactly(hub, lease)
     assert [c["Labels"][LABEL_LEASE] for c in hub.containers()] == [hub.open_leases()[0].id]
 
 
 @pytest.mark.parametrize("environment", ["silent", "hanging"])
-def test_killed_in_the_middle_of_a_start(
-    start_hub: Callable[..., GPUHub], registry: int, environment: str
-) -> None:
+def test_killed_in_the_middle_of_a_start(hub: GPUHub, member: str, environment: str) -> None:
     """With the container up but not its server, and before there is a container."""
-    hub = start_hub(fleet="1xT4", catalog=CATALOG + PENDING.format(registry=registry))
-    ask_and_go(hub, "member1", {"environment": environment, "gpus": 1})
+    ask_and_go(hub, member, ALL | {"environment": environment})
     wait_for(hub.open_leases, "the lease")
     if environment == "silent":
         wait_for(lambda: any(c["State"] == "running" for c in hub.containers()), "a container")
     hub.kill9()
     assert len(hub.open_leases()) == 1
     hub.start()
-    wait_for(lambda: not hub.open_leases("member1"), "the orphan to be settled", timeout=20)
-    assert hub.server("member1") is None
+    wait_for(lambda: not hub.open_leases(member), "the orphan to be settled", timeout=20)
+    assert hub.server(member) is None
     assert not hub.containers()
-    assert [lease.charged for lease in hub.leases("member1")] == [0]
-    assert hub.balance("member1") == GRANT * MICRO
-    hub.spawn_and_wait("member2", {"gpus": 1})
-    hub.spawn_and_wait("member1", {"environment": "cpu"})
+    assert [lease.charged for lease in hub.leases(member)] == [0]
+    assert hub.balance(member) == GRANT * MICRO
+    hub.spawn_and_wait(f"{member}-two", ALL)
+    hub.spawn_and_wait(member, {"environment": "cpu"})
 
 
-def test_nothing_is_granted_before_all_is_known(
-    start_hub: Callable[..., GPUHub], engine: PrivateEngine
-) -> None:
-    with Gate(engine.url) as gate:
-        hub = start_hub(fleet="2xT4", docker_host=gate.url)
-        hub.spawn_and_wait("member1", {"gpus": 1})
-        [lease] = hub.open_leases()
-        hub.browser_of("member2")
-        hub.kill9()
-        gate.shut()
+def test_nothing_is_granted_before_all_is_known(hub: GPUHub, member: str, gate: Gate) -> None:
+    hub.spawn_and_wait(member, {"gpus": 1})
+    [lease] = hub.open_leases()
+    hub.browser_of(f"{member}-two")
+    hub.kill9()
+    gate.shut()
+    try:
         hub.start()
         before = hub.records()
         for options in ({"gpus": 1}, {"environment": "cpu"}):
-            refused = hub.spawn("member2", options)
+            refused = hub.spawn(f"{member}-two", options)
             assert (refused.status_code, message_of(refused)) == (503, STILL_FINDING_OUT)
-            page = hub.send_refused_form("member2", options)
+            page = hub.send_refused_form(f"{member}-two", options)
             assert page.status_code == 503 and STILL_FINDING_OUT in page.text
             assert_in_words(page.text)
         assert hub.records() == before, "nothing was granted, and nothing released"
-        assert answers(hub, "member1"), "who was running goes on"
+        assert answers(hub, member), "who was running goes on"
+    finally:
         gate.open()
-        hub.spawn_and_wait("member2", {"gpus": 1})
-        assert {open_lease.server.user for open_lease in hub.open_leases()} == {
-            "member1",
-            "member2",
-        }
-        hub.stop_server("member1")
-        assert_paid_exactly(hub, lease)
+    hub.spawn_and_wait(f"{member}-two", {"gpus": 1})
+    assert {open_lease.server.user for open_lease in hub.open_leases()} == {
+        member,
+        f"{member}-two",
+    }
+    hub.stop_server(member)
+    assert_paid_exactly(hub, lease)
 
 
-def test_told_to_end_while_an_image_is_pulled(
-    start_hub: Callable[..., GPUHub], registry: int
-) -> None:
+def test_told_to_end_while_an_image_is_pulled(hub: GPUHub, member: str) -> None:
     """A service manager's stop is not held up by what may take an hour."""
-    hub = start_hub(fleet="1xT4", catalog=CATALOG + PENDING.format(registry=registry))
-    ask_and_go(hub, "member1", {"environment": "hanging", "gpus": 1})
-    wait_for(lambda: "Pulling" in _said(hub, "member1"), "the pull")
-    began = time.monotonic()
-    hub.stop()
-    assert time.monotonic() - began < 10 * PATIENCE
+    ask_and_go(hub, member, ALL | {"environment": "hanging"})
+    wait_for(lambda: "Pulling" in _said(hub, member), "the pull")
+    process = hub._hub
+    assert process is not None
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: process.poll() is not None, "the hub to end by itself", timeout=40)
+    hub.shut_down()  # nothing is left to do
     assert not hub.open_leases()
-    assert [lease.charged for lease in hub.leases("member1")] == [0]
+    assert [lease.charged for lease in hub.leases(member)] == [0]
 
 
-def test_killed_between_a_stop_and_its_release(start_hub: Callable[..., GPUHub]) -> None:
+def test_killed_between_a_stop_and_its_release(hub: GPUHub, member: str) -> None:
     """The container is removed, and nobody has written down when: the engine still knows."""
-    hub = start_hub(fleet="1xT4")
-    hub.spawn_and_wait("member1", {"gpus": 1})
+    hub.spawn_and_wait(member, ALL)
     [lease] = hub.open_leases()
-    time.sleep(1)
     with hub.locked():
         before = datetime.now(timezone.utc)
-        _stop_and_go(hub, "member1")
+        _stop_and_go(hub, member)
         wait_for(lambda: not hub.containers(), "the container's removal")
         after = datetime.now(timezone.utc)
         hub.kill9()
     assert hub.open_leases()
     hub.start()
-    hub.spawn_and_wait("member2", {"gpus": 1})
-    [ended] = hub.leases("member1")
+    hub.spawn_and_wait(f"{member}-two", ALL)
+    [ended] = hub.leases(member)
     assert ended.ended_at is not None and before < ended.ended_at < after
     assert_paid_exactly(hub, lease)
 
 
-@pytest.mark.soak
-def test_killed_at_any_moment_of_a_stop(start_hub: Callable[..., GPUHub]) -> None:
+def test_killed_at_any_moment_of_a_stop(
+    hub: GPUHub, member: str, rounds: Rounds, chance: random.Random
+) -> None:
     """Afterwards the server runs or has ended, and hub, leases and containers say the same."""
-    hub = start_hub(fleet="2xT4")
     hub.spawn_and_wait("bystander", {"gpus": 1})
     [bystander] = hub.open_leases()
-    moments = random.Random(5)
     for number in range(rounds(20)):
-        if hub.server("member1") is None:
-            hub.spawn_and_wait("member1", {"gpus": 1})
-        [lease] = hub.open_leases("member1")
-        _stop_and_go(hub, "member1")
-        time.sleep(moments.uniform(0.0, 0.7))
+        if hub.server(member) is None:
+            hub.spawn_and_wait(member, {"gpus": 1})
+        [lease] = hub.open_leases(member)
+        _stop_and_go(hub, member)
+        time.sleep(chance.uniform(0.0, 0.7))
         hub.kill9()
         hub.start()
         # Whoever asks first has everything put in order before they get anything.
         hub.spawn_and_wait("passer-by", {"environment": "cpu"})
-        wait_for(lambda: _fits_together(hub), f"order after round {number}", timeout=30)
+        wait_for(lambda: _fits_together(hub, member), f"order after round {number}", timeout=30)
         hub.stop_server("passer-by")
         assert answers(hub, "bystander")
         assert bystander.id in {other.id for other in hub.open_leases()}
-        if not hub.open_leases("member1"):
+        if not hub.open_leases(member):
             assert_paid_exactly(hub, lease)
     hub.stop_server("bystander")
     assert_paid_exactly(hub, bystander)
 
 
-def _fits_together(hub: GPUHub) -> bool:
-    """Hub, leases and containers say the same of member1, and nothing is left over."""
-    server = hub.server("member1")
+def _fits_together(hub: GPUHub, member: str) -> bool:
+    """Hub, leases and containers say the same of this member, and nothing is left over."""
+    server = hub.server(member)
     if server is not None and not server["ready"]:
         return False
-    leases = {lease.id for lease in hub.open_leases("member1")}
+    leases = {lease.id for lease in hub.open_leases(member)}
     labels = [c["Labels"] for c in hub.containers() if c["State"] == "running"]
-    mine = {label[LABEL_LEASE] for label in labels if label["gpuspawner.member"] == "member1"}
+    mine = {label[LABEL_LEASE] for label in labels if label["gpuspawner.member"] == member}
     return leases == mine and (server is not None) == bool(leases)
 
 

@@ -8,14 +8,15 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import requests
+import sqlalchemy as sa
 
 from gpuspawner.accounting import arbiter
 from gpuspawner.engines.local import LEASE_VARIABLE
@@ -67,7 +68,7 @@ while True:
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     folder: Path = tmp_path_factory.mktemp("idle") / "hub"
     folder.mkdir()
     catalog = folder / "catalog.yaml"
@@ -87,6 +88,19 @@ def training(lease: Lease) -> Iterator[None]:
     finally:
         process.kill()
         process.wait()
+
+
+def a_write_of(lapse: Lapse, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set when the next write to the store begins, and has to wait if the store is locked."""
+    store, begun = lapse.broker.store, threading.Event()
+    writing = store.write
+
+    def write() -> AbstractContextManager[sa.Connection]:
+        begun.set()
+        return writing()
+
+    monkeypatch.setattr(store, "write", write)
+    return begun
 
 
 def titles(hub: PayingHub, user: str, kind: NoticeKind) -> list[str]:
@@ -119,16 +133,16 @@ def test_who_trains_goes_on_and_who_rests_is_stopped(
         training(trains),
         Lapse(hub, monkeypatch, times=30, device_source=FLEET, when_idle=POLICY) as lapse,
     ):
-        wait_for(lambda: told(hub, "rests", "stops at"), "the warning", timeout=60)
         headers = {"Authorization": f"token {hub.user_token('rests')}"}
         url = f"{hub.url}/services/gpu/api/leases/{rests.id}/snooze"
+        wait_for(lambda: told(hub, "rests", "stops at"), "the warning", timeout=60)
         assert requests.post(url, headers=headers, timeout=30).ok
         assert requests.post(url, headers=headers, timeout=30).status_code == 409  # once is allowed
         wait_for(lambda: told(hub, "lenient", "does not use its GPU"), "the advice", timeout=60)
 
         # The store is slow, and then the sampler is killed and comes back: it goes on.
         with locked(hub.database_url):
-            time.sleep(2)
+            assert a_write_of(lapse, monkeypatch).wait(60), "it has something to write"
         lapse.end()
         lapse.begin()
 

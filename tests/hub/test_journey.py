@@ -77,7 +77,7 @@ print("the", "end")
 
 @pytest.fixture(scope="module")
 def hub(
-    engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
+    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GPUHub]:
     """Two GPUs, and environments with JupyterLab."""
     folder = tmp_path_factory.mktemp("journey")
@@ -154,7 +154,7 @@ def type_in_terminal(page: Page, command: str) -> None:
     page.keyboard.type(f"{command}\n")
 
 
-def test_two_members(hub: GPUHub) -> None:
+def test_two_members(browsers: None, hub: GPUHub) -> None:
     with open_browser() as browser:
         # Member 1 signs in, and sees what there is and what it costs.
         one = sign_in(browser, hub, "member1")
@@ -242,7 +242,7 @@ def test_two_members(hub: GPUHub) -> None:
         assert _file(hub, "member2", "notes.txt") == "by member2"
 
 
-def test_a_member_changes_their_mind(hub: GPUHub) -> None:
+def test_a_member_changes_their_mind(browsers: None, hub: GPUHub) -> None:
     """The page that waits says how far it is, and its button stops the start."""
     with open_browser() as browser:
         page = sign_in(browser, hub, "member4")

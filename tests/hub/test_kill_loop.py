@@ -22,7 +22,7 @@ from tests.support.brokers import problems
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.processes import free_port, wait_for
-from tests.support.soak import SOAK, rounds
+from tests.support.tier import SOAK, Rounds
 
 CONFIG = """
 c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second
@@ -32,11 +32,9 @@ c.Accounting.reconcile_seconds = 1
 import gpuspawner; gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """
 
-ROUNDS = rounds(50)
-
 
 @pytest.fixture
-def hub(engine: PrivateEngine, images: Any, tmp_path: Path) -> Iterator[GPUHub]:
+def hub(hubs: None, engine: PrivateEngine, images: Any, tmp_path: Path) -> Iterator[GPUHub]:
     """Three devices; the proxy is a process of its own, as in production."""
     config = CONFIG.format(port=free_port())
     with GPUHub(tmp_path / "hub", engine, config, fleet="3xT4", external_proxy=True) as hub:
@@ -122,18 +120,19 @@ def became_of(hub: GPUHub, before: set[str]) -> str:
     return "adopted" if lease.state is LeaseState.RUNNING else f"settled: {lease.end_reason}"
 
 
-@pytest.mark.soak
-def test_nothing_leaks_wherever_the_hub_is_killed(hub: GPUHub) -> None:
+def test_nothing_leaks_wherever_the_hub_is_killed(
+    hub: GPUHub, rounds: Rounds, chance: random.Random
+) -> None:
     hub.spawn_and_wait("bystander", {"gpus": 1})
     [bystander] = hub.open_leases()
     lasts = time_of_a_spawn(hub, "victim")
     store = Store(hub.database_url)
-    chance = random.Random(5)
+    kills = rounds(50)
     outcomes: Counter[str] = Counter()
 
-    for number in range(ROUNDS):
+    for number in range(kills):
         before = {lease.id for lease in hub.leases("victim")}
-        moment = (number + chance.random()) / ROUNDS * 1.2 * lasts
+        moment = (number + chance.random()) / kills * 1.2 * lasts
         said = f"killed {moment:.3f} s into a spawn of {lasts:.3f} s"
         asking = ask_and_go(hub, "victim")
         time.sleep(moment)
@@ -161,7 +160,7 @@ def test_nothing_leaks_wherever_the_hub_is_killed(hub: GPUHub) -> None:
         settle(hub, f"{said}, after the stops")
         assert len(hub.taken()) == 1, "the other devices are free again"
 
-    print(f"a spawn took {lasts:.2f} s; killed {ROUNDS} times:", dict(outcomes))
+    print(f"a spawn took {lasts:.2f} s; killed {kills} times:", dict(outcomes))
     for lease in hub.leases("victim"):
         if lease.started_at is None:
             assert lease.charged == 0, "a server that never answered costs nothing"

@@ -77,7 +77,7 @@ SCRIPT = {"0": {"use": 37, "used_bytes": 12 * GB}, "1": {"use": 0, "used_bytes":
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     folder = tmp_path_factory.mktemp("lab") / "hub"
     script = folder.parent / "gpus.json"
     script.write_text(json.dumps(SCRIPT))
@@ -342,11 +342,15 @@ def open_lab(page: Page, hub: PayingHub) -> None:
     expect(page.locator(".jp-Launcher")).to_be_visible(timeout=SLOW)
 
 
+TWO_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+"""What is laid out anew after a change of size has been drawn."""
+
+
 def keep(page: Page, name: str) -> None:
     """Pictures as on a desk and as on a phone."""
     for size, suffix in ((WIDE, "wide"), (PHONE, "phone")):
         page.set_viewport_size(size)
-        page.wait_for_timeout(500)
+        page.evaluate(TWO_FRAMES)
         screenshot(page, f"lab-item-{name}-{suffix}")
     page.set_viewport_size(WIDE)
 

@@ -112,7 +112,9 @@ def platform() -> Iterator[Platform]:
 
 
 @pytest.fixture(scope="module")
-def hub(platform: Platform, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(
+    hubs: None, platform: Platform, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PayingHub]:
     config = CONFIG.format(recipes=str(REPO / "hub_config"), url=platform.url, client=CLIENT)
     with PayingHub(tmp_path_factory.mktemp("lti") / "hub", config) as hub:
         hub.broker.import_roster(b"name,course\nada@lab.example,ML\n", actor="eva")

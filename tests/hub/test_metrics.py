@@ -42,7 +42,7 @@ c.JupyterHub.load_roles.extend([
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     folder: Path = tmp_path_factory.mktemp("metrics") / "hub"
     with PayingHub(folder, CONFIG, services=", cull_idle_after=3") as hub:
         yield hub

@@ -29,30 +29,41 @@ c.Spawner.poll_interval = 1
 FLEET = nvml.gpus(2)
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file that says what NVML shows now."""
-    path = tmp_path / "fleet"
+    path = tmp_path_factory.mktemp("nvml") / "fleet"
     nvml.write_fleet(path, FLEET)
     return path
 
 
-@pytest.fixture
-def hub(
+@pytest.fixture(scope="module")
+def module_hub(
+    hubs: None,
     engine: PrivateEngine,
     images: Any,
     fleet: Path,
-    tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[GPUHub]:
-    """A hub on a machine with two GPUs, as far as it can tell."""
     library = nvml.build_nvml_library(tmp_path_factory.getbasetemp() / "nvml")
     environment = nvml.environment(library, fleet)
-    hub = GPUHub(tmp_path / "hub", engine, CONFIG, environment=environment)
+    folder = tmp_path_factory.mktemp("fails") / "hub"
+    hub = GPUHub(folder, engine, CONFIG, environment=environment)
     hub.devices = [gpu.uuid for gpu in FLEET]
     with hub:
         yield hub
     engine.clean()
+
+
+@pytest.fixture
+def hub(module_hub: GPUHub, fleet: Path) -> Iterator[GPUHub]:
+    """A hub on a machine with two GPUs, as far as it can tell; nobody has one before a test."""
+    hub = module_hub
+    wait_for(lambda: "2 of 2 GPUs free" in form_text(hub, "reader"), "both GPUs")
+    yield hub
+    nvml.write_fleet(fleet, FLEET)
+    for lease in hub.open_leases():
+        hub.stop_server(lease.server.user)
 
 
 def form_text(hub: GPUHub, member: str) -> str:
@@ -93,7 +104,7 @@ def test_a_gpu_that_is_lost_and_found(hub: GPUHub, fleet: Path) -> None:
 
 def test_the_gpu_of_a_running_server_is_lost(hub: GPUHub, fleet: Path) -> None:
     """The lease goes on, and its device is nobody else's, also after it ended."""
-    hub.spawn_and_wait("member1", {"gpus": 1})
+    hub.spawn_and_wait("member4", {"gpus": 1})
     [lease] = hub.open_leases()
     nvml.write_fleet(
         fleet,
@@ -104,36 +115,36 @@ def test_the_gpu_of_a_running_server_is_lost(hub: GPUHub, fleet: Path) -> None:
             for gpu in FLEET
         ],
     )
-    wait_for(lambda: "1 GPU does not answer" in form_text(hub, "member2"), "the form to say so")
+    wait_for(lambda: "1 GPU does not answer" in form_text(hub, "member5"), "the form to say so")
     [still] = hub.open_leases()
     assert still.id == lease.id and still.state is LeaseState.RUNNING
-    assert hub.get("member1", "env").ok
-    hub.stop_server("member1")
+    assert hub.get("member4", "env").ok
+    hub.stop_server("member4")
     assert not hub.taken()
-    hub.spawn_and_wait("member1", {"gpus": 1})
-    assert hub.open_leases("member1")[0].uuids != lease.uuids
-    assert hub.spawn("member2", {"gpus": 1, "wait": "no"}).status_code == 503
+    hub.spawn_and_wait("member4", {"gpus": 1})
+    assert hub.open_leases("member4")[0].uuids != lease.uuids
+    assert hub.spawn("member5", {"gpus": 1, "wait": "no"}).status_code == 503
 
 
 def test_nvml_is_lost_altogether(hub: GPUHub, fleet: Path) -> None:
     """As after a driver update: the library no longer fits the driver."""
-    hub.spawn_and_wait("member1", {"gpus": 1})
+    hub.spawn_and_wait("member6", {"gpus": 1})
     [lease] = hub.open_leases()
     nvml.write_fleet(fleet, FLEET, fails={"nvmlDeviceGetCount_v2": nvml.DRIVER_NOT_LOADED})
     lost = "The GPUs cannot be seen just now, so none is given out"
-    wait_for(lambda: lost in form_text(hub, "member2"), "the form to say so")
-    refused = hub.spawn("member2", {"gpus": 1, "wait": "no"})
+    wait_for(lambda: lost in form_text(hub, "member7"), "the form to say so")
+    refused = hub.spawn("member7", {"gpus": 1, "wait": "no"})
     assert refused.status_code == 503 and "not answer" in message_of(refused)
     assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
-    assert hub.get("member1", "env").ok
+    assert hub.get("member6", "env").ok
     # Without a GPU it starts, and sees none.
-    hub.spawn_and_wait("member2", {"environment": "cpu"})
-    assert hub.environment_of("member2")["NVIDIA_VISIBLE_DEVICES"] == "void"
-    assert hub.device_nodes("member2") == []
+    hub.spawn_and_wait("member7", {"environment": "cpu"})
+    assert hub.environment_of("member7")["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert hub.device_nodes("member7") == []
     # A server can still be stopped, and is settled.
-    hub.stop_server("member1")
-    assert not hub.open_leases("member1")
+    hub.stop_server("member6")
+    assert not hub.open_leases("member6")
     nvml.write_fleet(fleet, FLEET)
-    wait_for(lambda: "2 of 2 GPUs free" in form_text(hub, "member3"), "the form to say so")
-    hub.spawn_and_wait("member1", {"gpus": 2})
-    assert len(hub.device_nodes("member1")) == 2
+    wait_for(lambda: "2 of 2 GPUs free" in form_text(hub, "member8"), "the form to say so")
+    hub.spawn_and_wait("member6", {"gpus": 2})
+    assert len(hub.device_nodes("member6")) == 2

@@ -36,7 +36,10 @@ def registry(engine: PrivateEngine) -> Iterator[SlowRegistry]:
 
 @pytest.fixture(scope="module")
 def hub(
-    engine: PrivateEngine, registry: SlowRegistry, tmp_path_factory: pytest.TempPathFactory
+    hubs: None,
+    engine: PrivateEngine,
+    registry: SlowRegistry,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[GPUHub]:
     config = CONFIG.format(repository=registry.repository)
     with GPUHub(tmp_path_factory.mktemp("own") / "hub", engine, config) as hub:

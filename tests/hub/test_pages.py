@@ -41,7 +41,7 @@ c.JupyterHub.load_roles.append(
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     """Ada has two GPUs and a past; Bob's credits ran out; Cleo's are low; Dan has nothing."""
     folder = tmp_path_factory.mktemp("pages") / "hub"
     with PayingHub(folder, CONFIG) as hub:

@@ -43,7 +43,7 @@ WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[PayingHub]:
+def hub(hubs: None, tmp_path: Path) -> Iterator[PayingHub]:
     """An A100 costs 60 an hour and a T4 6, in the course a third."""
     catalog = tmp_path / "catalog.yaml"
     catalog.write_text(CATALOG)
@@ -73,7 +73,7 @@ def shown(page: Page) -> str:
     return page.inner_text("#gpuspawner-price")
 
 
-def test_the_price_of_the_choice_is_the_price_paid(hub: PayingHub) -> None:
+def test_the_price_of_the_choice_is_the_price_paid(browsers: None, hub: PayingHub) -> None:
     with open_browser() as browser:
         page = browser.new_context(viewport=WIDE).new_page()
         errors: list[str] = []

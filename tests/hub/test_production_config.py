@@ -71,7 +71,7 @@ class Lab:
 
 
 @pytest.fixture
-def lab(tmp_path: Path, clean_engine: PrivateEngine) -> Iterator[Lab]:
+def lab(hubs: None, tmp_path: Path, clean_engine: PrivateEngine) -> Iterator[Lab]:
     gpus = nvml_library.gpus(2)
     clean_engine.set_devices([gpu.uuid for gpu in gpus], model=gpus[0].name)
     library = nvml_library.build_nvml_library(tmp_path / "nvml")

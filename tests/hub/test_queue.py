@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +21,29 @@ c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 1}
 """Three devices."""
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[PayingHub]:
-    with PayingHub(tmp_path / "hub", CONFIG, external_proxy=True) as hub:
+FILLERS = ("ada", "bob", "cleo")
+
+
+@pytest.fixture(scope="module")
+def module_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    folder = tmp_path_factory.mktemp("queue") / "hub"
+    with PayingHub(folder, CONFIG, external_proxy=True) as hub:
         yield hub
+
+
+@pytest.fixture
+def hub(module_hub: PayingHub) -> Iterator[PayingHub]:
+    """All devices are in use, and nobody waits. Each test has members of its own in line."""
+    hub = module_hub
+    for user in FILLERS:
+        if hub.server(user) is None:
+            hub.start_server(user)
+    yield hub
+    for ticket in waiting(hub):
+        hub.stop_server(ticket.server.user)
+    for lease in hub.broker.open_leases():
+        if lease.server.user not in FILLERS:
+            hub.stop_server(lease.server.user)
 
 
 def waiting(hub: PayingHub) -> list[Ticket]:
@@ -47,18 +64,15 @@ def in_line(hub: PayingHub, *users: str) -> None:
         wait_for(lambda count=count: len(waiting(hub)) == count, f"{user}'s ticket", timeout=10)
 
 
-def progress(hub: PayingHub, user: str, seconds: float) -> list[str]:
-    """What the pending page shows of a spawn within some time."""
-    url = f"{hub.url}/hub/api/users/{user}/server/progress"
-    headers = {"Authorization": f"token {hub.token}"}
+def progress(hub: PayingHub, user: str, until: str) -> list[str]:
+    """What the pending page shows of a spawn, up to a sentence with these words."""
     found: list[str] = []
-    end = time.monotonic() + seconds
-    with requests.get(url, headers=headers, stream=True, timeout=seconds + 5) as stream:
+    with hub.api("GET", f"users/{user}/server/progress", stream=True, timeout=120) as stream:
         for line in stream.iter_lines():
             if line.startswith(b"data:"):
                 found.append(json.loads(line[5:])["message"])
-            if time.monotonic() > end:
-                break
+                if until in found[-1]:
+                    break
     return found
 
 
@@ -67,11 +81,9 @@ def outcome(hub: PayingHub, user: str) -> str:
 
 
 def test_the_turn_comes_by_itself_and_in_order(hub: PayingHub) -> None:
-    for user in ("ada", "bob", "cleo"):
-        hub.start_server(user)
     in_line(hub, "dan", "eve")
-    said = progress(hub, "eve", 3)
-    assert any("number 2 of 2 in line" in line and "none is free" in line for line in said), said
+    said = progress(hub, "eve", "number 2 of 2 in line")
+    assert "none is free" in said[-1], said
 
     hub.stop_server("bob")
     hub.wait_server("dan")
@@ -85,22 +97,19 @@ def test_the_turn_comes_by_itself_and_in_order(hub: PayingHub) -> None:
 
 
 def test_stopping_gives_the_place_up(hub: PayingHub) -> None:
-    for user in ("ada", "bob", "cleo"):
-        hub.start_server(user)
-    in_line(hub, "dan", "eve")
-    hub.stop_server("dan")
-    assert [ticket.server.user for ticket in waiting(hub)] == ["eve"]
-    assert outcome(hub, "dan") == "cancelled"
+    in_line(hub, "gus", "hal")
+    hub.stop_server("gus")
+    assert [ticket.server.user for ticket in waiting(hub)] == ["hal"]
+    assert outcome(hub, "gus") == "cancelled"
     hub.stop_server("ada")
-    hub.wait_server("eve")
-    assert hub.broker.lease_of(ServerRef("dan")) is None
+    hub.wait_server("hal")
+    assert hub.broker.lease_of(ServerRef("gus")) is None
 
 
 @pytest.mark.parametrize("how", ["kill9", "sigterm"])
 def test_a_restart_of_the_hub_keeps_every_place(hub: PayingHub, how: str) -> None:
-    for user in ("ada", "bob", "cleo"):
-        hub.start_server(user)
-    in_line(hub, "dan", "eve", "fay")
+    first, second, third = (f"{name}-{how}" for name in ("ida", "jan", "kim"))
+    in_line(hub, first, second, third)
     before = [(ticket.id, ticket.created_at) for ticket in waiting(hub)]
     if how == "kill9":
         hub.kill9(services=True)
@@ -109,7 +118,7 @@ def test_a_restart_of_the_hub_keeps_every_place(hub: PayingHub, how: str) -> Non
     hub.start()
     assert [(ticket.id, ticket.created_at) for ticket in waiting(hub)] == before
     hub.stop_server("cleo")
-    hub.wait_server("dan", timeout=30)
+    hub.wait_server(first, timeout=30)
     hub.stop_server("bob")
-    hub.wait_server("eve", timeout=30)
-    assert [ticket.server.user for ticket in waiting(hub)] == ["fay"]
+    hub.wait_server(second, timeout=30)
+    assert [ticket.server.user for ticket in waiting(hub)] == [third]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +12,16 @@ from playwright.sync_api import Browser
 
 from gpuspawner.model import ServerRef
 from tests.support.hub import ADMIN
-from tests.support.lines import CONFIG, change, fill, last_word, line_up, ticket_of
+from tests.support.lines import (
+    CONFIG,
+    COUNTED,
+    change,
+    fill,
+    last_word,
+    line_up,
+    ticket_of,
+    wait_looks,
+)
 from tests.support.pages import sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import REPO, wait_for
@@ -21,14 +29,11 @@ from tests.support.processes import REPO, wait_for
 SOON = 5.0
 """Seconds within which the hub sees what others changed; a second on a machine with time."""
 
-QUIET = 3.0
-"""Seconds in which the hub looks at the line several times."""
-
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     """Three GPUs, all in use."""
-    with PayingHub(tmp_path_factory.mktemp("changes") / "hub", CONFIG) as hub:
+    with PayingHub(tmp_path_factory.mktemp("changes") / "hub", CONFIG + COUNTED) as hub:
         fill(hub, "ada", "bob", "cleo")
         yield hub
 
@@ -97,7 +102,7 @@ def test_nobody_gets_a_gpu_while_granting_is_paused(hub: PayingHub) -> None:
     command(hub, "pause", "--reason", "new fans")
     try:
         hub.stop_server("ada")
-        time.sleep(QUIET)
+        wait_looks(hub, 2)
         waits = ticket_of(hub, "hal")
         assert waits is not None and not waits.outcome
         assert hub.broker.overview().free == 1
@@ -116,7 +121,7 @@ def test_nobody_gets_a_device_that_is_drained(hub: PayingHub) -> None:
     assert (drained["changed"], drained["drained"]["reason"]) == (True, "a fan")
     line_up(hub, "ida")
     hub.stop_server("bob")
-    time.sleep(QUIET)
+    wait_looks(hub, 2)
     assert ticket_of(hub, "ida") is not None
     states = {view.device.uuid: view.state for view in hub.broker.overview().devices}
     assert states[uuid] == "drained"

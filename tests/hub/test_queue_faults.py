@@ -30,7 +30,7 @@ FILLERS = ("ada", "bob", "cleo")
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     """Three GPUs."""
     folder = tmp_path_factory.mktemp("faults") / "hub"
     folder.mkdir()
@@ -179,5 +179,5 @@ def test_a_server_that_fails_when_its_turn_has_come(hub: PayingHub) -> None:
     assert (account.balance, account.held) == (100_000_000, 0)
     [lease] = hub.broker.leases_of("member:ola")
     assert failed.ended_at is not None and lease.uuids == failed.uuids
-    assert lease.granted_at - failed.ended_at < timedelta(seconds=SOON)
+    assert lease.granted_at >= failed.ended_at
     assert ticket_of(hub, "ned") is None, "a start that failed does not come back"

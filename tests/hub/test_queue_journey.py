@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from gpuspawner.broker.view import clock
 from tests.support import images
-from tests.support.browser import open_browser, screenshot
+from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.hub import USER_PASSWORD
@@ -30,6 +30,9 @@ environments:
     default: true
     devices: {{default: 1, max: 1}}
     hours: {{default: 2, max: 4}}
+  - slug: instant
+    image: {images.INSTANT}
+    devices: {{default: 1, max: 1}}
 """
 
 CONFIG = """
@@ -41,9 +44,9 @@ gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """
 
 
-@pytest.fixture
-def hub(
-    engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
+@pytest.fixture(scope="module")
+def module_hub(
+    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GPUHub]:
     folder = tmp_path_factory.mktemp("queue-journey") / "hub"
     config = CONFIG.format(port=free_port())
@@ -52,6 +55,14 @@ def hub(
     ) as hub:
         yield hub
     engine.clean()
+
+
+@pytest.fixture
+def hub(module_hub: GPUHub) -> Iterator[GPUHub]:
+    """A hub with one GPU, which the test's members gave back when it is over."""
+    yield module_hub
+    for lease in module_hub.open_leases():
+        module_hub.stop_server(lease.server.user)
 
 
 def sign_in(browser: Browser, hub: GPUHub, user: str) -> Page:
@@ -78,48 +89,45 @@ def keep(page: Page, name: str) -> None:
     page.set_viewport_size(WIDE)
 
 
-def test_the_second_lands_by_itself(hub: GPUHub) -> None:
-    with open_browser() as browser:
-        one = sign_in(browser, hub, "member1")
-        one.get_by_role("button", name="Start").click()
-        wait_for_lab(one, "member1")
+def test_the_second_lands_by_itself(browser: Browser, hub: GPUHub) -> None:
+    one = sign_in(browser, hub, "member1")
+    one.get_by_role("button", name="Start").click()
+    wait_for_lab(one, "member1")
 
-        two = sign_in(browser, hub, "member2")
-        two.get_by_role("button", name="Start").click()
-        message = two.locator("#progress-message")
-        expect(message).to_contain_text("You are the only one in line", timeout=SLOW)
-        expect(message).to_contain_text("Waiting for a GPU; none is free")
-        end = hub.open_leases("member1")[0].ends_at
-        assert end is not None
-        # With the day, when the end is after midnight.
-        likely = re.compile(rf"Most likely start: by {clock(end, end)[:5]}( on \d+ \w+)?\.")
-        expect(message).to_contain_text(likely)
-        keep(two, "1-pending")
+    two = sign_in(browser, hub, "member2")
+    two.get_by_role("button", name="Start").click()
+    message = two.locator("#progress-message")
+    expect(message).to_contain_text("You are the only one in line", timeout=SLOW)
+    expect(message).to_contain_text("Waiting for a GPU; none is free")
+    end = hub.open_leases("member1")[0].ends_at
+    assert end is not None
+    # With the day, when the end is after midnight.
+    likely = re.compile(rf"Most likely start: by {clock(end, end)[:5]}( on \d+ \w+)?\.")
+    expect(message).to_contain_text(likely)
+    keep(two, "1-pending")
 
-        hub.kill9(services=True)
-        expect(message).to_contain_text("Your place in line is kept", timeout=SLOW)
-        keep(two, "2-hub-away")
-        hub.start()
-        expect(message).to_contain_text("You are the only one in line", timeout=SLOW)
-        expect(message).to_contain_text(likely)
+    hub.kill9(services=True)
+    expect(message).to_contain_text("Your place in line is kept", timeout=SLOW)
+    keep(two, "2-hub-away")
+    hub.start()
+    expect(message).to_contain_text("You are the only one in line", timeout=SLOW)
+    expect(message).to_contain_text(likely)
 
-        hub.stop_server("member1")
-        wait_for_lab(two, "member2")
-        [lease] = hub.open_leases("member2")
-        assert len(lease.devices) == 1
-        assert lease.ticket_id, "it came from the line"
+    hub.stop_server("member1")
+    wait_for_lab(two, "member2")
+    [lease] = hub.open_leases("member2")
+    assert len(lease.devices) == 1
+    assert lease.ticket_id, "it came from the line"
 
 
-def test_stop_on_the_pending_page_leaves_the_line(hub: GPUHub) -> None:
-    with open_browser() as browser:
-        hub.spawn("member1", {})
-        hub.wait_server("member1")
-        two = sign_in(browser, hub, "member2")
-        two.get_by_role("button", name="Start").click()
-        expect(two.locator("#progress-message")).to_contain_text("in line", timeout=SLOW)
-        two.get_by_role("button", name="Stop Server").click()
-        wait_for(lambda: not hub.server("member2"), "the stop")
-        expect(two.get_by_role("heading")).to_contain_text("Server not running", timeout=SLOW)
-        keep(two, "3-left")
-        hub.stop_server("member1")
-        assert not hub.open_leases("member2")
+def test_stop_on_the_pending_page_leaves_the_line(browser: Browser, hub: GPUHub) -> None:
+    hub.spawn_and_wait("member3", {"environment": "instant"})
+    two = sign_in(browser, hub, "member4")
+    two.get_by_role("button", name="Start").click()
+    expect(two.locator("#progress-message")).to_contain_text("in line", timeout=SLOW)
+    two.get_by_role("button", name="Stop Server").click()
+    wait_for(lambda: not hub.server("member4"), "the stop")
+    expect(two.get_by_role("heading")).to_contain_text("Server not running", timeout=SLOW)
+    keep(two, "3-left")
+    hub.stop_server("member3")
+    assert not hub.open_leases("member4")

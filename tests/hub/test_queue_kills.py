@@ -17,16 +17,15 @@ import requests
 from gpuspawner.model import ServerRef, Ticket
 from tests.support.brokers import problems
 from tests.support.gpu_hub import assert_in_words, locked, message_of
-from tests.support.lines import CONFIG, fill, line_up, ticket_of, users_in_line
+from tests.support.lines import CONFIG, COUNTED, fill, line_up, looks, ticket_of, users_in_line
 from tests.support.paying_hub import PayingHub
 from tests.support.postgres import PrivatePostgres
-from tests.support.processes import PATIENCE, wait_for
-from tests.support.soak import SOAK, rounds
+from tests.support.processes import wait_for
+from tests.support.tier import SOAK, Rounds
 
 SOON = 40.0
 """Seconds for what takes a few, on a machine with other things to do."""
 
-ROUNDS = rounds(30)
 
 IMPATIENT = """
 import gpuspawner.store.store
@@ -37,7 +36,7 @@ ANOTHER = "Another hub gives out the GPUs of this database; one database belongs
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[PayingHub]:
+def hub(hubs: None, tmp_path: Path) -> Iterator[PayingHub]:
     """Three GPUs; the proxy is a process of its own, as in production."""
     with PayingHub(tmp_path / "hub", CONFIG, external_proxy=True) as hub:
         yield hub
@@ -61,9 +60,9 @@ def assert_books(hub: PayingHub) -> None:
         pytest.fail("; ".join(problems(hub.broker.store)))
 
 
-def test_two_hubs_on_one_store(tmp_path: Path, database_url: str) -> None:
-    one = PayingHub(tmp_path / "one", CONFIG, database_url=database_url, name="one")
-    two = PayingHub(tmp_path / "two", CONFIG, database_url=database_url, name="two")
+def test_two_hubs_on_one_store(hubs: None, tmp_path: Path, each_database_url: str) -> None:
+    one = PayingHub(tmp_path / "one", CONFIG, database_url=each_database_url, name="one")
+    two = PayingHub(tmp_path / "two", CONFIG, database_url=each_database_url, name="two")
     with one, two:
         fill(one, "ada", "bob", "cleo")
         [dan] = line_up(one, "dan")
@@ -72,7 +71,7 @@ def test_two_hubs_on_one_store(tmp_path: Path, database_url: str) -> None:
         wait_for(
             lambda: any(ANOTHER in line for line in two.service_lines()), "its word", timeout=SOON
         )
-        time.sleep(2)  # some of its rounds
+        two.wait_rounds(1, "reconciliation", "sessions", "credits")
         assert [ticket.id for ticket in one.broker.waiting()] == [dan.id]
         assert len(one.broker.open_leases()) == 3 and users_in_line(one) == ["dan"]
 
@@ -90,8 +89,8 @@ def test_two_hubs_on_one_store(tmp_path: Path, database_url: str) -> None:
 # The database is away.
 
 
-def test_a_locked_database(tmp_path: Path) -> None:
-    with PayingHub(tmp_path / "hub", CONFIG + IMPATIENT) as hub:
+def test_a_locked_database(hubs: None, tmp_path: Path) -> None:
+    with PayingHub(tmp_path / "hub", CONFIG + COUNTED + IMPATIENT) as hub:
         fill(hub, "ada", "bob", "cleo")
         before = line_up(hub, "dan", "eve")
         with locked(hub.database_url):
@@ -99,9 +98,9 @@ def test_a_locked_database(tmp_path: Path) -> None:
         _goes_on(hub, before)
 
 
-def test_a_database_that_is_gone(tmp_path: Path, postgres: PrivatePostgres) -> None:
+def test_a_database_that_is_gone(hubs: None, tmp_path: Path, postgres: PrivatePostgres) -> None:
     url = postgres.fresh_database()
-    with PayingHub(tmp_path / "hub", CONFIG + IMPATIENT, database_url=url) as hub:
+    with PayingHub(tmp_path / "hub", CONFIG + COUNTED + IMPATIENT, database_url=url) as hub:
         fill(hub, "ada", "bob", "cleo")
         before = line_up(hub, "dan", "eve")
         postgres.halt()
@@ -116,12 +115,14 @@ def _trouble(hub: PayingHub, stops: Iterable[str]) -> None:
     """Who waits waits on, who leaves may leave, and the hub answers everybody."""
     for user in stops:
         hub.api("DELETE", f"users/{user}/server").raise_for_status()
-    end = time.monotonic() + 4
-    while time.monotonic() < end:
-        began = time.monotonic()
+    enough = looks(hub) + 3
+
+    def has_looked() -> bool:
+        """Whether the hub has tried the line some times; meanwhile it answers."""
         assert hub.api("GET", "/").ok
-        assert time.monotonic() - began < 10 * PATIENCE
-        time.sleep(0.2)
+        return looks(hub) >= enough
+
+    wait_for(has_looked, "looks at a line that cannot be read", timeout=SOON)
     server = hub.server("dan")
     assert server is not None and server["pending"] == "spawn"
     for user in stops:
@@ -149,16 +150,17 @@ def _if_ended(hub: PayingHub, ticket: Ticket) -> Ticket | None:
 # The hub is killed.
 
 
-@pytest.mark.soak
-def test_every_turn_comes_wherever_the_hub_is_killed(hub: PayingHub) -> None:
+def test_every_turn_comes_wherever_the_hub_is_killed(
+    hub: PayingHub, rounds: Rounds, chance: random.Random
+) -> None:
     """While three servers stop, those who wait are granted theirs, and others come to the line."""
-    chance = random.Random(3)
+    kills = rounds(30)
     outcomes: Counter[str] = Counter()
-    for number in range(ROUNDS):
+    for number in range(kills):
         members = [f"{name}{number}" for name in ("dan", "eve", "fay", "gil", "hal")]
         fill(hub, "ada", "bob", "cleo")
         sure = line_up(hub, *members[:3])
-        moment = (number + chance.random()) / ROUNDS * 3
+        moment = (number + chance.random()) / kills * 3
         said = f"round {number}, killed after {moment:.3f} s"
         for user in ("ada", "bob", "cleo"):
             _and_go(hub, "DELETE", user)
@@ -187,7 +189,7 @@ def test_every_turn_comes_wherever_the_hub_is_killed(hub: PayingHub) -> None:
         wait_for(lambda: not hub.broker.open_leases(), f"{said}: no lease to leak", timeout=SOON)
         assert hub.broker.waiting() == [], said
         assert_books(hub)
-    print(f"killed {ROUNDS} times:", dict(outcomes))
+    print(f"killed {kills} times:", dict(outcomes))
     if SOAK:
         assert len(outcomes) > 2, "some were too early, some were not"
 

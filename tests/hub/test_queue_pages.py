@@ -25,7 +25,7 @@ c.Broker.group_weights = {"research": 2}
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     """Three GPUs in use; Dan, Eve and Fay wait for one each, in this order."""
     with PayingHub(tmp_path_factory.mktemp("queue") / "hub", CONFIG + GROUPS) as hub:
         fill(hub, "ada", "bob", "cleo")

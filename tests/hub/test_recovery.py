@@ -16,23 +16,28 @@ from tests.support.processes import wait_for
 
 SLOW = """
 async def wait_for_slow_members(spawner):
-    import asyncio
+    import asyncio, os
     if spawner.user.name == "slow":
-        await asyncio.sleep(3)
+        while not os.path.exists("go"):
+            await asyncio.sleep(0.05)
 
 c.Spawner.pre_spawn_hook = wait_for_slow_members
+c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 100}
 """
+"""A server of ``slow`` starts when there is a file ``go``; who asks hears how it ended."""
 
 
-@pytest.fixture
-def hub(engine: PrivateEngine, images: Any, tmp_path: Path) -> Iterator[GPUHub]:
-    with GPUHub(tmp_path / "hub", engine, SLOW, fleet="2xT4") as hub:
+@pytest.fixture(scope="module")
+def hub(
+    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GPUHub]:
+    with GPUHub(tmp_path_factory.mktemp("recovery") / "hub", engine, SLOW, fleet="2xT4") as hub:
         yield hub
     engine.clean()
 
 
 def test_another_hub_on_the_same_engine_is_left_alone(
-    hub: GPUHub, engine: PrivateEngine, tmp_path: Path
+    hubs: None, hub: GPUHub, engine: PrivateEngine, tmp_path: Path
 ) -> None:
     """A first start ends what nobody owns; a lease of another store is somebody's."""
     hub.spawn_and_wait("anna", {"gpus": 1})
@@ -44,16 +49,20 @@ def test_another_hub_on_the_same_engine_is_left_alone(
         assert hub.open_leases() == [lease]
         other.stop_server("bert")
     assert hub.get("anna", "env").status_code == 200
+    hub.stop_server("anna")
 
 
 def test_a_server_whose_lease_ended_before_it_answered_does_not_run(hub: GPUHub) -> None:
     """Whoever ended it, the device may be somebody else's by now."""
     broker = open_broker(hub.database_url, device_source="simulated:2xT4")
     with ThreadPoolExecutor(1) as threads:
-        asking = threads.submit(hub.spawn, "slow", {"gpus": 1})
+        hub.api("POST", "users/slow").raise_for_status()
+        ask = {"json": {"gpus": 1}, "timeout": 120}
+        asking = threads.submit(hub.api, "POST", "users/slow/server", **ask)
         [lease] = wait_for(lambda: hub.open_leases("slow"), "the lease")
         broker.release(lease.id, reason="released by an admin")
-        answer = asking.result(timeout=60)
+        (hub.folder / "go").touch()
+        answer = asking.result()
     assert answer.status_code == 500
     assert message_of(answer) == (
         "Your server did not start: its lease was ended before it answered. Nothing was charged."

@@ -60,7 +60,7 @@ c.GPUDockerSpawner.gpu_limit = lambda spawner: 8 if spawner.user.admin else 3
 
 @pytest.fixture(scope="module")
 def hub(
-    engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
+    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GPUHub]:
     """Three devices of two models; a balance lasts for an hour and 40 minutes of one."""
     folder = tmp_path_factory.mktemp("refusals") / "hub"

@@ -52,7 +52,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+def scene(hubs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     script = tmp_path / "script.json"
     script.write_text("{}")
     environment = {"GPUSPAWNER_SIMULATION": str(script)}

@@ -27,8 +27,14 @@ from tests.support import racers, spending
 from tests.support.brokers import Clock, acquire, open_broker, problems, running
 from tests.support.command import Command
 from tests.support.processes import REPO
-from tests.support.soak import rounds
+from tests.support.tier import Rounds
 from tests.support.years import Year, write_year
+
+
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
 
 
 @pytest.fixture
@@ -272,13 +278,14 @@ while True:
 """
 
 
-def test_killed_in_mid_copy(database_url: str, tmp_path: Path) -> None:
+def test_killed_in_mid_copy(
+    database_url: str, tmp_path: Path, rounds: Rounds, chance: random.Random
+) -> None:
     """Under the wanted name there is the last whole copy, or none; never half of one."""
     store = Store(database_url)
     write_year(store, Year(members=20, devices=8, leases=300, days=90))
     expected = store.run(lambda c: c.exec_driver_sql("SELECT count(*) FROM postings").scalar())
     file = tmp_path / "copy"
-    chance = random.Random(7)
     whole = 0
     for life in range(rounds(50)):
         with subprocess.Popen(

@@ -36,6 +36,13 @@ from tests.support.batch_jobs import (
 )
 from tests.support.brokers import T0, Clock, credits_of, problems
 from tests.support.processes import wait_for
+from tests.support.tier import Rounds
+
+
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
 
 
 @pytest.fixture
@@ -217,9 +224,10 @@ def test_two_services_at_once_charge_once(broker: Broker, database_url: str) -> 
     assert sum(amounts) == 100 * MICRO - broker.account("member:anna").balance
 
 
-def test_killed_anywhere_every_job_is_paid_once(broker: Broker, database_url: str) -> None:
-    chance = random.Random(database_url.partition(":")[0])
-    for _ in range(6):
+def test_killed_anywhere_every_job_is_paid_once(
+    broker: Broker, database_url: str, rounds: Rounds, chance: random.Random
+) -> None:
+    for _ in range(rounds(60)):
         ready, theirs = racers.FORKSERVER.Pipe()
         victim = racers.FORKSERVER.Process(
             target=debit_until_killed, args=(theirs, database_url), daemon=True

@@ -37,6 +37,12 @@ KINDS: list[tuple[dict[str, Any], int, str, int]] = [
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def broker(database_url: str) -> Iterator[Broker]:
     broker = open_books(database_url, Clock())
     for user in ("anna", "bert"):

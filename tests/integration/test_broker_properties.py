@@ -26,7 +26,7 @@ from gpuspawner.model import MICRO, LeaseState, ServerRef, Sighting, member_acco
 from gpuspawner.reconcile import HubState, Remove
 from tests.support.brokers import Clock, acquire, fleet, open_broker, problems
 from tests.support.postgres import PrivatePostgres
-from tests.support.soak import SOAK, rounds
+from tests.support.tier import SOAK, Rounds
 
 MEMBERS = ("anna", "bert", "cara")
 GRACE = 60
@@ -353,11 +353,9 @@ def run(new_url: Callable[[], str], examples: int, steps: int) -> None:
     )
 
 
-@pytest.mark.soak
-def test_whatever_happens_on_sqlite(new_file: Callable[[], str]) -> None:
+def test_whatever_happens_on_sqlite(new_file: Callable[[], str], rounds: Rounds) -> None:
     run(new_file, examples=rounds(500), steps=50 if SOAK else 30)
 
 
-@pytest.mark.soak
-def test_whatever_happens_on_postgresql(postgres: PrivatePostgres) -> None:
+def test_whatever_happens_on_postgresql(postgres: PrivatePostgres, rounds: Rounds) -> None:
     run(postgres.migrated_database, examples=rounds(50), steps=30)

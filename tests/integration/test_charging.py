@@ -25,6 +25,12 @@ WHEN_DRY = {"*": "stop", "lab": {"overdraft": 2}}
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def clock() -> Clock:
     return Clock()
 
@@ -127,7 +133,7 @@ def test_a_second_tick_at_the_same_moment_charges_nothing(broker: Broker, clock:
 
 
 def test_a_charge_that_was_posted_before_is_taken_once(broker: Broker, clock: Clock) -> None:
-    """A key that is there already ends the tick at once; each lease by itself, then."""
+    """The key is there already; the others are charged all the same."""
     lease = running(broker, "anna", model="A100")
     other = running(broker, "bert", model="A100")
     clock.forward(minutes=1)

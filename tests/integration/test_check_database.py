@@ -32,8 +32,7 @@ def broker(database_url: str) -> Iterator[Broker]:
 
 
 def change(broker: Broker, *statements: str) -> None:
-    with broker.store.engine.connect() as connection, connection.begin():
-        broker.store.begin(connection, write=True)
+    with broker.store.write_engine.begin() as connection:
         for statement in statements:
             connection.execute(sa.text(statement))
 

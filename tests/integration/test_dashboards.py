@@ -23,6 +23,8 @@ from gpuspawner.web.metrics import Site
 from tests.support.brokers import Clock, open_broker, running
 from tests.support.processes import REPO
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 DASHBOARD = REPO / "hub_config/grafana.json"
 ALERTS = REPO / "hub_config/alerts.yaml"
 SERIES = REPO / "tests/support/alerts.yaml"
@@ -36,7 +38,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     lease = running(broker, "ada", 1)
     since = broker.clock().replace(second=0, microsecond=0)
     broker.remember_use([DeviceUse(uuid=lease.uuids[0], since=since, seconds=60, xids=(79,))])
-    text = Site(broker).text().decode()
+    text = Site(broker, {"Charges": 1}).text().decode()
     broker.store.close()
     return set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.processes import PATIENCE, REPO, alive
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 DEMO = """
 import subprocess, sys
 import demo_processes

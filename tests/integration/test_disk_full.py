@@ -18,6 +18,8 @@ import pytest
 
 from tests.support.processes import REPO
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 SCRIPT = """
 import os, sys
 from contextlib import ExitStack

@@ -24,7 +24,13 @@ from tests.support import racers, sickness
 from tests.support.brokers import Clock, acquire, credits_of, open_broker, problems, running, states
 from tests.support.processes import wait_for
 from tests.support.sickness import RATE, clock, find, told, trail, uuids
-from tests.support.soak import rounds
+from tests.support.tier import Rounds
+
+
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
 
 
 @pytest.fixture
@@ -198,11 +204,9 @@ def test_several_services_tell_and_give_back_once(broker: Broker, database_url: 
     assert [what for _, what, _ in trail(broker)] == ["drain", "refund"]
 
 
-@pytest.mark.soak
 def test_services_killed_in_the_midst_of_it_do_all_or_nothing(
-    broker: Broker, database_url: str
+    broker: Broker, database_url: str, rounds: Rounds, chance: random.Random
 ) -> None:
-    chance = random.Random(database_url.partition(":")[0])
     uuid = uuids(broker)[0]
     broker.open_account("ada")
     broker.grant("member:ada", 10**12, actor="root", reason="for many sessions")

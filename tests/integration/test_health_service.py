@@ -25,6 +25,7 @@ from tests.support.brokers import Clock, acquire, open_broker, problems, running
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine
 from tests.support.nvml.nvml_library import gpus
+from tests.support.processes import PATIENCE
 from tests.support.sickness import RATE, clock, told, trail, uuids
 
 
@@ -129,13 +130,15 @@ async def test_the_service_finds_drains_probes_and_returns(
 
 
 async def until(duty: HealthDuty, condition: Callable[[], bool]) -> None:
-    """Rounds until it is so."""
-    for _ in range(600):
+    """Rounds until it is so; the samples come from a thread of their own."""
+
+    async def go_on() -> None:
         await duty.round()
-        if condition():
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError("It never came.")
+        while not condition():
+            await asyncio.sleep(0.02)
+            await duty.round()
+
+    await asyncio.wait_for(go_on(), 60 * PATIENCE)
 
 
 def seen_xids(sampling: Sampling) -> set[int]:

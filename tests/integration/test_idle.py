@@ -22,6 +22,12 @@ HOUR_AGO = timedelta(hours=1)
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def broker(database_url: str) -> Iterator[Broker]:
     broker = open_broker(
         database_url,

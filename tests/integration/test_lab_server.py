@@ -19,6 +19,8 @@ from tornado.testing import bind_unused_port
 
 from tests.support.processes import REPO
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 LAB = REPO / "images" / "common" / "lab"
 
 

@@ -22,12 +22,17 @@ from gpuspawner.broker import Broker
 from tests.support import racers, spending
 from tests.support.brokers import problems
 from tests.support.processes import wait_for
-from tests.support.soak import rounds
+from tests.support.tier import Rounds
 
 USERS = ("anna", "bert")
-KILLS = rounds(1000)
 LOOKS = 10
 """How often in between the books are looked at."""
+
+
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
 
 
 @pytest.fixture
@@ -57,14 +62,13 @@ def written(journal: Path, before: int, lines: int) -> bool:
     return not lines or (journal.exists() and journal.read_bytes()[before:].count(b"\n") >= lines)
 
 
-@pytest.mark.soak
 def test_killed_among_grants_holds_ticks_settlements_and_refunds(
-    broker: Broker, database_url: str, tmp_path: Path
+    broker: Broker, database_url: str, tmp_path: Path, rounds: Rounds, chance: random.Random
 ) -> None:
-    chance = random.Random(database_url.partition(":")[0])
+    kills = rounds(1000)
     began = time.time()
     journal = tmp_path / "journal"
-    for life in range(KILLS // len(USERS)):
+    for life in range(kills // len(USERS)):
         before = journal.stat().st_size if journal.exists() else 0
         victims = [start(database_url, began, user, life, journal) for user in USERS]
         for victim, ready in victims:
@@ -77,7 +81,7 @@ def test_killed_among_grants_holds_ticks_settlements_and_refunds(
         for victim, ready in victims:
             victim.join(timeout=30)
             ready.close()
-        if life % max(1, KILLS // len(USERS) // LOOKS) == 0:
+        if life % max(1, kills // len(USERS) // LOOKS) == 0:
             said = spending.acknowledged(journal)
             assert spending.lost_or_doubled(database_url, said["gift"], said["ended"]) == []
             assert problems(broker.store) == []
@@ -89,7 +93,7 @@ def test_killed_among_grants_holds_ticks_settlements_and_refunds(
     findings, rows = broker.audit()
     assert [finding.problem for finding in findings if finding.problem] == []
     assert problems(broker.store) == []
-    assert rows["leases"] > len(said["ended"]) > KILLS // 4, "there was work that could break"
+    assert rows["leases"] > len(said["ended"]) > kills // 4, "there was work that could break"
     kinds = broker.store.run(
         lambda c: set(c.exec_driver_sql("SELECT DISTINCT kind FROM transfers").scalars())
     )

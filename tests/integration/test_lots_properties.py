@@ -3,9 +3,8 @@ broker; simulated: devices and the clock."""
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import Callable
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from gpuspawner.broker import Broker
 from gpuspawner.model import MICRO
 from tests.support.brokers import T0, Clock, open_broker, problems, running
-from tests.support.soak import rounds
+from tests.support.tier import examples
 
 ANNA = "member:anna"
 Session = tuple[int, int, int]
@@ -36,40 +35,45 @@ def at(minute: float) -> datetime:
 
 
 @settings(
-    max_examples=rounds(200),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    max_examples=examples(200),
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,  # a new file for each example
+    ],
 )
-@given(grants, sessions, looks, looks)
+@given(given_=grants, ran=sessions, some=looks, others=looks)
 def test_what_is_left_does_not_depend_on_who_looks_when(
+    new_file: Callable[[], str],
     given_: list[tuple[int, int, int | None]],
     ran: list[Session],
     some: list[tuple[int, bool]],
     others: list[tuple[int, bool]],
 ) -> None:
-    results = [_play(given_, ran, looked) for looked in (some, others, [])]
+    results = [_play(new_file(), given_, ran, looked) for looked in (some, others, [])]
     assert results[0] == results[1] == results[2]
 
 
 def _play(
-    given_: list[tuple[int, int, int | None]], ran: list[Session], looked: list[tuple[int, bool]]
+    url: str,
+    given_: list[tuple[int, int, int | None]],
+    ran: list[Session],
+    looked: list[tuple[int, bool]],
 ) -> int:
     """The balance in the end, after all of it happened in the order of its times."""
     clock = Clock()
-    with tempfile.TemporaryDirectory() as folder:
-        url = f"sqlite:///{Path(folder)}/store.sqlite"
-        broker = open_broker(url, clock, gpu_rates={"*": "1.234567"}, opening_grant=1000)
-        broker.open_account("anna")
-        leases: dict[int, str] = {}
-        for minute, kind, what in sorted(_steps(given_, ran, looked), key=lambda step: step[:2]):
-            clock.now = at(minute)
-            _step(broker, clock, leases, kind, what)
-        clock.now = at(LAST + 1)
-        broker.charge_all()
-        broker.end_lots()
-        assert problems(broker.store) == []
-        left = broker.member("anna").balance
-        broker.store.close()
+    broker = open_broker(url, clock, gpu_rates={"*": "1.234567"}, opening_grant=1000)
+    broker.open_account("anna")
+    leases: dict[int, str] = {}
+    for minute, kind, what in sorted(_steps(given_, ran, looked), key=lambda step: step[:2]):
+        clock.now = at(minute)
+        _step(broker, clock, leases, kind, what)
+    clock.now = at(LAST + 1)
+    broker.charge_all()
+    broker.end_lots()
+    assert problems(broker.store) == []
+    left = broker.member("anna").balance
+    broker.store.close()
     return left
 
 

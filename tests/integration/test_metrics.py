@@ -16,6 +16,7 @@ from gpuspawner.telemetry import DeviceUse
 from gpuspawner.web.metrics import Site
 from tests.support.batch_jobs import A100, CLUSTER, H100, run
 from tests.support.brokers import T0, Clock, open_broker, running
+from tests.support.rounds import ScriptedHub, make_tick
 
 
 @pytest.fixture
@@ -33,6 +34,23 @@ def read(site: Site) -> dict[str, float]:
             labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
             found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
     return found
+
+
+async def test_rounds_of_each_duty_are_counted_failed_ones_too(broker: Broker) -> None:
+    async with ScriptedHub().serving() as hub:
+        tick = make_tick(broker, hub)
+
+        async def fail() -> None:
+            raise ValueError("nobody foresaw this")
+
+        site = Site(broker, tick.rounds)
+        assert not any(name.startswith("gpuspawner_duty") for name in read(site))
+        await tick.round("Sick GPUs", fail)
+        await tick.round("Sick GPUs", tick.charge)
+        await tick.round("Charges", tick.charge)
+        seen = read(site)
+    assert seen['gpuspawner_duty_rounds_total{duty="sick_gpus"}'] == 2
+    assert seen['gpuspawner_duty_rounds_total{duty="charges"}'] == 1
 
 
 def stopped(broker: Broker, lease_id: str) -> None:

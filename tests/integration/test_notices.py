@@ -38,6 +38,12 @@ from tests.support.telling import choose, tell
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def clock() -> Clock:
     return Clock()
 

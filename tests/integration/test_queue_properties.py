@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -31,7 +30,7 @@ from gpuspawner.errors import (
 from gpuspawner.model import Lease, Request, ServerRef, Ticket
 from tests.support.brokers import Clock, open_broker, problems
 from tests.support.postgres import PrivatePostgres
-from tests.support.soak import SOAK, rounds
+from tests.support.tier import SOAK, Rounds
 
 MEMBERS = ("anna", "bert", "cara", "dora")
 DEVICES = 4
@@ -321,11 +320,9 @@ def run(new_url: Callable[[], str], examples: int, steps: int) -> None:
     )
 
 
-@pytest.mark.soak
-def test_whatever_happens_on_sqlite(new_file: Callable[[], str]) -> None:
+def test_whatever_happens_on_sqlite(new_file: Callable[[], str], rounds: Rounds) -> None:
     run(new_file, examples=rounds(200), steps=50 if SOAK else 30)
 
 
-@pytest.mark.soak
-def test_whatever_happens_on_postgresql(postgres: PrivatePostgres) -> None:
+def test_whatever_happens_on_postgresql(postgres: PrivatePostgres, rounds: Rounds) -> None:
     run(postgres.migrated_database, examples=rounds(50), steps=30)

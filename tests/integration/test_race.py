@@ -17,8 +17,13 @@ from gpuspawner.broker import Broker
 from gpuspawner.model import MICRO
 from tests.support import racers
 from tests.support.brokers import acquire, books, open_broker, problems
-from tests.support.processes import PATIENCE
-from tests.support.soak import rounds
+from tests.support.tier import Rounds
+
+
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
 
 
 @pytest.fixture
@@ -102,10 +107,10 @@ def test_grants_charges_and_releases_of_one_account_at_once(
     assert problems(broker.store) == []
 
 
-@pytest.mark.soak
-def test_killed_in_the_midst_of_writing(broker: Broker, database_url: str) -> None:
+def test_killed_in_the_midst_of_writing(
+    broker: Broker, database_url: str, rounds: Rounds, chance: random.Random
+) -> None:
     """Nothing is half-written, nobody waits for the dead, and the books are right."""
-    chance = random.Random(database_url.partition(":")[0])
     began = time.time()
     open_at_death = 0
     for number in range(rounds(200)):
@@ -130,10 +135,8 @@ def test_killed_in_the_midst_of_writing(broker: Broker, database_url: str) -> No
         open_leases = broker.open_leases()
         open_at_death += bool(open_leases)
         assert all(len(lease.devices) == 2 for lease in open_leases)
-        # The dead keep nobody waiting: another writer comes through at once.
-        asked = time.monotonic()
+        # The dead keep nobody out: who waits for a lock is refused in the end.
         assert broker.grant("member:user0", 1, actor="admin", reason="gift")
-        assert time.monotonic() - asked < 5 * PATIENCE
     assert open_at_death, "some died with leases"
     transfers = {row.transfer_id for row in books(broker.store).postings}
     assert len(transfers) > rounds(200) * 3, "there was work that could break"

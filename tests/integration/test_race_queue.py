@@ -13,8 +13,16 @@ from tests.support import racing_line
 from tests.support.brokers import open_broker, problems
 from tests.support.racers import together
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 TICKETS = 420
 CANCELS = 200
+
+
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from nbconvert.exporters import base
 
 from tests.support.processes import PATIENCE, REPO, wait_for
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 LAB = REPO / "images" / "common" / "lab"
 SLOW = 60 * PATIENCE
 

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from datetime import datetime, timedelta, timezone
 
+import pytest
+
 from gpuspawner.broker import Broker
 from gpuspawner.model import MICRO
 from tests.support.brokers import Clock, open_broker, problems
 from tests.support.processes import REPO
-from tests.support.soak import rounds
+from tests.support.tier import Rounds
 
 T0 = datetime(2027, 3, 1, 12, tzinfo=timezone.utc)
 MEMBERS, DAYS = 12, 40
@@ -32,7 +34,15 @@ print("done", flush=True)
 """
 
 
-def test_each_occurrence_is_given_once_whenever_it_is_killed(database_url: str) -> None:
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+def test_each_occurrence_is_given_once_whenever_it_is_killed(
+    database_url: str, rounds: Rounds, chance: random.Random
+) -> None:
     clock = Clock(T0)
     broker = open_broker(database_url, clock, opening_grant=0)
     for number in range(MEMBERS):
@@ -42,9 +52,8 @@ def test_each_occurrence_is_given_once_whenever_it_is_killed(database_url: str) 
         broker.plan_refill("FREQ=DAILY;INTERVAL=2", **_refill(T0, 1), keep=timedelta(days=1))
     )
     clock.forward(days=DAYS)
-    random_pauses = random.Random(7)
     for _ in range(rounds(60)):
-        if _serve(database_url, clock, random_pauses.uniform(0.0, 0.25)):
+        if _serve(database_url, clock, chance.uniform(0.0, 0.25)):
             break
     assert _serve(database_url, clock, 60.0)
     assert _given(broker, add.id) == DAYS + 1

@@ -27,6 +27,12 @@ MONDAY = datetime(2025, 3, 3, tzinfo=timezone.utc)
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def clock() -> Clock:
     return Clock(MONDAY)
 

@@ -20,6 +20,12 @@ ADA = ServerRef("ada")
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def broker(database_url: str) -> Iterator[Broker]:
     broker = open_broker(database_url, Clock(), opening_grant=1000)
     yield broker

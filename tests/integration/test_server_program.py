@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.processes import REPO
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 PROGRAM = REPO / "images" / "common" / "singleuser.py"
 
 PACKAGES = {

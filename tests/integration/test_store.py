@@ -27,6 +27,12 @@ ANNA = "member:anna"
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def store(database_url: str) -> Iterator[Store]:
     """An empty store in which anna has an account."""
     store = Store(database_url)
@@ -194,7 +200,8 @@ def test_what_was_posted_never_changes(store: Store, table: sa.Table, verb: str)
         assert book.all_transfers(connection) == before != []
 
 
-@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)  # SQLite has no TRUNCATE
+# SQLite has no TRUNCATE.
+@pytest.mark.parametrize("each_database_url", ["postgresql"], indirect=True)
 @pytest.mark.parametrize("table", ["postings", "transfers CASCADE"])
 def test_the_ledger_cannot_be_emptied_at_once(store: Store, table: str) -> None:
     with pytest.raises(IntegrityError, match="append-only"), store.write() as connection:
@@ -316,6 +323,39 @@ def test_a_transfer_moves_balances_once(store: Store) -> None:
         assert book.account(connection, ANNA).balance == 5
         assert book.account(connection, "system:grants").balance == -5
         assert [a.name for a in book.all_accounts(connection)] == [ANNA]
+
+
+def test_many_transfers_are_posted_as_one_after_the_other(store: Store) -> None:
+    """In their order; what is posted already is left out, also when it is among them twice."""
+    some = [grant(f"gift{number % 4}", number % 4 + 1) for number in range(6)]
+    with store.write() as connection:
+        assert book.post_many(connection, []) == []
+        assert book.post(connection, some[1])
+        assert book.post_many(connection, some) == [True, False, True, True, False, False]
+        assert book.post_many(connection, some) == [False] * 6
+    with store.read() as connection:
+        assert book.account(connection, ANNA).balance == 10
+        lines = book.statement(connection, ANNA)
+        assert [line.amount for line in reversed(lines)] == [2, 1, 3, 4]
+        assert {t.key: t for t in book.all_transfers(connection)} == {t.key: t for t in some}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_of_many_transfers_all_are_posted_or_none(store: Store, at_once: bool) -> None:
+    wrong = {
+        "the key 'gift' was used for another amount": [grant("gift"), grant("gift", 6)],
+        "would have more than an account can hold": [grant("one"), grant("two", 2**63 - 1)],
+        "'member:nobody'": [grant("one"), grant("two", account="member:nobody")],
+    }
+    for what, some in wrong.items():
+        error = UnknownAccount if "nobody" in what else LedgerError
+        with pytest.raises(error, match=what), store.write() as connection:
+            for part in [some] if at_once else [[each] for each in some]:
+                book.post_many(connection, part)
+    too_much = [grant("one", 2**63 - 1), grant("two", 2**63 - 1)]
+    with pytest.raises(LedgerError, match="no more for member:anna"), store.write() as connection:
+        book.post_many(connection, too_much, "no more for {name}")
+    assert count(store, schema.transfers) == count(store, schema.postings) == 0
 
 
 def test_a_transfer_to_nobody_leaves_no_trace(store: Store) -> None:

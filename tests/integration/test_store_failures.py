@@ -14,14 +14,15 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from gpuspawner.broker import Broker
 from gpuspawner.model import ServerRef
@@ -29,6 +30,7 @@ from gpuspawner.store import store as store_module
 from tests.support import racers
 from tests.support.broken_stores import assert_unavailable, assert_works, in_use
 from tests.support.brokers import acquire, open_broker, problems, running
+from tests.support.processes import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -90,11 +92,19 @@ def test_a_lock_that_lets_go_in_time_is_waited_for(
 ) -> None:
     monkeypatch.setattr(store_module, "BUSY_SECONDS", 10)
     with in_use(f"sqlite:///{path}") as broker:
+        asked = threading.Event()
+        write = broker.store.write
+
+        def noted() -> AbstractContextManager[sa.Connection]:
+            asked.set()
+            return write()
+
+        monkeypatch.setattr(broker.store, "write", noted)
         with held(path, "BEGIN IMMEDIATE"):
             waiting = broker.store.executor.submit(acquire, broker, "cara", 1)
-            time.sleep(0.5)
+            assert asked.wait(30 * PATIENCE)
             assert not waiting.done()
-        assert len(waiting.result(timeout=10).devices) == 1
+        assert len(waiting.result(timeout=30 * PATIENCE).devices) == 1
 
 
 # SQLite, gone.

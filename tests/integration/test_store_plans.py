@@ -36,6 +36,12 @@ QUESTIONS: dict[str, Callable[[sa.Connection], Any]] = {
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     store = Store(f"sqlite:///{tmp_path}/gpuspawner.sqlite")
     yield store

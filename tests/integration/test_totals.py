@@ -21,6 +21,12 @@ NEW_YEAR = datetime(2024, 12, 31, 22, 30, tzinfo=timezone.utc)
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def broker(database_url: str) -> Iterator[Broker]:
     """Twelve sessions around the end of a year; the last one goes on."""
     clock = Clock(NEW_YEAR)
@@ -98,8 +104,7 @@ def test_the_audit_names_a_total_that_is_wrong(broker: Broker) -> None:
         column = rows_of_totals.c["sessions" if by == totals.OUTCOME else "micros"]
         more = sa.update(rows_of_totals).where(of_it).values({column: column + 1})
         for wrong in (more, sa.delete(rows_of_totals).where(of_it)):
-            with broker.store.engine.connect() as connection, connection.begin() as change:
-                broker.store.begin(connection, write=True)
+            with broker.store.write_engine.connect() as connection, connection.begin() as change:
                 connection.execute(wrong)
                 found = list(checked_totals.use(connection))
                 change.rollback()

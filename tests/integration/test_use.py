@@ -38,6 +38,12 @@ KEEP = (timedelta(days=14), timedelta(days=400))
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def broker(database_url: str) -> Iterator[Broker]:
     broker = open_broker(database_url, Clock())
     yield broker

@@ -58,7 +58,6 @@ PURE = (
     "catalog/test_watched",
     "scheduler",
     "test_bulk",
-    "test_burst",
     "test_checks",
     "test_chart",
     "test_compare",
@@ -147,12 +146,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Oldest:
-    """The lower bounds, kept between runs, and the wheel beside them."""
+class Installed:
+    """A Python environment, and the wheel installed beside it."""
 
     python: Path
     wheel: Path
-    """The folder that it is installed into."""
+    """The folder that the wheel is installed into."""
 
     def run(self, *arguments: str, cwd: Path) -> str:
         """Run Python away from the checkout, without its modules."""
@@ -169,7 +168,7 @@ class Oldest:
 
 
 @pytest.fixture(scope="module")
-def oldest(wheel: Path) -> Oldest:
+def oldest(soak: None, wheel: Path) -> Installed:
     bounds = [f"{name}=={version}" for name, version in lower_bounds().items()]
     made_of = json.dumps([sys.version, sys.base_prefix, bounds, TOOLS])
     folder = kept_dir() / f"oldest-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
@@ -184,11 +183,23 @@ def oldest(wheel: Path) -> Oldest:
             if time.time() - ready.stat().st_mtime > UNUSED:
                 shutil.rmtree(ready.parent)
     subprocess.run([*pip, "--no-deps", "--target", wheel.parent / "installed", wheel], check=True)
-    return Oldest(python, wheel.parent / "installed")
+    return Installed(python, wheel.parent / "installed")
 
 
-def test_the_wheel_runs_outside_the_checkout(oldest: Oldest, tmp_path: Path) -> None:
-    found = json.loads(oldest.run("-c", textwrap.dedent(PROBE), cwd=tmp_path).splitlines()[-1])
+def test_the_wheel_runs_outside_the_checkout(processes: None, wheel: Path, tmp_path: Path) -> None:
+    """With the versions that are installed here; pages and migrations come from the wheel."""
+    target = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-deps", "--target", target, wheel], check=True)
+    assert_runs(Installed(Path(sys.executable), target), tmp_path)
+
+
+def test_the_wheel_runs_with_the_oldest_versions(oldest: Installed, tmp_path: Path) -> None:
+    assert_runs(oldest, tmp_path)
+
+
+def assert_runs(installed: Installed, folder: Path) -> None:
+    found = json.loads(installed.run("-c", textwrap.dedent(PROBE), cwd=folder).splitlines()[-1])
     assert str(REPO / "gpuspawner") not in found["at"]
     assert found["devices"] == 1, "the migrations are not in the wheel"
     assert found["form"]
@@ -206,11 +217,11 @@ def test_the_wheel_runs_outside_the_checkout(oldest: Oldest, tmp_path: Path) -> 
         "gpu-members-oauth",
         "gpu-members-shared-password",
     ]
-    accounts = oldest.run("-m", "gpuspawner", "accounts", "--json", cwd=tmp_path)
+    accounts = installed.run("-m", "gpuspawner", "accounts", "--json", cwd=folder)
     assert "member:alice" in accounts
 
 
-def test_the_unit_tests_pass_with_the_oldest_versions(oldest: Oldest) -> None:
+def test_the_unit_tests_pass_with_the_oldest_versions(oldest: Installed) -> None:
     installed = oldest.run("-m", "pip", "list", "--format=json", cwd=REPO)
     versions = {entry["name"].lower(): entry["version"] for entry in json.loads(installed)}
     for name, bound in lower_bounds().items():

@@ -17,6 +17,12 @@ HOUR = timedelta(hours=1)
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def broker(database_url: str) -> Iterator[Broker]:
     broker = open_broker(database_url, Clock(), opening_grant=1000, gpu_rates={"*": 1})
     yield broker

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def shared_cluster() -> Iterator[SlurmCluster]:
+def shared_cluster(clusters: None) -> Iterator[SlurmCluster]:
     """A Slurm with two nodes that have the quick images; as the last test left it."""
     from tests.support.slurm_cluster import SlurmCluster
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -113,7 +112,9 @@ def test_sessions_are_held_against_slurms_jobs_to_the_second(
 ) -> None:
     member(books, "gsgil")
     lease = begin(books, "gsgil")
-    time.sleep(2)  # so that there is something to compare
+    job = f"--name=gpuspawner-{lease.ticket_id}"
+    ran = ("squeue", "-h", job, "-o", "%M")
+    wait_for(lambda: cluster.run(*ran).strip() > "0:01", "something to compare")
     lease = finish(books, lease)
     assert lease.ended_at is not None
     assert associations(books, "user=gsgil", "account=gpuspawner-members"), "made for its ticket"

@@ -22,7 +22,7 @@ DAEMONS = ("slurmctld", "slurmdbd", "hub")
 
 @pytest.fixture(scope="module")
 def hub(
-    shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+    hubs: None, shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmHub]:
     with SlurmHub(tmp_path_factory.mktemp("away") / "hub", shared_cluster) as hub:
         yield hub
@@ -40,9 +40,10 @@ def assert_once(hub: SlurmHub) -> None:
     assert set(jobs(hub.cluster).values()) <= {1}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_all_of_them_die_in_some_order(hub: SlurmHub, cluster: SlurmCluster, seed: int) -> None:
-    chance = random.Random(seed)
+@pytest.mark.parametrize("again", [1, 2])
+def test_all_of_them_die_in_some_order(
+    hub: SlurmHub, cluster: SlurmCluster, chance: random.Random, again: int
+) -> None:
     hub.ask("ann", gpus=1, gpu_model="H100")
     lease = hub.wait_lease("ann")
     (container,) = hub.containers(hub.node_of(lease))

@@ -31,7 +31,7 @@ from tests.support.slurm_node import Node
 
 
 @pytest.fixture(scope="module")
-def configured(engine: PrivateEngine, images: Any) -> Iterator[ConfiguredCluster]:
+def configured(clusters: None, engine: PrivateEngine, images: Any) -> Iterator[ConfiguredCluster]:
     with ConfiguredCluster() as cluster:
         cluster.load_images(engine, images.INSTANT, images.SILENT)
         cluster.user("ann")

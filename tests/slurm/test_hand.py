@@ -35,7 +35,7 @@ ENVIRONMENTS = f"""  - slug: brief
 
 @pytest.fixture(scope="module")
 def hub(
-    shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+    hubs: None, shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmHub]:
     folder = tmp_path_factory.mktemp("hand") / "hub"
     hub = SlurmHub(folder, shared_cluster, "c.Broker.grace_seconds = 2")
@@ -68,7 +68,9 @@ def said(cluster: SlurmCluster, waits: Ticket | Lease) -> tuple[int, str, str]:
     return (int(priority), reason, limit) if limit else (0, "", "")
 
 
-def test_a_drained_gpu_drains_its_machine(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_a_drained_gpu_drains_its_machine(
+    browsers: None, hub: SlurmHub, cluster: SlurmCluster
+) -> None:
     first, second = cluster.nodes
     gpu = first.devices[0].uuid
     answer = call(hub, ADMIN, f"devices/{gpu}/drain", reason="fan; it's broken")

@@ -59,6 +59,7 @@ def registry(shared_cluster: SlurmCluster) -> Iterator[SlowRegistry]:
 
 @pytest.fixture(scope="module")
 def hub(
+    hubs: None,
     shared_cluster: SlurmCluster,
     registry: SlowRegistry,
     tmp_path_factory: pytest.TempPathFactory,

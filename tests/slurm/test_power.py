@@ -22,7 +22,7 @@ from tests.support.slurm_power import PoweredCluster
 
 
 @pytest.fixture(scope="module")
-def powered() -> Iterator[PoweredCluster]:
+def powered(clusters: None) -> Iterator[PoweredCluster]:
     with PoweredCluster() as cluster:
         yield cluster
 

@@ -349,7 +349,7 @@ def without_slurm(folder: Path) -> str:
     return str(folder)
 
 
-def test_a_hub_without_slurm(rest: SlurmRest, tmp_path: Path) -> None:
+def test_a_hub_without_slurm(hubs: None, rest: SlurmRest, tmp_path: Path) -> None:
     """A server on a node, from the click to its end, and back with the next one."""
     config = f"""
 import os

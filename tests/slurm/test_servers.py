@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, ServerRef
+from gpuspawner.model import MICRO
 from gpuspawner.slurm.names import user_of
 from gpuspawner.store.book import Line
 from tests.support.images import INSTANT
@@ -34,7 +33,7 @@ NEW = ("gwen", "hugo")
 
 @pytest.fixture(scope="module")
 def hub(
-    shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+    hubs: None, shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmHub]:
     settings = """
 c.Accounting.cluster_seconds = 5
@@ -171,24 +170,14 @@ def test_a_place_in_line_is_given_up(hub: SlurmHub, cluster: SlurmCluster) -> No
     hub.stop_server("ann")
 
 
-def refusal(hub: SlurmHub, user: str, **options: Any) -> str:
-    """Why a member gets no server; and that nobody has anything of it."""
-    answer = hub.ask(user, **options)
-    said = answer.json()["message"] if answer.status_code >= 400 else hub.failure(user)
-    wait_for(lambda: hub.server(user) is None, "the hub to know")
-    assert not hub.broker.waiting() and hub.broker.lease_of(ServerRef(user)) is None
-    assert not hub.cluster.run("squeue", "-h", f"--user={user}")
-    return str(said)
-
-
 def test_what_there_is_not_is_refused_in_words(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    assert "Ask for 2 at most" in refusal(hub, "ann", gpus=3)
-    assert "Titan" in refusal(hub, "ann", gpus=1, gpu_model="Titan")
-    said = refusal(hub, "ann", environment="days", gpus=1, hours=30)
+    assert "Ask for 2 at most" in hub.refusal("ann", gpus=3)
+    assert "Titan" in hub.refusal("ann", gpus=1, gpu_model="Titan")
+    said = hub.refusal("ann", environment="days", gpus=1, hours=30)
     assert "lets nothing run for over 24 h" in said
     hub.ask("ann", gpus=2)
     hub.wait_lease("ann")
-    assert "in use" in refusal(hub, "bob", gpus=2, wait="no")
+    assert "in use" in hub.refusal("bob", gpus=2, wait="no")
     hub.stop_server("ann")
 
 
@@ -198,7 +187,7 @@ def test_an_account_that_is_closed(hub: SlurmHub, cluster: SlurmCluster) -> None
     wait_for(lambda: cluster.run("sacctmgr", "-n", "-P", "show", "account", "gpuspawner"), "it")
     cluster.run(*closed, "grpsubmitjobs=0")
     try:
-        said = refusal(hub, "ann", gpus=1)
+        said = hub.refusal("ann", gpus=1)
     finally:
         cluster.run(*closed, "grpsubmitjobs=-1")
     assert "Slurm refused it" in said and "AssocGrpSubmitJobsLimit" in said
@@ -207,7 +196,7 @@ def test_an_account_that_is_closed(hub: SlurmHub, cluster: SlurmCluster) -> None
 def test_a_partition_that_takes_no_jobs(hub: SlurmHub, cluster: SlurmCluster) -> None:
     cluster.run("scontrol", "update", "partitionname=gpu", "state=drain")
     try:
-        assert "partition" in refusal(hub, "ann", gpus=1)
+        assert "partition" in hub.refusal("ann", gpus=1)
         cluster.run("scontrol", "update", "partitionname=gpu", "state=down")
         hub.ask("ann", gpus=1, wait=True)
         (ticket,) = wait_for(hub.broker.waiting, "ann's ticket")
@@ -251,7 +240,8 @@ def test_a_container_outside_its_jobs_control_group(hub: SlurmHub, cluster: Slur
 def test_the_line_goes_on_in_order_and_who_used_much_waits_behind(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
-    """Slurm counts who used how much once a minute, and what servers use is theirs."""
+    """Slurm counts who used how much once a minute and when it starts, and what servers use is
+    theirs."""
     hub.ask("ann", gpus=1, gpu_model="H100")
     hub.wait_lease("ann")
     tickets = {}
@@ -266,6 +256,8 @@ def test_the_line_goes_on_in_order_and_who_used_much_waits_behind(
     def line() -> list[str]:
         return [ticket.server.user for ticket, _, _ in hub.broker.order()]
 
+    wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending").count("\n") == 3, "their jobs")
+    cluster.restart("slurmctld")
     wait_for(lambda: line() == [*NEW, "ann"], "ann to be behind", timeout=90)
     hub.stop_server("ann")
     for number, user in enumerate(NEW, start=1):

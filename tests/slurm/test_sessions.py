@@ -45,6 +45,7 @@ ENVIRONMENTS = f"""  - slug: brief
 
 @pytest.fixture(scope="module")
 def hub(
+    hubs: None,
     shared_cluster: SlurmCluster,
     sampler_urls: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,

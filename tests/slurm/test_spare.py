@@ -17,7 +17,9 @@ from tests.support.slurm_power import PoweredCluster
 
 
 @pytest.fixture
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmHub]:
+def hub(
+    hubs: None, clusters: None, browsers: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SlurmHub]:
     folder = tmp_path_factory.mktemp("spare") / "hub"
     with PoweredCluster() as cluster:
         # None answers: on one machine because it is off, and on the other there is none.

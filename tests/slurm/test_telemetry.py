@@ -30,6 +30,7 @@ WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
 @pytest.fixture(scope="module")
 def hub(
+    hubs: None,
     shared_cluster: SlurmCluster,
     sampler_urls: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.hub import NAVIGATION
-from tests.support.processes import free_port
+from tests.support.processes import PATIENCE, free_port
 
-VICTIM, THIEF = "victoria", "mallory"
+VICTIM, THIEF, OWNER = "victoria", "mallory", "olga"
 HOSTILE = '"><img src=x onerror=window.hacked=1>'
 """What a page must never have in it as it is."""
 
@@ -104,9 +105,12 @@ class AttackHub(GPUHub):
     secret = "0f5b1f3c9d2e4a6b"
     lease = ticket = plans = transfer = ""
     """Ids of what is hers."""
+    over = ""
+    """The id of a session of Olga's that is over, and cost something."""
 
     def __init__(self, folder: Path, engine: PrivateEngine) -> None:
         self.service_port = free_port()
+        self._tokens: dict[str, str] = {}
         config = CONFIG.format(
             port=self.service_port, pids=PIDS, memory=MEMORY, victim=VICTIM, secret=self.secret
         )
@@ -117,8 +121,11 @@ class AttackHub(GPUHub):
 
     def furnish(self) -> None:
         """Give Victoria what could be stolen, and Mallory a container of his own."""
-        for user in (VICTIM, THIEF, "bob"):
+        for user in (VICTIM, THIEF, OWNER, "bob"):
             self.browser_of(user)
+        self.spawn_and_wait(OWNER, {"environment": "small", "gpus": 1})
+        self.stop_server(OWNER)
+        [self.over] = [lease.id for lease in self.leases(OWNER)]
         asked = self.spawn(VICTIM, {"environment": "lab", "gpus": 1})
         assert asked.ok, asked.text
         assert self.spawn(THIEF, {"environment": "small", "gpus": 0}).ok
@@ -145,7 +152,7 @@ class AttackHub(GPUHub):
     ) -> requests.Response:
         """Our service, with a member's token or with this one; with none of both, as nobody."""
         if user:
-            token = self.user_token(user)
+            token = self._tokens.get(user) or self._tokens.setdefault(user, self.user_token(user))
         headers = {"Authorization": f"token {token}"} if token else {}
         headers |= kwargs.pop("headers", {})
         url = f"{self.url}/services/gpu/{path}"
@@ -213,20 +220,19 @@ class AttackHub(GPUHub):
         said = client.exec_start(made["Id"]).decode(errors="replace").strip()
         return int(client.exec_inspect(made["Id"])["ExitCode"]), said
 
-    def reaches(self, address: str, port: int) -> bool:
-        """Whether Mallory's container opens a connection."""
-        command = f"timeout 5 bash -c 'exec 3<>/dev/tcp/{address}/{port}'"
+    def reaches(self, address: str, port: int, seconds: int = 5 * PATIENCE) -> bool:
+        """Whether Mallory's container opens a connection within this time."""
+        command = f"timeout {seconds} bash -c 'exec 3<>/dev/tcp/{address}/{port}'"
         return self.inside(command)[0] == 0
 
     def listening(self) -> set[int]:
         """The TCP ports on which hub, proxy and services listen."""
-        processes = [psutil.Process(self.pid), *self.children_left()]
-        return {
-            each.laddr.port
-            for process in processes
-            for each in process.net_connections("tcp")
-            if each.status == psutil.CONN_LISTEN
-        }
+        found = set()
+        for process in [psutil.Process(self.pid), *self.children_left()]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+                connections = process.net_connections("tcp")
+                found |= {x.laddr.port for x in connections if x.status == psutil.CONN_LISTEN}
+        return found
 
 
 def _filled(pattern: re.Pattern[str], hers: Mapping[str, str]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from tests.support import parts
 from tests.support.processes import REPO
 
 RESULTS = REPO / "test-results"
@@ -39,6 +40,7 @@ def open_browser() -> Iterator[Browser]:
     Open it in a test that is not a coroutine, and close it within that test: Playwright's plain
     API holds the thread's event loop for as long as it runs.
     """
+    parts.require("browser")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=list(ARGUMENTS))
         try:

@@ -20,7 +20,7 @@ import docker.errors
 import psutil
 from docker.types import DeviceRequest
 
-from tests.support import processes
+from tests.support import parts, processes
 from tests.support.cdi import programs_with_cdi, write_specification
 from tests.support.processes import LIVE, alive, as_root, end_process, take_slot, wait_for
 
@@ -38,15 +38,11 @@ class PrivateEngine:
     ``engine.gateway``, and are reached by published ports on 127.0.0.1 or by their address.
     """
 
-    def __init__(
-        self, *, live_restore: bool = False, cdi: bool = False, propagation: str = ""
-    ) -> None:
+    def __init__(self, *, live_restore: bool = False, cdi: bool = False) -> None:
         """``live_restore``: containers survive a restart. ``cdi``: an Engine that knows CDI,
-        with a specification of the machine's devices beside the hook. ``propagation``: of its
-        machine's mounts, ``shared`` as wherever systemd runs, or ``private``.
+        with a specification of the machine's devices beside the hook.
         """
         self.live_restore = live_restore
-        self.propagation = propagation
         self.cdi = cdi
         self.programs: Path | None = None
         self.name = "engine"
@@ -78,22 +74,16 @@ class PrivateEngine:
         return f"gpsp{self.slot}"
 
     @property
-    def pid(self) -> int:
-        """Of the daemon."""
-        found = self._pid()
-        assert found, "no dockerd runs"
-        return found
-
-    @property
     def data(self) -> Path:
-        """The data-root: images survive in it."""
+        """The data-root: images survive in it, for runs of other checkouts too."""
         version = f"-{self.programs.name}" if self.programs else ""
-        return processes.cache_dir() / "docker" / f"{self.slot}{version}"
+        return processes.kept_dir() / "docker" / f"{self.slot}{version}"
 
     # Starting and ending.
 
     def start(self) -> None:
         """Bring the daemon up with images only; also the way back after :meth:`kill9`."""
+        parts.require("docker")
         if self._lock is None:
             self.programs = programs_with_cdi() if self.cdi else None
             self._take_slot()
@@ -227,8 +217,6 @@ class PrivateEngine:
 
     def _around(self, command: list[str]) -> list[str]:
         """The command as this engine's machine would run it: here it is this machine."""
-        if self.propagation:  # in a namespace of its own, so that this machine stays as it is
-            return ["unshare", "--mount", "--propagation", self.propagation, *command]
         return command
 
     def _dockerd(self) -> list[str]:

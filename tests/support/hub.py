@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import requests
 
-from tests.support import processes
+from tests.support import parts, processes
 from tests.support.kernel import Kernel, terminal_run
 from tests.support.processes import BIN, LIVE, REPO, free_port, wait_for
 
@@ -126,6 +126,7 @@ class HubProcess:
 
     def launch(self) -> None:
         """Start the hub without waiting for it."""
+        parts.require("hub")
         if self not in LIVE:
             LIVE.append(self)
         (self.folder / "jupyterhub_config.py").write_text(self._config_text(), encoding="utf-8")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from gpuspawner.broker import Broker
 from gpuspawner.model import Lease, ServerRef
-from tests.support.hub import NAVIGATION, HubProcess
+from tests.support.hub import ADMIN, NAVIGATION, HubProcess
 from tests.support.processes import REPO, free_port, wait_for
 
 FLEET = "simulated:2xA100-80GB,1xT4"
@@ -71,6 +74,7 @@ class PayingHub(HubProcess):
             database_url=self.database_url, device_source=FLEET, refresh_seconds=0.1
         )
         self._browsers: dict[str, requests.Session] = {}
+        self._metrics_token = ""
 
     def start(self, timeout: float = 60.0) -> None:
         """Start the hub, and wait for the pages of its service."""
@@ -132,6 +136,37 @@ class PayingHub(HubProcess):
         assert service is not None
         service.kill()
         wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
+
+    def rounds(self, duty: str) -> int:
+        """How many rounds of a duty the service has finished since it started."""
+        self._metrics_token = self._metrics_token or self.user_token(ADMIN)
+        headers = {"Authorization": f"token {self._metrics_token}"}
+        answer = requests.get(f"{self.url}/services/gpu/metrics", headers=headers, timeout=60)
+        answer.raise_for_status()
+        for family in text_string_to_metric_families(answer.text):
+            for sample in family.samples:
+                if sample.labels.get("duty") == duty:
+                    return int(sample.value)
+        return 0
+
+    def wait_rounds(self, count: int, *duties: str) -> None:
+        """Wait until each of these duties of the service has begun and ended ``count`` rounds.
+
+        For what must not happen: after this each had the occasion, on a slow machine too.
+        """
+        before = {duty: self.rounds(duty) for duty in duties}
+        for duty in duties:
+            # One more: a round may be under way, and have looked already.
+            wait_for(
+                partial(self._has_rounds, duty, before[duty] + count + 1),
+                f"{count} rounds of {duty}",
+                timeout=60,
+            )
+
+    def _has_rounds(self, duty: str, count: int) -> bool:
+        with contextlib.suppress(requests.RequestException):  # the service may start anew
+            return self.rounds(duty) >= count
+        return False
 
     def service_lines(self) -> list[str]:
         """What the accounting service logged, without times."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psycopg2
 
-from tests.support import processes
+from tests.support import parts, processes
 from tests.support.brokers import make_tables
 from tests.support.processes import LIVE, alive, end_process, free_port, wait_for
 
@@ -52,6 +52,7 @@ class PrivatePostgres:
 
     def start(self) -> None:
         """Start the server; after :meth:`halt`, on the same port with the same databases."""
+        parts.require("postgres")
         if not self.port:
             self._initialise()
         command = [

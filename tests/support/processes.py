@@ -42,13 +42,6 @@ LIVE: list[HasLog] = []
 """Every part that runs now. ``conftest.py`` adds their logs to a failing test's report."""
 
 
-def cache_dir() -> Path:
-    """Where engines keep their data between runs of this checkout."""
-    path = REPO / ".test-cache"
-    path.mkdir(exist_ok=True)
-    return path
-
-
 def kept_dir() -> Path:
     """Where every checkout on this machine finds what is slow to make, by a name that says what it
     was made of (``GPUSPAWNER_TEST_CACHE`` moves it). The folder may be removed at any time.
@@ -144,20 +137,23 @@ def free_port() -> int:
 
 
 def wait_for(
-    look: Callable[[], T | None], what: str, *, timeout: float = 30.0, interval: float = 0.05
+    look: Callable[[], T | None], what: str, *, timeout: float = 30.0, interval: float = 0.0
 ) -> T:
     """Call ``look`` until it answers something true, and return that.
 
     ``timeout`` (seconds) is for a machine at rest; a busy one gets PATIENCE times as long.
+    ``interval`` (seconds) is the pause between two calls. Without one it grows with the wait, from
+    0.02 to 0.25: to ask a hub all the time takes the processor from those who are waited for.
     """
     timeout *= PATIENCE
-    end = time.monotonic() + timeout
+    began = time.monotonic()
     while True:
         if found := look():
             return found
-        if time.monotonic() > end:
+        waited = time.monotonic() - began
+        if waited > timeout:
             raise TimeoutError(f"waited {timeout:.0f} s for {what}")
-        time.sleep(interval)
+        time.sleep(interval or min(0.25, max(0.02, waited / 15)))
 
 
 def signal_pid(pid: int, number: int) -> None:

@@ -15,9 +15,9 @@ import random
 import re
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import IO, Any
 
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
@@ -48,6 +48,9 @@ class SlowRegistry:
         """What is sent for a manifest's digest: another digest's manifest."""
         self.sent = 0
         """Bytes of blobs that went out."""
+        self.sending = 0
+        """Answers that are on their way out just now."""
+        self._counting = Lock()
         self._goes_on = Event()
         self._blobs: dict[str, bytes] = {}
         self._manifests: dict[str, bytes] = {}
@@ -141,6 +144,17 @@ class SlowRegistry:
             self._goes_on.wait()
         return self.stops_after is None or sent < self.stops_after
 
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """An answer is being sent meanwhile."""
+        with self._counting:
+            self.sending += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self.sending -= 1
+
     def _keep(self, kind: str, blob: bytes) -> dict[str, Any]:
         self._blobs[_digest(blob)] = blob
         return {"mediaType": kind, "size": len(blob), "digest": _digest(blob)}
@@ -194,7 +208,7 @@ def _handler(registry: SlowRegistry) -> type[BaseHTTPRequestHandler]:
             if self.command == "HEAD":
                 return
             # Whoever gives up a pull closes the connection: that is no error here.
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(ConnectionError), registry.counted():
                 for start in range(first, len(body), CHUNK):
                     if slow and not registry.may_send(start):
                         self.close_connection = True

@@ -21,7 +21,7 @@ from typing import IO
 
 import psutil
 
-from tests.support import processes, slurm_daemons, slurm_files
+from tests.support import parts, processes, slurm_daemons, slurm_files
 from tests.support.engine import PrivateEngine
 from tests.support.processes import LIVE, as_root, free_port, take_slot, wait_for
 from tests.support.slurm_client import READY, SlurmClient
@@ -119,6 +119,7 @@ class SlurmCluster(SlurmClient):
 
     def start(self) -> None:
         """Bring everything up, nodes and database side by side."""
+        parts.require("slurm")
         self.slot, self.directory, self._lock = take_slot("gpuspawner-slurm", SLOTS)
         self.cluster_name = f"lab{self.slot}"
         self.conf = self.directory / "etc/slurm.conf"

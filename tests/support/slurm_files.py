@@ -94,6 +94,9 @@ def slurm_conf(
         "PriorityWeightFairshare": 100000,
         "PriorityWeightAge": 1000,
         "PriorityWeightQOS": 10000,
+        # What anybody used counts from the next whole minute on, and until then it is nothing:
+        # this is there at once, for points to be taken from.
+        "PriorityWeightPartition": 100000,
         "PreemptType": "preempt/qos",
         "PreemptMode": "CANCEL",
         "SchedulerParameters": "bf_interval=1,sched_interval=2,sched_min_interval=200000,"
@@ -124,7 +127,8 @@ def slurm_conf(
     names = ",".join(m.name for m in machines)
     lines.append(
         f"PartitionName=gpu Nodes={names} Default=YES MaxTime=1-0 DefaultTime=10:00"
-        " DefMemPerCPU=100 TRESBillingWeights=GRES/gpu=100,GRES/shard=25 State=UP"
+        " DefMemPerCPU=100 PriorityJobFactor=1"
+        " TRESBillingWeights=GRES/gpu=100,GRES/shard=25 State=UP"
     )
     return "\n".join(lines) + "\n"
 

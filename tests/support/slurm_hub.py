@@ -22,7 +22,7 @@ CONFIG = """
 c.JupyterHub.spawner_class = "gpuspawner.spawners.slurm.GPUSlurmSpawner"
 c.JupyterHub.allow_named_servers = True
 c.JupyterHub.cleanup_servers = False
-c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 2}}
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 0.5}}
 c.Broker.database_url = {database_url!r}
 c.Broker.cluster = {cluster!r}
 c.Broker.gpu_rates = {{"*": 3600}}
@@ -73,15 +73,28 @@ class SlurmHub(HubProcess):
         environment = {"DOCKER_HOST": engine.url}
         super().__init__(folder, text, hub_ip=cluster.address, environment=environment, **kwargs)
         self.broker = Broker(database_url=self.database_url, cluster=str(file))
+        self._users: set[str] = set()
 
     def stop(self) -> None:
         super().stop()
         self.broker.store.close()
 
     def ask(self, user: str, server: str = "", **options: Any) -> requests.Response:
-        """Ask for a server as this member; a Linux user of that name is made before."""
-        self.cluster.user(user)
+        """Ask for a server as this member; a Linux user of that name is made before the first."""
+        if user not in self._users:  # it takes Slurm's database a second
+            self.cluster.user(user)
+            self._users.add(user)
         return self.spawn(user, options, server)
+
+    def refusal(self, user: str, **options: Any) -> str:
+        """Why a member gets no server; and that nobody has anything of it."""
+        answer = self.ask(user, **options)
+        said = answer.json()["message"] if answer.status_code >= 400 else self.failure(user)
+        wait_for(lambda: self.server(user) is None, "the hub to know")
+        assert not [ticket for ticket in self.broker.waiting() if ticket.server.user == user]
+        assert self.broker.lease_of(ServerRef(user)) is None
+        assert not self.cluster.run("squeue", "-h", f"--user={user}")
+        return str(said)
 
     def wait_lease(self, user: str, server: str = "", timeout: float = 60) -> Lease:
         """Until the server is up: its lease."""

@@ -127,7 +127,7 @@ class NodeEngine(PrivateEngine):
 
     @property
     def data(self) -> Path:
-        return processes.cache_dir() / "docker" / f"node-{self.slot}"
+        return processes.kept_dir() / "docker" / f"node-{self.slot}"
 
     def start(self) -> None:
         """Also with the devices of this node."""

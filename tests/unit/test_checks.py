@@ -40,11 +40,12 @@ def test_what_nobody_looked_up_is_not_called_well() -> None:
     hole = {"id": "CVE-1", "fix_versions": ["2"]}
     sick = {"name": "sick", "version": "1", "vulns": [hole]}
     code, [line] = report({"dependencies": [lost]})
-    assert code == 0 and line.startswith("NOT AUDITED: none of 1")
+    assert code == 2 and line.startswith("NOT AUDITED: none of 1")
     code, lines = report({"dependencies": [lost, well]})
-    assert code == 0 and lines == [
+    assert code == 2 and lines == [
         "No known vulnerability in 1 packages.",
         "NOT AUDITED: 1 packages: lost",
     ]
+    assert report({"dependencies": [well]})[0] == 0
     code, lines = report({"dependencies": [well, sick]})
     assert code == 1 and lines[0] == "sick 1: CVE-1, fixed in 2"

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuspawner.ledger import dry, rules
@@ -238,7 +238,6 @@ BOUNDS = st.integers(1, 60 * MICRO)
 GIVEN = st.lists(st.tuples(st.integers(0, 6500), st.integers(1, 50 * MICRO)), max_size=3)
 
 
-@settings(deadline=None)
 @given(SERVERS, GIVEN, TIMES, TIMES, BOUNDS)
 def test_who_is_let_off_does_not_depend_on_the_ticks(
     servers: list[tuple[int, int, int, int]],
@@ -253,7 +252,6 @@ def test_who_is_let_off_does_not_depend_on_the_ticks(
     assert play(servers, grants, [], (bound,))[0] == first
 
 
-@settings(deadline=None)
 @given(SERVERS, GIVEN, TIMES, st.tuples(BOUNDS, BOUNDS))
 def test_no_bound_is_passed_where_there_are_two(
     servers: list[tuple[int, int, int, int]],

@@ -58,21 +58,24 @@ async def test_a_cancellation_that_comes_as_the_work_is_done_is_heard(steps: int
 
 async def test_side_by_side_every_work_comes_to_its_own_end() -> None:
     """Cancelled or failed: who has more to do at the end than the others is waited for."""
-    ended = []
+    ended, begun = [], asyncio.Event()
 
     async def quick() -> None:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     async def slow(*, fails: bool = False) -> None:
         try:
-            await asyncio.sleep(0.01 if fails else 60)
+            begun.set()
+            if not fails:
+                await asyncio.Event().wait()
             raise ZeroDivisionError
         finally:
-            await asyncio.sleep(0.02)
+            for _ in range(5):
+                await asyncio.sleep(0)
             ended.append(fails)
 
     both = asyncio.ensure_future(side_by_side(quick(), slow()))
-    await asyncio.sleep(0.01)
+    await begun.wait()
     both.cancel()
     with pytest.raises(asyncio.CancelledError):
         await both

@@ -21,6 +21,7 @@ from gpuspawner.simulation import (
     read_trace,
     replay,
 )
+from tests.support.tier import examples
 
 HEADER = "timestamp,duration,num_gpus,cluster"
 
@@ -72,7 +73,7 @@ def test_history_learns_who_is_short() -> None:
     assert waits("history", past + now, 1)[-2:] == [509, 498]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(

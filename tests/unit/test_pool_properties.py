@@ -14,6 +14,7 @@ from gpuspawner import pool
 from gpuspawner.errors import NoDeviceFree, TooMuchAsked
 from gpuspawner.model import Device, DeviceProcess, DeviceStatus, Place, Request
 from gpuspawner.pool import connectivity
+from tests.support.tier import examples
 
 GIB = 2**30
 Links = Mapping[tuple[str, str], int]
@@ -115,7 +116,7 @@ def closeness(some: Sequence[Device], links: Links) -> tuple[int, int]:
     return sum(scores), min(scores, default=0)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(devices_and_taken(), requests, links_between())
 def test_what_is_given_could_be_given_and_what_could_be_is(
     fleet_and_taken: tuple[list[Device], list[Place]], request: Request, links: Links
@@ -153,7 +154,7 @@ def test_what_is_given_could_be_given_and_what_could_be_is(
         assert given_devices == first, "of equal sets the one with the lowest indices"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     devices_and_taken(),
     st.lists(st.tuples(requests, st.lists(st.integers(0, 17), unique=True)), min_size=2),
@@ -181,7 +182,7 @@ def answer(fleet: pool.Fleet, request: Request, taken: frozenset[str]) -> object
         return type(error), error.fields
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(devices_and_taken(), links_between())
 def test_a_single_device_costs_the_others_as_little_closeness_as_can_be(
     fleet_and_taken: tuple[list[Device], list[Place]], links: Links
@@ -206,7 +207,7 @@ def test_a_single_device_costs_the_others_as_little_closeness_as_can_be(
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.integers(2, 16).flatmap(lambda size: st.tuples(st.just(size), st.integers(2, min(size, 6)))),
     st.randoms(use_true_random=False),
@@ -230,7 +231,7 @@ def test_up_to_sixteen_the_best_connected_set_is_found(
     assert (found.total, found.least, tuple(-n for n in found.members)) == best
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(17, 24), st.integers(2, 3), st.randoms(use_true_random=False))
 def test_beyond_sixteen_the_set_comes_close_to_the_best(size: int, count: int, random: Any) -> None:
     names = [f"{n:02d}" for n in range(size)]

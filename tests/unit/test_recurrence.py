@@ -7,7 +7,7 @@ from itertools import islice, pairwise
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuspawner.ledger.recurrence import LEAST_GAP, Recurrence
@@ -140,7 +140,6 @@ parts = st.lists(
 frequency = st.sampled_from(["YEARLY", "MONTHLY"])
 
 
-@settings(deadline=None)
 @given(frequency, parts, st.sampled_from([VIENNA, "UTC", "Australia/Lord_Howe"]))
 def test_whatever_is_accepted_comes_in_order_and_not_too_often(
     freq: str, more: list[str], zone: str

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gpuspawner.devices.base import LooksLost
@@ -18,6 +18,7 @@ from gpuspawner.devices.simulated import SimulatedDevices
 from gpuspawner.devices.simulated_samples import SimulatedSampler
 from gpuspawner.telemetry import Sample
 from gpuspawner.telemetry.values import Condition
+from tests.support.processes import wait_for
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 PROGRAM = """
@@ -51,8 +52,8 @@ def process() -> Iterator[subprocess.Popen[str]]:
     started.wait()
 
 
-def look(sampler: SimulatedSampler) -> list[Sample]:
-    return list(sampler.sample(NOW, time.monotonic()))
+def look(sampler: SimulatedSampler, at: float = 0.0) -> list[Sample]:
+    return list(sampler.sample(NOW, at))
 
 
 def test_a_device_works_as_its_processes_do(
@@ -62,18 +63,16 @@ def test_a_device_works_as_its_processes_do(
     assert isinstance(sampler, SimulatedSampler)
     first, second = (device.uuid for device in devices.observe(NOW).devices)
     sampler.pids = {first: [process.pid], second: []}
-    look(sampler)
-    time.sleep(0.3)
-    waits, other = look(sampler)
+    look(sampler, 0)
+    waits, other = look(sampler, 100)
     assert (waits.use, waits.used_bytes, waits.processes) == (0, 0, ())
     assert process.stdin
     process.stdin.write("work\n")
     process.stdin.flush()
-    for _ in range(300):
-        time.sleep(0.1)
-        works, other = look(sampler)
-        if works.use:
-            break
+    watched = psutil.Process(process.pid)
+    before = watched.cpu_times().user
+    wait_for(lambda: watched.cpu_times().user > before + 0.2, "it to compute")
+    works, other = look(sampler, 101)
     assert works.use and works.busy
     assert works.used_bytes
     assert works.processes and [p.pid for p in works.processes] == [process.pid]
@@ -81,7 +80,7 @@ def test_a_device_works_as_its_processes_do(
     assert (other.use, other.processes) == (0, ())
     process.kill()
     process.wait()
-    gone, _ = look(sampler)
+    gone, _ = look(sampler, 102)
     assert (gone.use, gone.processes) == (0, ())
 
 

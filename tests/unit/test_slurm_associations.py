@@ -14,6 +14,7 @@ from gpuspawner.errors import SlurmRefused
 from gpuspawner.slurm import associations, syncing
 from gpuspawner.slurm.associations import Found, Group, Limits, Person, Row, Wanted
 from gpuspawner.slurm.syncing import Step
+from tests.support.tier import examples
 
 PRIORITIES = {"low": -40.0, "normal": 0.0, "course": 40.0, "admin": 80.0}
 ROOT = "root|||||||||normal|"
@@ -216,7 +217,7 @@ GROUPS = st.dictionaries(
 DAYS = st.tuples(PEOPLE, GROUPS, SOME_LIMITS, st.integers(0, 40))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(DAYS, min_size=1, max_size=4))
 def test_killed_anywhere_the_next_run_ends_where_one_run_would_have(
     days: list[tuple[list[Person], dict[str, Group], Limits, int]],

@@ -60,6 +60,7 @@ def test_an_empty_configuration_gets_service_role_and_access() -> None:
     assert service["command"] == [sys.executable, "-m", "gpuspawner.accounting"]
     assert service["url"] == "http://127.0.0.1:10190"
     assert service["oauth_no_confirm"] is True
+    assert service["timeout"] == 120, "JupyterHub ends after 30 s, too few for a busy machine"
     role = role_of(c, "service-gpu")
     assert role["services"] == ["gpu"]
     assert role["scopes"] == list(ACCOUNTING_SCOPES)

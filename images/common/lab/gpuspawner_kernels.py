@@ -5,14 +5,11 @@ first kernel that is started in the way of the default one is that process; ever
 and each that anything is unusual about, is started as ever. So memory is used once: by a kernel
 in advance, not by one more. A process that nobody wants ends after a while.
 
-A server that waits for its member (gpuspawner_warm.py) has that process wait with it.
-
 ``GPUSPAWNER_READY_KERNEL=0`` in a server's environment leaves it out. It runs with Python 3.8 or
 later, and does nothing where jupyter_client is older than 7.
 """
 
 import json
-import logging
 import os
 import pathlib
 import sys
@@ -37,12 +34,9 @@ LEAST_MEMORY = 2**30
 
 STOCK, READY = "local-provisioner", "gpuspawner-ready"
 LAUNCHER = ["-m", "ipykernel_launcher"]
-COUNT = "GPUSPAWNER_GPU_COUNT"
 STANDBY = str(pathlib.Path(__file__).with_name("gpuspawner_standby.py"))
 MOST_BYTES = 32_768
 """Of an order: a pipe that nobody reads yet takes it at once."""
-
-_ahead, _later = None, []
 
 
 class Ready:
@@ -53,8 +47,6 @@ class Ready:
         self._process = None
         self._start = []
         self._pipe = -1
-        self._later = []
-        """Variables that this server got after the process began."""
 
     def begin(self, command, environment):
         """``command``: a kernel's, of which all up to the launcher counts."""
@@ -73,14 +65,6 @@ class Ready:
             self.end()
         finally:
             os.close(theirs)
-
-    def given_later(self, names, log):
-        """What the server got meanwhile, from who may say what a kernel would have begun with."""
-        self._later, self._log = names, log
-
-    @property
-    def waits(self):
-        return self._process is not None
 
     def take(self, command, options):
         """The process, which is this kernel from now on; None if it has to be started."""
@@ -122,7 +106,6 @@ class Ready:
             "command": [os.path.expanduser(word) for word in command],
             "folder": os.path.abspath(options.get("cwd") or "."),
             "environment": environment,
-            "later": self._later,
         }
         text = json.dumps(order).encode()
         if len(text) > MOST_BYTES:
@@ -179,25 +162,11 @@ def entry_point():
     return EntryPoint(READY, "gpuspawner_kernels:ReadyProvisioner", group)
 
 
-def begin_ahead():
-    """For a server that waits: its first kernel is most likely of this very Python."""
-    global _ahead
-    if KernelProvisionerFactory is not None and wanted({**os.environ, COUNT: ""}):
-        _ahead = Ready(logging.getLogger(__name__))
-        _ahead.begin([sys.executable, *LAUNCHER], os.environ)
-
-
-def given_later(names):
-    """Variables that a server which waited is given now."""
-    global _later
-    _later = names
-
-
 def wanted(environment):
     """Whether this is a server of gpuspawner's, and there is room for it."""
     path = environment.get("PYTHONPATH", "")
     return (
-        COUNT in environment
+        "GPUSPAWNER_GPU_COUNT" in environment
         and environment.get("GPUSPAWNER_READY_KERNEL") != "0"
         and int(environment.get("MEM_LIMIT") or LEAST_MEMORY) >= LEAST_MEMORY
         # What is meant from the folder where a kernel starts is not known yet.
@@ -210,15 +179,12 @@ def _jupyter_server_extension_points():
 
 
 def _load_jupyter_server_extension(app):
-    if KernelProvisionerFactory is None:
+    if KernelProvisionerFactory is None or not wanted(os.environ):
         return
     factory = KernelProvisionerFactory.instance(parent=app)
-    if not wanted(os.environ) or factory.default_provisioner_name != STOCK:  # or somebody's own
-        if _ahead:
-            _ahead.end()
-        return
-    ready = _ahead or Ready(app.log)
-    ready.given_later(_later, app.log)
+    if factory.default_provisioner_name != STOCK:
+        return  # somebody's own
+    ready = Ready(app.log)
     factory.provisioners[READY] = entry_point()
     factory.default_provisioner_name = READY
     ReadyProvisioner.ready = ready
@@ -232,8 +198,7 @@ def _load_jupyter_server_extension(app):
         except Exception as error:
             app.log.warning("No kernel is made ready: %s", error)
             return
-        if not ready.waits:
-            ready.begin(command, os.environ)
+        ready.begin(command, os.environ)
         loop.call_later(KEEP, ready.end)
 
     loop = IOLoop.current()

@@ -50,17 +50,13 @@ class Standby:
         self.folders = self._folders()
         self.whole = self._import()
 
-    def why_not(self, environment, later=()):
-        """Why what was imported may not be what a kernel would import now; empty if it is.
-
-        ``later``: variables that may differ, because whoever gave them to the server knows that
-        nothing of this depends on them.
-        """
+    def why_not(self, environment):
+        """Why what was imported may not be what a kernel would import now; empty if it is."""
         if not self.whole:
             return "its modules could not be imported"
         names = set(self.environment) | set(environment)
         told = (n for n in names if self.environment.get(n) != environment.get(n))
-        if other := sorted(set(told) - {*MAY_DIFFER, *later}):
+        if other := sorted(set(told) - set(MAY_DIFFER)):
             return "other environment variables: " + ", ".join(other)
         if self._folders() != self.folders:
             return "packages were installed since"
@@ -68,10 +64,10 @@ class Standby:
             return "a module was changed since"
         return ""
 
-    def become(self, command, folder, environment, later=()):
+    def become(self, command, folder, environment):
         """The kernel, to its end; or the command itself."""
         os.chdir(folder)
-        if reason := self.why_not(environment, later):
+        if reason := self.why_not(environment):
             print(f"The kernel is started as ever: {reason}.", file=sys.stderr, flush=True)
             os.execvpe(command[0], command, environment)  # without a shell  # nosec B606
         for name in MAY_DIFFER:

@@ -26,6 +26,12 @@ Make = Callable[..., Broker]
 KIM = "kim"
 
 
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
 def ask(broker: Broker, user: str, devices: int = 1, **terms: Any) -> Lease | Ticket:
     request = Request(devices=devices, environment="pytorch")
     terms = {"wait": True, **terms}

@@ -26,6 +26,12 @@ Make = Callable[..., Broker]
 # Unknown is never free.
 
 
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
 def test_a_device_that_fails_is_not_leased_and_its_lease_goes_on(
     broker: Broker, clock: Clock
 ) -> None:

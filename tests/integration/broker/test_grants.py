@@ -27,6 +27,12 @@ Make = Callable[..., Broker]
 # From grant to release.
 
 
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
 def test_a_lease_from_grant_to_release(broker: Broker, clock: Clock) -> None:
     lease = acquire(broker, "anna", 2, server="lab")
     assert (lease.state, lease.granted_at, lease.engine) == (LeaseState.GRANTED, T0, "docker")

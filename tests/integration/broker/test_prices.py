@@ -19,6 +19,12 @@ from tests.support.brokers import T0, Clock, acquire, running
 VIENNA = "Europe/Vienna"
 
 
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
 def price(broker: Broker, user: str = "anna") -> int:
     """What a start costs an hour, right now; in the environment pytorch."""
     lease = acquire(broker, user)

@@ -20,6 +20,12 @@ Make = Callable[..., Broker]
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def broker(make: Make) -> Broker:
     """Anna and bert begin with nothing; a GPU costs one credit an hour."""
     broker = make(gpu_rates={"*": 1}, opening_grant=0)

@@ -31,6 +31,12 @@ SOON = 20.0
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
+@pytest.fixture
 def broker(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broker]:
     """Two devices, in use by ada and bob."""
     monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.5)  # of patience, to save time here
@@ -100,6 +106,26 @@ class Line:
         self.queueing = Queueing(broker, logging.getLogger("line"))
         self.spawns: list[Spawn] = []
         self.clock = clock
+        self.looks = 0
+        """Rounds that have ended, also in vain."""
+        self._round = self.queueing._round
+        setattr(self.queueing, "_round", self._counted)  # noqa: B010
+
+    async def _counted(self) -> None:
+        try:
+            await self._round()
+        finally:
+            self.looks += 1
+
+    async def rounds(self, count: int) -> None:
+        """Until the line was looked at so often, from the beginning of a look to its end."""
+        last = self.looks + count + 1  # one may be under way
+
+        def over() -> bool:
+            self.queueing.kick()
+            return self.looks >= last
+
+        await until(over)
 
     def __call__(self, user: str, *groups: str) -> Spawn:
         self.clock.forward(minutes=1)
@@ -195,7 +221,7 @@ def test_what_nobody_can_tell_costs_no_place(
             dan, eve, fay = spawn("dan"), spawn("eve"), spawn("fay")
             await fay.hears("number 3 of 3")
             dan.refusal = trouble
-            await asyncio.sleep(1.5)  # a round
+            await spawn.rounds(2)
             free_one(broker)
             clock.forward(minutes=3)
             assert (await eve.lease()).server == ServerRef("eve")
@@ -284,7 +310,7 @@ def test_who_is_back_before_the_end_was_written_keeps_the_place(
                 await spawn.queueing.end(dan.id, "cancelled", "the start was stopped")
                 waits = spawn.queueing.wait(dan.ticket, dan.check, dan.progress)
                 dan.wait = asyncio.ensure_future(waits)
-                await asyncio.sleep(0.1)
+                await until(lambda: dan.id in spawn.queueing._waiters)
             free_one(broker)
             assert (await dan.lease()).ticket_id == dan.id
 
@@ -371,7 +397,7 @@ def test_nobody_starts_while_another_hub_grants(broker: Broker, clock: Clock) ->
             assert other.take()
             dan = spawn("dan")
             free_one(broker)
-            await asyncio.sleep(2.5)  # two rounds
+            await spawn.rounds(3)
             assert not dan.wait.done() and dan.ticket.outcome == ""
             other.give_up()
             assert (await dan.lease()).server == ServerRef("dan")

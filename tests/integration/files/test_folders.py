@@ -12,6 +12,12 @@ from gpuspawner.store import closures
 from tests.support.brokers import Clock, open_broker
 
 
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
 def mounts(broker: Broker, user: str) -> list[tuple[str, bool]]:
     """What somebody's next server gets, and whether they may write."""
     return [(mount.name, mount.write) for mount in broker.folder_mounts(user)]

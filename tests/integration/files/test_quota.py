@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.uml import run_on_xfs
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 MB = 2**20
 
 

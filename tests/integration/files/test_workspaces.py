@@ -16,6 +16,12 @@ from gpuspawner.workspaces import Quotas, Use, measure
 from tests.support.brokers import Clock, acquire
 
 
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
+
+
 def test_a_workspace_is_kept_from_servers_while_it_is_claimed(broker: Broker) -> None:
     broker.use_workspace("/srv/w/anna", "anna", None)
     claimed = broker.claim_workspace("/srv/w/anna", "an admin archives them")

@@ -178,7 +178,9 @@ async def test_a_new_server_under_the_same_name_is_left_alone(
     hub.has(lease.server)
     sessions = make()
     sessions._carry_out(due.over)  # a round that began before
-    await asyncio.sleep(0.1)
+    tasks = [stop.task for stop in sessions._stops.values() if stop.task is not None]
+    assert len(tasks) == 1
+    await asyncio.gather(*tasks)
     assert hub.stopped == []
 
 

@@ -23,9 +23,15 @@ from gpuspawner.model import NoticeKind, Request, ServerRef
 from tests.support import racers
 from tests.support.rounds import RATE, START, Clock, open_broker
 from tests.support.sessions import HOUR, WARN, session, told, warn
-from tests.support.soak import rounds
+from tests.support.tier import Rounds, examples
 
 # Warnings.
+
+
+@pytest.fixture
+def database_url(each_database_url: str) -> str:
+    """The queries, locks and constraints here are each database's own."""
+    return each_database_url
 
 
 def test_each_warning_is_given_once_whoever_restarts(database_url: str, clock: Clock) -> None:
@@ -132,9 +138,7 @@ def test_a_clock_set_back_tells_nothing_twice_and_ends_nothing_early(
     assert len(told(broker, "ada", NoticeKind.STOPPED)) == 1
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(0, 1200), max_size=10), st.integers(1, 7200))
 def test_warnings_come_in_order_and_the_end_after_them(
     fresh: Callable[[], Broker], pauses: list[float], seconds: int
@@ -160,10 +164,10 @@ def test_warnings_come_in_order_and_the_end_after_them(
 # Killed at any moment.
 
 
-@pytest.mark.soak
-def test_services_killed_in_the_midst_of_it_warn_once_and_in_order(database_url: str) -> None:
+def test_services_killed_in_the_midst_of_it_warn_once_and_in_order(
+    database_url: str, rounds: Rounds, chance: random.Random
+) -> None:
     """Two at a time, as a service that is not dead yet and the one that comes after it."""
-    chance = random.Random(database_url.partition(":")[0])
     began = time.time()
     broker = racers.fast_broker(database_url, began)
     hours = rounds(100)

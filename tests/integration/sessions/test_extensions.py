@@ -15,6 +15,7 @@ from gpuspawner.errors import CannotExtend, UnknownLease
 from gpuspawner.model import Lease, NoticeKind, Request, ServerRef
 from tests.support.rounds import START, Clock
 from tests.support.sessions import HOUR, session, told, wait, warn
+from tests.support.tier import examples
 
 
 def test_an_extension_begins_the_whole_length_anew_and_is_warned_anew(
@@ -152,9 +153,7 @@ steps = st.lists(
 )
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
 def test_no_extension_moves_a_planned_start_to_later(
     fresh: Callable[[], Broker], steps: list[tuple[str, int, float]]

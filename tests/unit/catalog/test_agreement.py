@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gpuspawner.catalog import Catalog
 from gpuspawner.catalog.schema import schema
 from gpuspawner.errors import ConfigError
+from tests.support.tier import examples
 
 SCHEMA = schema()
 ITEMS = SCHEMA["properties"]["environments"]["items"]["properties"]
@@ -89,13 +90,12 @@ def disagreement(data: Any) -> str:
     return "" if said or not found else f"only the schema: {found}"
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.too_slow])
 @given(entries)
 def test_an_entry_is_right_or_wrong_for_both(entry: dict[str, Any]) -> None:
     assert disagreement({"environments": [entry]}) == ""
 
 
-@settings(deadline=None)
 @given(mounts, st.sampled_from(["datasets", "shared_folders"]))
 def test_a_mount_is_right_or_wrong_for_both(found: dict[str, Any], key: str) -> None:
     assert disagreement({"environments": [{"slug": "e", "image": "i"}], key: found}) == ""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpuspawner.catalog import Catalog
@@ -146,13 +146,11 @@ def assert_read_or_refused(text: str) -> None:
             assert error.message.startswith(tuple(f"catalog.yaml: {words}" for words in general))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.one_of(catalogs, values))
 def test_any_values_are_read_or_refused(data: Any) -> None:
     assert_read_or_refused(yaml.safe_dump(data, allow_unicode=True))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(max_size=200))
 @example("a: \x85b: [")
 @example("\ufeff")
@@ -166,7 +164,6 @@ environments: - slug:_a image:_b &x *x <<: { } [ ] , : ? !!int !!python/name:os.
 """
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(["\n", "  ", "\t", " ", *PIECES.split()]), max_size=30))
 def test_any_mixture_of_yaml_is_read_or_refused(pieces: list[str]) -> None:
     assert_read_or_refused(" ".join(pieces).replace("_", " "))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuspawner.catalog.markdown import first_words, to_html
@@ -70,7 +70,6 @@ PIECES = """
 """
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["\n", " ", "\x00", "\u202e", *PIECES.split()]), max_size=25))
 def test_no_mixture_of_it_does_either(pieces: list[str]) -> None:
     text = "".join(pieces).replace("_", " ")

@@ -20,6 +20,7 @@ from gpuspawner.scheduler import (
     Waiting,
 )
 from gpuspawner.simulation import Job, Replayed, replay
+from tests.support.tier import examples
 
 from .site import DAY, HOUR, T0, lease, ticket
 
@@ -244,7 +245,7 @@ event = st.tuples(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(event, min_size=30, max_size=200))
 def test_in_order_and_never_in_the_past(events: list[tuple[str, int, int, float]]) -> None:
     estimator = Estimator()

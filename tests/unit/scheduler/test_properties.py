@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuspawner.scheduler import Decision, Limits, Policy, Priority, Running, Scheduler, Waiting
+from tests.support.tier import examples
 from tests.unit.scheduler.site import DAY, HOUR, T0, Site, lease, ticket
 
 KINDS = ("a", "b", "c")
@@ -200,7 +201,7 @@ class _Crowd:
             )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     st.integers(1, 6),
     st.integers(1, 6),
@@ -253,7 +254,6 @@ events = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(events)
 def test_a_clock_that_jumps_breaks_nothing(happens: list[tuple[str, int, float]]) -> None:
     scheduler = Scheduler(member_limits=Limits(devices=6))
