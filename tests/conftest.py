@@ -241,9 +241,9 @@ def hub_factory(hubs: None, tmp_path: Path) -> Iterator[Callable[..., HubProcess
 
 @pytest.fixture(scope="module")
 def module_browser() -> Iterator[Browser]:
-    """A headless Chromium for the tests of one file, none of which may be a coroutine.
+    """A headless Chromium, shared by the tests of one file. They must not be coroutines.
 
-    To start one takes some seconds of processor time, and there are 90 tests with a browser.
+    Starting one takes seconds of processor time, and 90 tests need a browser.
     """
     from tests.support.browser import open_browser
 

@@ -295,12 +295,11 @@ class Broker(
         connection: sa.Connection,
         some: Sequence[Lease],
         now: datetime,
-        shares: Mapping[str, int] | None = None,
+        shares: Mapping[str, int],
     ) -> int:
-        """Charge these leases one after the other; how many were. ``shares`` are what accounts
-        can pay of those with an overdraft, if that was found out before."""
-        if shares is None:
-            shares = self._shares(connection, some, now)
+        """Charge these leases one after the other; how many were. ``shares`` is what the accounts
+        can pay of those that have an overdraft, in microcredits by lease.
+        """
         count = 0
         for lease in some:
             due = shares.get(lease.id, rules.charge_due(lease, now))

@@ -192,7 +192,9 @@ def charge(lease: Lease, amount: int, until: datetime) -> Transfer | None:
 def charge_transfer(
     lease_id: str, account: str, charged: int, amount: int, until: datetime, reason: str
 ) -> Transfer:
-    """The same of a lease of which no more is known; ``charged`` is what it was charged before."""
+    """A charge for a lease, from the few columns that it needs. ``charged`` is what the lease was
+    charged before this, in microcredits: it makes the key.
+    """
     key = charge_key(lease_id, charged)
     kind = TransferKind.CHARGE
     return _move(

@@ -202,7 +202,8 @@ class GPUSpawnerMixin(Acquiring):
         return ""
 
     async def _wait_ready(self, url: Any) -> None:
-        """Until the server answers, or is proved gone: whoever dies early says why at once.
+        """Wait until the server answers or has provably ended: one that ends early fails at once,
+        with its reason.
 
         An open port proves nothing (Docker's proxy accepts for a container that does not
         listen yet), so this asks over HTTP, as the Hub would after us.

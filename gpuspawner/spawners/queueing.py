@@ -63,6 +63,8 @@ class Queueing:
     def __init__(self, broker: Broker, log: logging.Logger | Any) -> None:
         self.broker = broker
         self.log = log
+        self.looks = 0
+        """How often the line was looked at from end to end, or in vain."""
         self._waiters: dict[str, Waiter] = {}
         self._ending: dict[str, Callable[[], Ticket]] = {}
         """Tickets whose end is to be written as soon as the database answers."""
@@ -150,6 +152,8 @@ class Queueing:
                 self._note(error)
             except Exception:
                 self.log.exception("The line could not be looked at; it is tried again")
+            finally:
+                self.looks += 1
             # A long line takes a while to look at, and the hub has other things to do too.
             rest = min(ROUND, REST * (time.monotonic() - began))
             await asyncio.sleep(rest)

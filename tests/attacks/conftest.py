@@ -22,7 +22,7 @@ def hub(
     """One hub a file, and nothing left in the engine for whoever comes next."""
     with AttackHub(tmp_path_factory.mktemp("attacks") / "hub", engine) as hub:
         page = f"{hub.url}/services/gpu/static/gpu.css"
-        wait_for(lambda: requests.get(page, timeout=5).ok, "the service's pages", timeout=60)
+        wait_for(lambda: requests.get(page, timeout=60).ok, "the service's pages", timeout=60)
         hub.furnish()
         yield hub
     engine.clean()

@@ -72,7 +72,7 @@ def test_plain_http_leads_to_https(site: Site, attempt: Attempts) -> None:
         f"http://127.0.0.1:{site.nginx.http}/hub/login?next=/x",
         headers={"Host": "evil.example"},
         allow_redirects=False,
-        timeout=30,
+        timeout=120,
     )
     assert answer.status_code == 301
     assert answer.headers["Location"] == "https://127.0.0.1/hub/login?next=/x"

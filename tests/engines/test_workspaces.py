@@ -209,7 +209,7 @@ def test_a_killed_archive_leaves_no_file_and_says_how_to_go_on(site: Site) -> No
     process = subprocess.Popen([*command, "--to", str(file)], env=environment)
     wait_for(lambda: site.broker.workspaces()[0].busy, "the claim", timeout=60)
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=30)
+    process.wait(timeout=120)
     assert not file.exists()
     says = site("workspaces", "archive", "anna", "--to", str(file), code=1)
     assert "in hand already" in says and f"workspaces free {mine}" in says

@@ -25,7 +25,7 @@ from tests.support.gpu_hub import GPUHub
 from tests.support.losing import take_devices
 from tests.support.pages import sign_in
 from tests.support.paying_hub import PayingHub, service_lines
-from tests.support.processes import free_port, wait_for
+from tests.support.processes import command_of, free_port, wait_for
 
 Factory = Callable[..., PayingHub]
 
@@ -198,7 +198,7 @@ def test_the_service_may_do_nothing_else(hub: PayingHub) -> None:
             method,
             f"{hub.url}/hub/api/{path}",
             headers={"Authorization": f"token {token}"},
-            timeout=30,
+            timeout=120,
             **kwargs,
         ).status_code
 
@@ -367,7 +367,7 @@ def test_a_container_that_loses_its_gpus(docker_hub: GPUHub, browser: Browser) -
     def ask(user: str, of: Lease) -> requests.Response:
         headers = {"Authorization": f"token {hub.user_token(user)}"}
         url = f"{hub.url}/services/gpu/api/leases/{of.id}/restart"
-        return requests.post(url, headers=headers, timeout=30)
+        return requests.post(url, headers=headers, timeout=120)
 
     assert ask("carl", lease).status_code == 404
     refused = ask("carl", kept)
@@ -378,7 +378,7 @@ def test_a_container_that_loses_its_gpus(docker_hub: GPUHub, browser: Browser) -
     screenshot(page, "lost-asked")
     page.get_by_role("button", name="Restart it").click()
     expect(page.get_by_text("The server is being restarted")).to_be_visible()
-    (service,) = [p for p in hub.children_left() if "gpuspawner.accounting" in p.cmdline()]
+    (service,) = [p for p in hub.children_left() if "gpuspawner.accounting" in command_of(p)]
     service.kill()  # the next one goes on where it was
 
     def back() -> Lease | None:
@@ -406,7 +406,7 @@ def test_taking_the_lines_out_leaves_the_hub_as_it_was(paying_hub: Factory) -> N
     headers = {"Authorization": f"token {hub.user_token('ada')}"}
 
     def scopes() -> set[str]:
-        answer = requests.get(f"{hub.url}/hub/api/user", headers=headers, timeout=30)
+        answer = requests.get(f"{hub.url}/hub/api/user", headers=headers, timeout=120)
         return set(answer.json()["scopes"])
 
     with_them = scopes()

@@ -123,10 +123,10 @@ def said(page: requests.Response) -> str:
 def callback(hub: HubProcess, code: str) -> requests.Response:
     """Come back from the provider with a code, in a browser that set out from the hub."""
     session = requests.Session()
-    away = session.get(f"{hub.url}/hub/oauth_login", allow_redirects=False, timeout=30)
+    away = session.get(f"{hub.url}/hub/oauth_login", allow_redirects=False, timeout=120)
     state = parse_qs(urlparse(away.headers["location"]).query)["state"][0]
     back = {"code": code, "state": state}
-    return session.get(f"{hub.url}/hub/oauth_callback", params=back, timeout=30)
+    return session.get(f"{hub.url}/hub/oauth_callback", params=back, timeout=120)
 
 
 # With an identity provider.
@@ -206,7 +206,7 @@ def test_provider_down_and_back(oauth: tuple[HubProcess, IdentityProvider]) -> N
     try:
 
         def asked() -> bool:
-            home = session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=30)
+            home = session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=120)
             assert home.status_code == 200
             return "'ada' stays signed in" in hub.log_text()
 
@@ -228,7 +228,7 @@ def test_who_leaves_the_group_is_signed_out(oauth: tuple[HubProcess, IdentityPro
     provider.leave_groups("leaver")
 
     def out() -> str:
-        home = session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=30)
+        home = session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=120)
         return home.headers["location"] if home.status_code == 302 else ""
 
     assert "/hub/login" in wait_for(out, "the hub to ask the provider, after auth_refresh_age")
@@ -243,10 +243,10 @@ def test_who_leaves_the_group_is_signed_out(oauth: tuple[HubProcess, IdentityPro
 def callback_says(hub: HubProcess, **answer: str) -> requests.Response:
     """Come back from the provider with something else than a code."""
     session = requests.Session()
-    away = session.get(f"{hub.url}/hub/oauth_login", allow_redirects=False, timeout=30)
+    away = session.get(f"{hub.url}/hub/oauth_login", allow_redirects=False, timeout=120)
     state = parse_qs(urlparse(away.headers["location"]).query)["state"][0]
     back = {"state": state, **answer}
-    return session.get(f"{hub.url}/hub/oauth_callback", params=back, timeout=30)
+    return session.get(f"{hub.url}/hub/oauth_callback", params=back, timeout=120)
 
 
 @pytest.mark.parametrize(

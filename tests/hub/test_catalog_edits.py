@@ -9,7 +9,6 @@ from pathlib import Path
 from textwrap import dedent
 
 import jsonschema
-import psutil
 import pytest
 import requests
 
@@ -18,7 +17,7 @@ from tests.support.gpu_hub import assert_in_words
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.lines import CONFIG, fill, line_up
 from tests.support.paying_hub import PayingHub
-from tests.support.processes import wait_for
+from tests.support.processes import environment_of, wait_for
 
 SOON = 60.0
 
@@ -167,12 +166,8 @@ def test_an_environment_that_is_gone_and_was_had_last_time(hub: CatalogHub) -> N
 
 def test_choices_within_an_environment_reach_the_server(hub: CatalogHub) -> None:
     def variables(user: str) -> dict[str, str]:
-        server = next(
-            process
-            for process in hub.children_left()
-            if process.environ().get("JUPYTERHUB_USER") == user
-        )
-        return psutil.Process(server.pid).environ()
+        seen = map(environment_of, hub.children_left())
+        return next(each for each in seen if each.get("JUPYTERHUB_USER") == user)
 
     hub.start_server("gil", environment="one", gpus=0)
     hub.start_server("hal", environment="one", gpus=0, options=["one.size=large", "two.x=y"])

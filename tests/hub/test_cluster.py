@@ -138,10 +138,10 @@ def test_strangers_and_services_see_nothing(scene: Scene) -> None:
         for token, status in (("", 401), ("made-up", 401), ("token-of-bot", 403)):
             headers = {"Authorization": f"token {token}"} if token else {}
             url = f"{hub.url}/services/gpu/{path}"
-            answer = requests.get(url, headers=headers, timeout=30, allow_redirects=False)
+            answer = requests.get(url, headers=headers, timeout=120, allow_redirects=False)
             assert answer.status_code == status
             assert "A100" not in answer.text
-    page = requests.get(f"{hub.url}/services/gpu/cluster", timeout=30)
+    page = requests.get(f"{hub.url}/services/gpu/cluster", timeout=120)
     assert "/hub/login" in page.url
     wrong = ask(hub, "ada", f"{hub.url}/services/gpu/cluster/live?pictures=x")
     assert wrong.status_code == 400

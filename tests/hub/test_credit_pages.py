@@ -76,7 +76,7 @@ def send(hub: PayingHub, user: str, path: str, **fields: str) -> requests.Respon
     cookie = browser.cookies.get("_xsrf", "", path="/services/gpu/")
     url = f"{hub.url}/services/gpu/{path}"
     data = {"_xsrf": cookie, **fields}
-    return browser.post(url, data=data, headers=NAVIGATION, timeout=30)
+    return browser.post(url, data=data, headers=NAVIGATION, timeout=120)
 
 
 # What it looks like, and whether everybody can use it.
@@ -326,7 +326,7 @@ def test_changes_need_our_own_form_and_an_admin(hub: PayingHub) -> None:
     assert send(hub, "bob", path, **fields).status_code == 403
     hub.page(ADMIN)
     url = f"{hub.url}/services/gpu/{path}"
-    forged = hub._browsers[ADMIN].post(url, data=fields, headers=NAVIGATION, timeout=30)
+    forged = hub._browsers[ADMIN].post(url, data=fields, headers=NAVIGATION, timeout=120)
     assert forged.status_code == 403
     assert "This form is too old, or came from another page." in words(forged)
     for place in (f"leases/{past_lease(hub).id}/refund", path):

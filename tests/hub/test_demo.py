@@ -25,7 +25,7 @@ from gpuspawner.model import MICRO, Lease, LeaseState, format_credits
 from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.nvml import nvml_library
-from tests.support.processes import LIVE, REPO, alive, free_port, wait_for
+from tests.support.processes import LIVE, REPO, alive, command_of, free_port, wait_for
 from tests.support.visitor import Visitor, text_of
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -239,7 +239,7 @@ def test_without_docker(local: DemoProcess) -> None:
     member = Visitor(local.url, "member1", local.password())
     member.spawn({"environment": "several", "gpus": "2"})
     processes = local.below()
-    names = " ".join(" ".join(p.cmdline()) for p in processes)
+    names = " ".join(" ".join(command_of(p)) for p in processes)
     for part in ("jupyterhub -f", "proxy", "gpuspawner.accounting", "idle_culler", "singleuser"):
         assert part in names, names
     assert local.interrupt() == 0
@@ -331,7 +331,7 @@ def test_a_hub_that_is_killed_leaves_nothing(local: DemoProcess) -> None:
     member = Visitor(local.url, "member1", local.password())
     member.spawn({"environment": "notebook"})
     processes = local.below()
-    hub = next(p for p in processes if "jupyterhub -f" in " ".join(p.cmdline()))
+    hub = next(p for p in processes if "jupyterhub -f" in " ".join(command_of(p)))
     hub.kill()
     assert local.process is not None
     assert local.process.wait(timeout=60) == 1
@@ -355,7 +355,7 @@ def test_what_cannot_be_used_is_a_sentence(
 ) -> None:
     local.environment |= environment
     local.launch()
-    assert local.process is not None and local.process.wait(timeout=30) == 1
+    assert local.process is not None and local.process.wait(timeout=120) == 1
     assert sentence in local.said() and "Traceback" not in local.said()
 
 
@@ -369,13 +369,13 @@ def test_a_taken_port_and_a_taken_folder_are_sentences(local: DemoProcess) -> No
     other = DemoProcess(local.folder.parent / "other", NO_ENGINE)
     other.port = local.port
     other.launch()
-    assert other.process is not None and other.process.wait(timeout=30) == 1
+    assert other.process is not None and other.process.wait(timeout=120) == 1
     assert f"Port {local.port} cannot be used" in other.said()
     assert f"GPUSPAWNER_DEMO_PORT={local.port + 100} make demo" in other.said()
 
     other.folder, other.port = local.folder, free_port()
     other.launch()
-    assert other.process.wait(timeout=30) == 1
+    assert other.process.wait(timeout=120) == 1
     assert f"A demo runs already with the folder {local.folder}." in other.said()
     other.close()
     assert local.interrupt(signal.SIGHUP) == 0

@@ -78,7 +78,7 @@ def hub(
         hub.files = folder / "files"
         hub.broker = Broker(database_url=hub.database_url, folder_source="/nowhere/{id}")
         page = f"{hub.url}/services/gpu/static/gpu.css"
-        wait_for(lambda: requests.get(page, timeout=5).ok, "the service's pages", timeout=60)
+        wait_for(lambda: requests.get(page, timeout=60).ok, "the service's pages", timeout=60)
         for user in ("anna", "bert", "carl"):
             hub.browser_of(user)
         yield hub

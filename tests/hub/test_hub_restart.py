@@ -110,7 +110,7 @@ def member(request: pytest.FixtureRequest) -> str:
 
 def answers(hub: GPUHub, member: str) -> bool:
     """Whether the member's server is reached through the proxy, hub or no hub."""
-    return requests.get(f"{hub.server_url(member)}/env", timeout=10).status_code == 200
+    return requests.get(f"{hub.server_url(member)}/env", timeout=120).status_code == 200
 
 
 def ask_and_go(hub: GPUHub, member: str, options: dict[str, Any]) -> None:

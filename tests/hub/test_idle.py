@@ -136,8 +136,10 @@ def test_who_trains_goes_on_and_who_rests_is_stopped(
         headers = {"Authorization": f"token {hub.user_token('rests')}"}
         url = f"{hub.url}/services/gpu/api/leases/{rests.id}/snooze"
         wait_for(lambda: told(hub, "rests", "stops at"), "the warning", timeout=60)
-        assert requests.post(url, headers=headers, timeout=30).ok
-        assert requests.post(url, headers=headers, timeout=30).status_code == 409  # once is allowed
+        assert requests.post(url, headers=headers, timeout=120).ok
+        assert (
+            requests.post(url, headers=headers, timeout=120).status_code == 409
+        )  # once is allowed
         wait_for(lambda: told(hub, "lenient", "does not use its GPU"), "the advice", timeout=60)
 
         # The store is slow, and then the sampler is killed and comes back: it goes on.

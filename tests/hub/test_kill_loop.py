@@ -56,7 +56,7 @@ def ask_and_go(hub: GPUHub, member: str) -> threading.Thread:
 
 def answers(hub: GPUHub, member: str) -> bool:
     """Whether the member's server is reached through the proxy, hub or no hub."""
-    return requests.get(f"{hub.server_url(member)}/env", timeout=10).status_code == 200
+    return requests.get(f"{hub.server_url(member)}/env", timeout=120).status_code == 200
 
 
 def leaks(hub: GPUHub) -> list[str]:
@@ -137,7 +137,7 @@ def test_nothing_leaks_wherever_the_hub_is_killed(
         asking = ask_and_go(hub, "victim")
         time.sleep(moment)
         hub.kill9(services=chance.random() < 0.5)
-        asking.join(timeout=30)
+        asking.join(timeout=120)
         assert answers(hub, "bystander"), said
 
         hub.start()

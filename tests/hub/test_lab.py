@@ -29,7 +29,7 @@ from tests.support.axe import troubles
 from tests.support.browser import complaints_of_ours, screenshot
 from tests.support.hub import ADMIN, USER_PASSWORD
 from tests.support.paying_hub import PayingHub
-from tests.support.processes import BIN, REPO, die_with_us, free_port, wait_for
+from tests.support.processes import BIN, REPO, die_with_us, environment_of, free_port, wait_for
 
 LAB = REPO / "images" / "common" / "lab"
 WIDE = {"width": 1280, "height": 800}
@@ -99,10 +99,7 @@ def lease(hub: PayingHub) -> Lease:
 def token_of(lease: Lease) -> str:
     """The token that JupyterHub gave to a server."""
     for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-        except (psutil.Error, OSError):
-            continue
+        environment = environment_of(process)
         if environment.get("GPUSPAWNER_LEASE_ID") == lease.id:
             return environment["JUPYTERHUB_API_TOKEN"]
     raise LookupError(f"no process of lease {lease.id}")
@@ -322,7 +319,7 @@ def test_jupyterlab_without_a_hub(tmp_path: Path, browser: Browser) -> None:
         assert "gpuspawner" in loaded
         expect(page.locator(".gpuspawner-item")).to_have_count(0)
         assert errors == [], errors
-        asked = requests.get(f"{base}/gpuspawner/session?token=plain", timeout=30)
+        asked = requests.get(f"{base}/gpuspawner/session?token=plain", timeout=120)
         assert asked.status_code == 404
     finally:
         lab.terminate()
@@ -398,6 +395,6 @@ def worked(hub: PayingHub, lease: Lease) -> None:
 
 def _answers(base: str) -> bool:
     try:
-        return requests.get(f"{base}/api", timeout=5).ok
+        return requests.get(f"{base}/api", timeout=120).ok
     except requests.RequestException:
         return False

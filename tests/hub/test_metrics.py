@@ -51,7 +51,7 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
 def scrape(hub: PayingHub, token: str = "") -> requests.Response:
     headers = {"Authorization": f"token {token}"} if token else {}
     url = f"{hub.url}/services/gpu/metrics"
-    return requests.get(url, headers=headers, timeout=30, allow_redirects=False)
+    return requests.get(url, headers=headers, timeout=120, allow_redirects=False)
 
 
 def test_prometheus_reads_what_happens(hub: PayingHub) -> None:
@@ -101,7 +101,7 @@ def test_a_member_puts_a_stop_off(hub: PayingHub, browser: Browser) -> None:
     def snooze(user: str) -> requests.Response:
         headers = {"Authorization": f"token {hub.user_token(user)}"}
         url = f"{hub.url}/services/gpu/api/leases/{lease.id}/snooze"
-        return requests.post(url, headers=headers, timeout=30)
+        return requests.post(url, headers=headers, timeout=120)
 
     hub.api("POST", "users/bob")
     assert snooze("bob").status_code == 404

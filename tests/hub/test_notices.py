@@ -66,7 +66,7 @@ def send_form(
 def call(hub: PayingHub, user: str, method: str, path: str, body: Any = None) -> requests.Response:
     headers = {"Authorization": f"token {hub.user_token(user)}"}
     url = f"{hub.url}/services/gpu/api/{path}"
-    return requests.request(method, url, headers=headers, data=body, timeout=30)
+    return requests.request(method, url, headers=headers, data=body, timeout=120)
 
 
 def mails_to(mail: MailServer, address: str) -> list[str]:
@@ -136,11 +136,11 @@ def test_a_form_from_elsewhere_changes_nothing(hub: PayingHub) -> None:
     url = f"{hub.url}/services/gpu/notices"
     for extra in ({}, {"_xsrf": "made-up"}):
         for path in ("", "/test"):
-            answer = hub._browsers["dan"].post(url + path, data=fields | extra, timeout=30)
+            answer = hub._browsers["dan"].post(url + path, data=fields | extra, timeout=120)
             assert answer.status_code == 403
             assert "This form is too old, or came from another page." in words(answer)
     assert hub.broker.choices("dan") == {}
-    nobody = requests.post(url, data=fields, timeout=30)
+    nobody = requests.post(url, data=fields, timeout=120)
     assert nobody.status_code == 403
 
 
@@ -252,9 +252,9 @@ def test_json_needs_a_token_or_a_proof(hub: PayingHub) -> None:
     hub.page("cleo", "notices")
     for method, path in (("PUT", "notices/choices"), ("POST", "notices/test")):
         url = f"{hub.url}/services/gpu/api/{path}"
-        answer = hub._browsers["cleo"].request(method, url, data='{"mail": {}}', timeout=30)
+        answer = hub._browsers["cleo"].request(method, url, data='{"mail": {}}', timeout=120)
         assert answer.status_code == 403
-        assert requests.request(method, url, data="{}", timeout=30).status_code == 401
+        assert requests.request(method, url, data="{}", timeout=120).status_code == 401
     assert "mail" not in hub.broker.choices("cleo")
     assert call(hub, "cleo", "GET", "notices/test").status_code == 405
 

@@ -68,12 +68,12 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
 
 def test_a_stranger_is_sent_to_the_login_page(hub: PayingHub) -> None:
     for path in ("", "admin"):
-        page = requests.get(f"{hub.url}/services/gpu/{path}", headers=NAVIGATION, timeout=30)
+        page = requests.get(f"{hub.url}/services/gpu/{path}", headers=NAVIGATION, timeout=120)
         assert "/hub/login" in page.url
         assert "credits" not in page.text.lower()
     for path in ("me", "devices", "leases", "accounts"):
         url = f"{hub.url}/services/gpu/api/{path}"
-        answer = requests.get(url, timeout=30, allow_redirects=False)
+        answer = requests.get(url, timeout=120, allow_redirects=False)
         assert answer.status_code == 401
         assert answer.json()["error"] == "http_401"
         assert answer.headers["WWW-Authenticate"] == "Bearer"
@@ -119,7 +119,7 @@ def test_a_member_is_refused_what_is_everybodys(hub: PayingHub, path: str) -> No
 def test_a_service_that_bears_a_members_name_is_not_the_member(hub: PayingHub) -> None:
     headers = {"Authorization": "token service-called-ada"}
     for path in ("api/me", "api/leases", ""):
-        answer = requests.get(f"{hub.url}/services/gpu/{path}", headers=headers, timeout=30)
+        answer = requests.get(f"{hub.url}/services/gpu/{path}", headers=headers, timeout=120)
         assert answer.status_code == 403
         assert "A100" not in answer.text
 
@@ -127,7 +127,7 @@ def test_a_service_that_bears_a_members_name_is_not_the_member(hub: PayingHub) -
 def test_a_token_without_access_is_refused(hub: PayingHub) -> None:
     made = hub.api("POST", "users/ada/tokens", json={"scopes": ["read:users:name!user"]})
     headers = {"Authorization": f"token {made.json()['token']}"}
-    answer = requests.get(f"{hub.url}/services/gpu/api/me", headers=headers, timeout=30)
+    answer = requests.get(f"{hub.url}/services/gpu/api/me", headers=headers, timeout=120)
     assert answer.status_code == 403
 
 
@@ -235,10 +235,10 @@ def test_headers_and_escapes(hub: PayingHub) -> None:
     assert TRICK not in page.text
     assert "&lt;script&gt;alert(" in page.text
     assert "<script" not in page.text
-    style = requests.get(f"{hub.url}/services/gpu/static/gpu.css", timeout=30)
+    style = requests.get(f"{hub.url}/services/gpu/static/gpu.css", timeout=120)
     assert style.headers["Content-Type"].startswith("text/css")
     assert "http" not in style.text.replace("https://", "http")
-    assert requests.get(f"{hub.url}/services/gpu", timeout=30).ok
+    assert requests.get(f"{hub.url}/services/gpu", timeout=120).ok
 
 
 def test_nothing_can_be_changed_and_errors_are_pages(hub: PayingHub) -> None:
@@ -247,7 +247,7 @@ def test_nothing_can_be_changed_and_errors_are_pages(hub: PayingHub) -> None:
     for method in ("POST", "PUT", "DELETE", "PATCH"):
         for path in ("", "api/me", "admin"):
             url = f"{hub.url}/services/gpu/{path}"
-            answer = browser.request(method, url, data={"amount": "100"}, timeout=30)
+            answer = browser.request(method, url, data={"amount": "100"}, timeout=120)
             assert answer.status_code in (401, 403, 405), f"{method} {path}"
             assert "Traceback" not in answer.text
     assert hub.broker.statement("member:ada", limit=1000)[-1] == before
@@ -255,7 +255,7 @@ def test_nothing_can_be_changed_and_errors_are_pages(hub: PayingHub) -> None:
     assert missing.status_code == 404
     assert "There is no such page." in words(missing)
     for query in ("", "?code=x", "?error=denied", "?code=x&state=y"):
-        back = requests.get(f"{hub.url}/services/gpu/oauth_callback{query}", timeout=30)
+        back = requests.get(f"{hub.url}/services/gpu/oauth_callback{query}", timeout=120)
         assert back.status_code in (400, 403)
         assert "This did not work" in words(back)
     assert "Traceback" not in hub.log_text()

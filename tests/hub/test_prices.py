@@ -130,13 +130,13 @@ def test_the_form_works_without_javascript_and_says_until_when(hub: PayingHub) -
     text = page_text(hub, "ada")
     assert re.search(r"T4, 16 GB in PyTorch 1 of 1 6\.00 1 d 6 h", text), text
     assert re.search(r"A100-80GB in PyTorch 2 of 2 60\.00 4 h", text), text
-    told = hub.login("ada").get(f"{hub.url}/hub/spawn", timeout=30).text
+    told = hub.login("ada").get(f"{hub.url}/hub/spawn", timeout=120).text
     assert "1 GPU: 6.00 credits an hour. Your balance lasts 1 d 6 h." in told, "with JavaScript"
 
 
 def page_text(hub: PayingHub, user: str) -> str:
     """The form's words, as they come from the hub."""
-    answer = hub.login(user).get(f"{hub.url}/hub/spawn", timeout=30)
+    answer = hub.login(user).get(f"{hub.url}/hub/spawn", timeout=120)
     assert answer.ok, answer.text
     bare = re.sub(r"<script.*?</script>", " ", answer.text, flags=re.DOTALL)
     return " ".join(re.sub(r"<[^>]+>", " ", bare).split())

@@ -148,7 +148,7 @@ def test_members_only_and_a_gpu_of_their_own(lab: Lab) -> None:
     # The hub restarts; the member's server goes on, reachable all the while.
     lab.hub.kill9(services=True)
     assert lab.hub.log_text()
-    page = ada.session.get(f"{lab.hub.url}/user/ada/api", timeout=30)
+    page = ada.session.get(f"{lab.hub.url}/user/ada/api", timeout=120)
     assert page.status_code == 200 and page.json()["version"]
     lab.hub.restart()
     assert [each.id for each in lab.leases("ada")] == [lease.id]

@@ -101,10 +101,10 @@ def test_admins_see_everything_and_members_their_own(hub: PayingHub) -> None:
 def test_a_stranger_sees_and_changes_nothing(hub: PayingHub) -> None:
     dan = tickets(hub)["dan"].id
     for path in ("api/queue", "queue"):
-        answer = requests.get(f"{hub.url}/services/gpu/{path}", headers=NAVIGATION, timeout=30)
+        answer = requests.get(f"{hub.url}/services/gpu/{path}", headers=NAVIGATION, timeout=120)
         assert answer.status_code == 401 or "/hub/login" in answer.url
     for path in (f"api/queue/{dan}/cancel", f"queue/{dan}/cancel", "api/granting"):
-        answer = requests.post(f"{hub.url}/services/gpu/{path}", timeout=30)
+        answer = requests.post(f"{hub.url}/services/gpu/{path}", timeout=120)
         assert answer.status_code == (401 if path.startswith("api/") else 403), path
     assert users_in_line(hub) == ["dan", "eve", "fay"]
 
@@ -163,12 +163,12 @@ def test_json_with_cookies_needs_the_proof_in_a_header(hub: PayingHub) -> None:
     proof = session.cookies.get("_xsrf", path="/services/gpu/") or ""
     cors = {"Sec-Fetch-Mode": "cors", "Sec-Fetch-Site": "same-origin"}
     for headers in ({}, {"X-XSRFToken": "forged"}, {"Authorization": "token forged"}):
-        answer = session.post(url, json={"points": 5}, headers=cors | headers, timeout=30)
+        answer = session.post(url, json={"points": 5}, headers=cors | headers, timeout=120)
         assert answer.status_code == 403
         assert "in the header X-XSRFToken" in answer.json()["message"]
         assert tickets(hub)["fay"].boost == 0
     proved = cors | {"X-XSRFToken": proof}
-    answer = session.post(url, json={"points": 0.5}, headers=proved, timeout=30)
+    answer = session.post(url, json={"points": 0.5}, headers=proved, timeout=120)
     assert answer.ok, answer.text
     assert tickets(hub)["fay"].boost == 0.5
     assert change(hub, ADMIN, f"queue/{fay}/boost", points=0).ok, "a token needs none"
@@ -271,7 +271,7 @@ def test_json_with_a_mistake_is_refused_with_a_sentence_that_names_it(
     before, trail = hub.broker.waiting(), hub.broker.trail()
     url = f"{hub.url}/services/gpu/api/{path.format(dan=tickets(hub)['dan'].id)}"
     headers = {"Authorization": f"token {hub.user_token(ADMIN)}"}
-    answer = requests.post(url, data=body, headers=headers, timeout=30)
+    answer = requests.post(url, data=body, headers=headers, timeout=120)
     status = 404 if path.startswith("devices/") else 400
     assert (answer.status_code, answer.json()["error"]) == (status, "invalid_request")
     assert sentence in answer.json()["message"]
@@ -300,7 +300,7 @@ def test_a_pause_is_said_on_every_page(hub: PayingHub) -> None:
         paused = hub.json("eve", "queue").json()["paused"]
         assert paused == {"reason": reason}
         assert "the GPUs to be given out again" in words(hub.page("eve"))
-        form = words(hub.login("gus").get(f"{hub.url}/hub/spawn", timeout=30))
+        form = words(hub.login("gus").get(f"{hub.url}/hub/spawn", timeout=120))
         assert "No GPU is given out just now (new fans &lt;until&gt; 15:00). You can wait" in form
         assert "3 servers wait in line." in form
         again = send(hub, ADMIN, "queue/granting", paused="yes", reason="other")

@@ -56,7 +56,7 @@ def call(hub: PayingHub, who: str, method: str, path: str, **kwargs: Any) -> req
     token = f"token-of-{who}" if who in services else hub.user_token(who)
     headers = {"Authorization": f"token {token}"}
     url = f"{hub.url}/services/gpu/api/{path}"
-    return requests.request(method, url, headers=headers, timeout=30, **kwargs)
+    return requests.request(method, url, headers=headers, timeout=120, **kwargs)
 
 
 def grant(hub: PayingHub, who: str, account: str, amount: Any = "5", **more: Any) -> Any:
@@ -350,7 +350,7 @@ def test_a_session_is_stopped_and_given_back_in_parts(hub: PayingHub) -> None:
 
 
 def test_the_document_is_for_everybody(hub: PayingHub) -> None:
-    answer = requests.get(f"{hub.url}/services/gpu/api/openapi.json", timeout=30)
+    answer = requests.get(f"{hub.url}/services/gpu/api/openapi.json", timeout=120)
     assert answer.ok
     assert answer.json()["openapi"] == "3.1.0"
     assert answer.json()["servers"] == [{"url": "/services/gpu"}]

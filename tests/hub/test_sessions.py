@@ -219,7 +219,7 @@ def test_an_extension_moves_the_end_unless_somebody_waits(one_gpu: PayingHub) ->
     browser.get(f"{hub.url}/services/gpu/", headers=NAVIGATION)
     path = f"/services/gpu/leases/{lease.id}/extend"
 
-    refused = browser.post(hub.url + path, headers=NAVIGATION, timeout=30)
+    refused = browser.post(hub.url + path, headers=NAVIGATION, timeout=120)
     assert refused.status_code == 403 and "This form is too old" in words(refused)
     assert hub.broker.lease(lease.id).extended == 0
 
@@ -273,7 +273,7 @@ def extend(
     if user == ADMIN:
         hub.login(ADMIN)  # whom the Hub has not seen yet
     headers = {"Authorization": f"token {hub.user_token(user)}"}
-    return requests.request(method, url, headers=headers, timeout=30)
+    return requests.request(method, url, headers=headers, timeout=120)
 
 
 def test_a_no_show_stops_costs_nothing_and_twice_waits_at_the_end(one_gpu: PayingHub) -> None:
@@ -328,7 +328,7 @@ def test_who_comes_in_time_keeps_the_server(one_gpu: PayingHub) -> None:
     at = (lease.started_at + timedelta(seconds=2)).isoformat()
     body = {"last_activity": at, "servers": {"": {"last_activity": at}}}
     headers = {"Authorization": f"token {hub.token}"}
-    requests.post(url, json=body, headers=headers, timeout=30).raise_for_status()
+    requests.post(url, json=body, headers=headers, timeout=120).raise_for_status()
     wait_for(lambda: hub.broker.lease(lease.id).claimed_at, "the claim", timeout=15)
 
     # The time to come goes by, and the hub waits for nobody any more.
@@ -344,7 +344,7 @@ def test_the_form_offers_what_the_group_allows(hub: PayingHub) -> None:
     gina = hub.login("gina")
 
     def offered() -> list[str]:
-        form = gina.get(f"{hub.url}/hub/spawn", timeout=30).text
+        form = gina.get(f"{hub.url}/hub/spawn", timeout=120).text
         return re.findall(r"<option value=\"\d+\" *>(\d+ h)", form)
 
     assert offered() == ["1 h", "2 h", "4 h", "8 h", "12 h"]

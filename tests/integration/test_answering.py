@@ -111,12 +111,12 @@ async def test_the_connection_is_closed_afterwards(
     async with await asyncio.start_server(keep, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         asking = asyncio.ensure_future(answers(f"http://127.0.0.1:{port}/user/anna/api", None))
-        await asyncio.wait_for(opened.wait(), 5)
+        await asyncio.wait_for(opened.wait(), 60)
         if end == "nobody waits any more":
             asking.cancel()
-        await asyncio.wait([asking], timeout=5)
+        await asyncio.wait([asking], timeout=120)
         assert asking.cancelled() or asking.result() is (end == "it answered")
-        await asyncio.wait_for(closed.wait(), 5)
+        await asyncio.wait_for(closed.wait(), 60)
 
 
 @pytest.mark.parametrize(("host", "written"), [("localhost", "localhost"), ("::1", "[::1]")])
@@ -134,7 +134,7 @@ async def test_a_silent_server_is_not_waited_for_longer_than_one_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(answering, "PATIENCE", 0.2)
-    assert not await asyncio.wait_for(asked(silent), 5)
+    assert not await asyncio.wait_for(asked(silent), 60)
 
 
 async def test_a_server_with_the_hubs_own_certificates_and_one_with_others(tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_copies_made_among_writers_are_whole(
     finally:
         for worker in workers:
             worker.kill()
-            worker.join(timeout=30)
+            worker.join(timeout=120)
         broker.store.close()
 
 

@@ -187,11 +187,11 @@ def test_several_services_tell_and_give_back_once(broker: Broker, database_url: 
     gate = threading.Barrier(len(others))
 
     def work(other: Broker) -> str:
-        gate.wait(60)
+        gate.wait(120)
         return find(other, lease.uuids[0], "ecc", ago=300)
 
     def end(other: Broker) -> int:
-        gate.wait(60)
+        gate.wait(120)
         return other.settle_sick()
 
     with ThreadPoolExecutor(len(others)) as pool:
@@ -222,7 +222,7 @@ def test_services_killed_in_the_midst_of_it_do_all_or_nothing(
         wait_for(partial(sick_leases, broker), "the first that falls sick", interval=0.02)
         time.sleep(chance.uniform(0.0, 0.3))
         os.kill(victim.pid or 0, signal.SIGKILL)
-        victim.join(timeout=30)
+        victim.join(timeout=120)
         known = broker.health().get(uuid)
         sick = known is not None and known.state.verdict == "sick"
         assert sick == (uuid in broker.closures())

@@ -79,7 +79,7 @@ def test_killed_among_grants_holds_ticks_settlements_and_refunds(
             assert victim.pid is not None and victim.is_alive()
             os.kill(victim.pid, signal.SIGKILL)
         for victim, ready in victims:
-            victim.join(timeout=30)
+            victim.join(timeout=120)
             ready.close()
         if life % max(1, kills // len(USERS) // LOOKS) == 0:
             said = spending.acknowledged(journal)

@@ -300,7 +300,7 @@ def test_many_sign_in_at_once_and_one_membership_begins(broker: Broker) -> None:
     gate, found = threading.Barrier(8), []
 
     def sign() -> None:
-        gate.wait(60)
+        gate.wait(120)
         found.append(broker.membership_returned("ada", actor=SIGN_IN, by_roster=True))
 
     threads = [threading.Thread(target=sign) for _ in range(8)]
@@ -320,14 +320,14 @@ def test_starts_that_race_with_the_end_are_refused_or_seen_to(broker: Broker, cl
     gate, got = threading.Barrier(2 * len(users)), dict[str, Lease | MembershipEnded]()
 
     def start(user: str) -> None:
-        gate.wait(60)
+        gate.wait(120)
         try:
             got[user] = acquire(broker, user, 0)
         except MembershipEnded as refused:
             got[user] = refused
 
     def end(user: str) -> None:
-        gate.wait(60)
+        gate.wait(120)
         broker.membership_ended(user, "left", actor=SIGN_IN)
 
     threads = [threading.Thread(target=f, args=(u,)) for u in users for f in (start, end)]

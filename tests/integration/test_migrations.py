@@ -115,7 +115,7 @@ def test_running_twice_changes_nothing(empty_database_url: str) -> None:
 def _open_account(url: str, gate: Any, name: str, said: Any) -> None:
     """In a process of its own: migrate what is there, together with the others."""
     store = Store(url)
-    gate.wait(60)
+    gate.wait(120)
     try:
         with store.write() as connection:
             book.open_account(connection, name, T0)
@@ -137,7 +137,7 @@ def test_several_processes_find_an_empty_database_at_once(empty_database_url: st
         worker.start()
     assert [said.get(timeout=90) for _ in workers] == [""] * len(workers)
     for worker in workers:
-        worker.join(timeout=30)
+        worker.join(timeout=120)
     store = Store(empty_database_url)
     with store.read() as connection:
         assert [account.name for account in book.all_accounts(connection)] == names
@@ -223,7 +223,7 @@ def test_several_processes_find_a_database_of_an_earlier_version(
         worker.start()
     assert [said.get(timeout=90) for _ in workers] == [""] * len(workers)
     for worker in workers:
-        worker.join(timeout=30)
+        worker.join(timeout=120)
     store = Store(empty_database_url)
     with store.read() as connection:
         assert differences(connection) == []

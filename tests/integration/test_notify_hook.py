@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from gpuspawner.broker import Broker
-from tests.support.processes import free_port
+from tests.support.processes import command_of, free_port
 from tests.support.rounds import Clock, open_broker
 from tests.support.telling import choose, notifying, sent, tell, tried
 
@@ -69,4 +69,4 @@ async def test_a_hook_that_fails_is_logged_and_forgotten(
     (line,) = [r.getMessage() for r in caplog.records if "Hook for" in r.getMessage()]
     assert sentence in line
     children = psutil.Process().children(recursive=True)
-    assert not [p for p in children if "1000.25" in p.cmdline()], "what it started is gone too"
+    assert not [p for p in children if "1000.25" in command_of(p)], "what it started is gone too"

@@ -126,7 +126,7 @@ def test_killed_in_the_midst_of_writing(
         time.sleep(chance.uniform(0, 0.1))
         assert victim.pid is not None and victim.is_alive()
         os.kill(victim.pid, signal.SIGKILL)
-        victim.join(timeout=30)
+        victim.join(timeout=120)
         ready.close()
 
         ended = broker.leases_of(None, limit=100_000)

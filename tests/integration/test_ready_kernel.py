@@ -20,7 +20,7 @@ from jupyter_client import BlockingKernelClient, KernelManager
 from jupyter_client.provisioning import KernelProvisionerFactory
 from nbconvert.exporters import base
 
-from tests.support.processes import PATIENCE, REPO, wait_for
+from tests.support.processes import PATIENCE, REPO, alive, command_of, wait_for
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -285,8 +285,7 @@ def test_it_ends_with_its_server(tmp_path: Path) -> None:
     waiting = psutil.Process(int(server.stdout.readline()))
     server.kill()
     server.communicate()
-    gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    wait_for(lambda: not waiting.is_running() or waiting.status() in gone, "its end")
+    wait_for(lambda: not alive(waiting.pid), "its end")
 
 
 @pytest.mark.parametrize(
@@ -332,4 +331,4 @@ async def test_formats_that_cannot_be_listed_there_are_listed_as_ever(
 ) -> None:
     patience = 1.0 if "sleep" in command[-1] else SLOW
     assert await exporters.exporters(command, patience) is None
-    assert not [c for c in psutil.Process().children() if "sleep(600)" in " ".join(c.cmdline())]
+    assert not [c for c in psutil.Process().children() if "sleep(600)" in " ".join(command_of(c))]

@@ -87,6 +87,6 @@ def _serve(url: str, clock: Clock, seconds: float) -> bool:
         service.wait(seconds)
     except subprocess.TimeoutExpired:
         service.kill()
-    said = service.communicate(timeout=30)[0]
+    said = service.communicate(timeout=120)[0]
     assert service.returncode in (0, -9), said
     return service.returncode == 0

@@ -277,4 +277,4 @@ def test_the_thread_samples_and_a_driver_that_hangs_is_said(tmp_path: Path) -> N
     finally:
         assert child.process.stdin
         child.process.stdin.close()
-        child.process.wait(timeout=30)
+        child.process.wait(timeout=120)

@@ -122,7 +122,7 @@ def debit_until_killed(ready: Connection, url: str) -> None:
 def debit_together(gate: Barrier, url: str) -> int:
     """Charge for all of them at the same moment as others; how much this one did."""
     broker = open_broker(url, Clock(T0 + timedelta(days=30)), gpu_rates=RATES, opening_grant=100)
-    gate.wait(60)
+    gate.wait(120)
     amount = broker.debit(CLUSTER, many(HOURS)).amount
     broker.store.close()
     return amount

@@ -20,7 +20,7 @@ import requests
 
 from tests.support import parts, processes
 from tests.support.kernel import Kernel, terminal_run
-from tests.support.processes import BIN, LIVE, REPO, free_port, wait_for
+from tests.support.processes import BIN, LIVE, REPO, environment_of, free_port, wait_for
 
 HUB = """
 import sys
@@ -158,7 +158,7 @@ class HubProcess:
         if self._hub is None:
             return
         below = psutil.Process(self.pid).children(recursive=True) if services else []
-        managed = [p for p in below if self._environment_of(p).get("JUPYTERHUB_SERVICE_NAME")]
+        managed = [p for p in below if environment_of(p).get("JUPYTERHUB_SERVICE_NAME")]
         self._hub.kill()
         self._hub.wait()
         self._hub = None
@@ -180,7 +180,7 @@ class HubProcess:
         """Processes of this machine that this hub started: proxy, services, local servers."""
         own_namespace = os.readlink("/proc/self/ns/pid")
         for process in psutil.process_iter():
-            environment = self._environment_of(process)
+            environment = environment_of(process)
             mine = environment.get("CONFIGPROXY_AUTH_TOKEN") == self._proxy_token
             if mine or f":{self.hub_port}/" in environment.get("JUPYTERHUB_API_URL", ""):
                 with contextlib.suppress(OSError):  # ended meanwhile; a container is not ours
@@ -376,13 +376,6 @@ class HubProcess:
             self._hub.kill()
             self._hub.wait()
         self._hub = None
-
-    @staticmethod
-    def _environment_of(process: psutil.Process) -> dict[str, str]:
-        try:
-            return dict(process.environ())
-        except (psutil.Error, OSError):
-            return {}
 
 
 NAVIGATION = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Site": "same-origin"}

@@ -21,7 +21,7 @@ class Kernel:
     def __enter__(self) -> Kernel:
         def start() -> str | None:
             url = f"{self.base}/api/kernels"
-            answer = requests.post(url, headers=self.headers, json={}, timeout=30)
+            answer = requests.post(url, headers=self.headers, json={}, timeout=120)
             if answer.status_code in (503, 424):  # up, and the proxy has not heard of it yet
                 return None
             answer.raise_for_status()
@@ -37,7 +37,7 @@ class Kernel:
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
-        requests.delete(f"{self.base}/api/kernels/{self.id}", headers=self.headers, timeout=30)
+        requests.delete(f"{self.base}/api/kernels/{self.id}", headers=self.headers, timeout=120)
 
     def run(self, code: str) -> str:
         """What the code printed, and its last value; an exception in it raises here."""

@@ -113,11 +113,11 @@ def send(hub: PayingHub, user: str, path: str, **fields: str) -> requests.Respon
     session = hub._browsers[user]
     data = {"_xsrf": session.cookies.get("_xsrf", path="/services/gpu/"), **fields}
     url = f"{hub.url}/services/gpu/{path}"
-    return session.post(url, data=data, headers=NAVIGATION, timeout=30)
+    return session.post(url, data=data, headers=NAVIGATION, timeout=120)
 
 
 def change(hub: PayingHub, user: str, path: str, **fields: Any) -> requests.Response:
     """Change something through the JSON as a script with this member's token does."""
     headers = {"Authorization": f"token {hub.user_token(user)}"}
     url = f"{hub.url}/services/gpu/api/{path}"
-    return requests.post(url, json=fields, headers=headers, timeout=30)
+    return requests.post(url, json=fields, headers=headers, timeout=120)

@@ -31,7 +31,7 @@ def words(answer: requests.Response) -> str:
 def ask(hub: PayingHub, user: str, url: str) -> requests.Response:
     """A page that a test serves itself, as this member with a token."""
     headers = {"Authorization": f"token {hub.user_token(user)}"}
-    return requests.get(url, headers=headers, timeout=30)
+    return requests.get(url, headers=headers, timeout=120)
 
 
 @contextmanager

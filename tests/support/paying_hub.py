@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpuspawner.broker import Broker
 from gpuspawner.model import Lease, ServerRef
 from tests.support.hub import ADMIN, NAVIGATION, HubProcess
-from tests.support.processes import REPO, free_port, wait_for
+from tests.support.processes import REPO, alive, free_port, wait_for
 
 FLEET = "simulated:2xA100-80GB,1xT4"
 
@@ -89,7 +89,7 @@ class PayingHub(HubProcess):
     def wait_pages(self, timeout: float = 45.0) -> None:
         """Wait until the service answers through the proxy."""
         url = f"{self.url}/services/gpu/static/gpu.css"
-        wait_for(lambda: requests.get(url, timeout=5).ok, "the service's pages", timeout=timeout)
+        wait_for(lambda: requests.get(url, timeout=60).ok, "the service's pages", timeout=timeout)
 
     def start_server(self, user: str, server: str = "", **options: Any) -> Lease:
         """Start a server with its options, wait until it is up, and return its lease."""
@@ -112,7 +112,7 @@ class PayingHub(HubProcess):
         """The service's JSON, as a script with this member's token gets it."""
         headers = {"Authorization": f"token {self.user_token(user)}"}
         url = f"{self.url}/services/gpu/api/{path}"
-        return requests.get(url, headers=headers, timeout=30)
+        return requests.get(url, headers=headers, timeout=120)
 
     def service(self, name: str = "gpu") -> psutil.Process | None:
         """The process of a managed service, when it runs."""
@@ -135,7 +135,7 @@ class PayingHub(HubProcess):
         service = self.service()
         assert service is not None
         service.kill()
-        wait_for(lambda: not service.is_running() or service.status() == "zombie", "its end")
+        wait_for(lambda: not alive(service.pid), "its end")
 
     def rounds(self, duty: str) -> int:
         """How many rounds of a duty the service has finished since it started."""

@@ -192,6 +192,20 @@ def kill_all(doomed: Iterable[psutil.Process]) -> None:
     wait_for(lambda: not any(alive(p.pid) for p in doomed), "killed processes to end")
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty when it has ended since it was listed."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Its environment; empty when it has ended since it was listed, or is not ours to read."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return dict(process.environ())
+    return {}
+
+
 def with_descendants(pids: Iterable[int]) -> Iterator[int]:
     """The given processes and everything below them."""
     for pid in pids:

@@ -47,7 +47,7 @@ def together(*each: tuple[Any, ...]) -> list[Any]:
         workers.append(worker)
     answers = [_receive(pipe) for pipe in pipes]
     for worker in workers:
-        worker.join(timeout=30)
+        worker.join(timeout=120)
     if failures := [answer for well, answer in answers if not well]:
         raise RuntimeError("\n".join(["some racers failed:", *failures]))
     return [answer for _, answer in answers]
@@ -84,7 +84,7 @@ def many_ask(gate: Barrier, url: str, prefix: str, count: int) -> list[str]:
     """``count`` members ask for a device at once, on as many threads as a hub has."""
     broker = open_broker(url)
     broker.overview()
-    gate.wait(60)
+    gate.wait(120)
     users = [f"{prefix}-{number}" for number in range(count)]
     asked = [broker.store.executor.submit(acquire, broker, user) for user in users]
     answers = [outcome(future.result) for future in asked]
@@ -100,14 +100,14 @@ def one_asks_again_and_again(
     broker.open_account(user)
     answers = []
     for _ in range(rounds):
-        gate.wait(60)
+        gate.wait(120)
         try:
             lease = acquire(broker, user, server=server)
             answers.append("lease")
         except GPUSpawnerError as error:
             answers.append(f"{type(error).__name__}: {error}")
             lease = None
-        gate.wait(60)
+        gate.wait(120)
         if lease:
             broker.release(lease.id, reason="the next round")
     broker.store.close()
@@ -134,7 +134,7 @@ def lives_of_a_server(
 ) -> list[int]:
     """Start and stop a server ``count`` times; what each life cost, by its start and end."""
     broker = fast_broker(url, began)
-    gate.wait(60)
+    gate.wait(120)
     costs = []
     for _ in range(count):
         try:
@@ -153,7 +153,7 @@ def lives_of_a_server(
 def charges(gate: Barrier, url: str, began: float, count: int) -> int:
     """Charge everybody ``count`` times; how many charges there were."""
     broker = fast_broker(url, began)
-    gate.wait(60)
+    gate.wait(120)
     charged = sum(broker.charge_all() for _ in range(count))
     broker.store.close()
     return charged

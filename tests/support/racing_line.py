@@ -114,7 +114,7 @@ def hub_grants(gate: Barrier, url: str, ids: list[str], pace: Pace) -> list[str]
     """:func:`grant_all` in a process of its own."""
     broker = open_broker(url, refresh_seconds=60)
     broker.overview()
-    gate.wait(60)
+    gate.wait(120)
     started = grant_all(broker, ids, pace)
     broker.store.close()
     return started
@@ -126,7 +126,7 @@ def service_cancels(
     """:func:`cancel_some` in a process of its own."""
     broker = open_broker(url, refresh_seconds=60)
     broker.overview()
-    gate.wait(60)
+    gate.wait(120)
     done = cancel_on_threads(broker, pace, count, every, seed)
     broker.store.close()
     return done

@@ -108,7 +108,7 @@ def test_a_busy_store_makes_nobody_wait(
 
     async def meanwhile() -> str:
         try:
-            model = await asyncio.wait_for(authenticator.get_authenticated_user(None, ADA), 2)
+            model = await asyncio.wait_for(authenticator.get_authenticated_user(None, ADA), 20)
         finally:
             other.execute("COMMIT")
         return str(model["name"])

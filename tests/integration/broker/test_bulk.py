@@ -95,7 +95,7 @@ def test_two_admins_grant_the_same_file_at_once(broker: Broker) -> None:
     gate, said = threading.Barrier(4), []
 
     def admin(number: int) -> None:
-        gate.wait(30)
+        gate.wait(120)
         said.append(broker.grant_file(FILE, actor=f"admin{number}", reason="course").done)
 
     threads = [threading.Thread(target=admin, args=(number,)) for number in range(4)]

@@ -164,7 +164,7 @@ def together(count: int, work: Callable[[int], Any]) -> list[Any]:
     gate, said = threading.Barrier(count), []
 
     def run(number: int) -> None:
-        gate.wait(30)
+        gate.wait(120)
         try:
             said.append(work(number))
         except InvalidRequest as error:

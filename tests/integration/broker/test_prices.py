@@ -141,7 +141,7 @@ def test_two_admins_at_once(make: Make) -> None:
     gate = Barrier(2)
 
     def set_rate(broker: Broker) -> str:
-        gate.wait(30)
+        gate.wait(120)
         try:
             broker.set_rate(5, model="A100", since="2025-04-01", actor="kim")
         except InvalidRequest as error:

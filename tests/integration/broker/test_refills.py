@@ -88,7 +88,7 @@ def test_two_services_at_once_give_once(broker: Broker, clock: Clock) -> None:
     gate, given = threading.Barrier(4), []
 
     def serve() -> None:
-        gate.wait(30)
+        gate.wait(120)
         given.append(catch_up(broker))
 
     threads = [threading.Thread(target=serve) for _ in range(4)]
@@ -174,7 +174,7 @@ def test_eight_make_it_with_one_key_at_once(broker: Broker) -> None:
     gate, made = threading.Barrier(8), []
 
     def run() -> None:
-        gate.wait(30)
+        gate.wait(120)
         made.append(refill(broker, key="term-1").id)
 
     threads = [threading.Thread(target=run) for _ in range(8)]

@@ -53,7 +53,7 @@ def test_a_server_and_an_admin_never_have_it_at_once(broker: Broker) -> None:
         gate = Barrier(2)
 
         def start(gate: Barrier = gate) -> tuple[str, bool]:
-            gate.wait(30)
+            gate.wait(120)
             lease = acquire(broker, "anna", 0)
             try:
                 broker.use_workspace("/srv/w/anna", "anna", None)
@@ -62,7 +62,7 @@ def test_a_server_and_an_admin_never_have_it_at_once(broker: Broker) -> None:
             return lease.id, True
 
         def claim(gate: Barrier = gate) -> bool:
-            gate.wait(30)
+            gate.wait(120)
             try:
                 broker.claim_workspace("/srv/w/anna", "an admin archives them")
             except WorkspaceBusy:

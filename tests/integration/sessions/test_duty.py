@@ -18,6 +18,7 @@ from gpuspawner.accounting import sessions as duty
 from gpuspawner.accounting.sessions import Sessions
 from gpuspawner.broker import Broker, Terms
 from gpuspawner.model import Lease, Request, ServerRef
+from tests.support.processes import command_of
 from tests.support.rounds import Clock, ScriptedHub, make_tick, open_broker, told
 
 WARN = (10.0,)
@@ -270,7 +271,9 @@ async def test_a_hook_that_hangs_or_fails_holds_up_nothing(
     clock.advance(3600)
     await rounds(hangs, lambda: hub.stopped == ["ada/"], limit=5)
     await rounds(hangs, lambda: any("0.3 s" in line for line in told(caplog.records)))
-    assert not any(p.cmdline()[-1:] == ["4711"] for p in psutil.Process().children(recursive=True))
+    assert not any(
+        command_of(p)[-1:] == ["4711"] for p in psutil.Process().children(recursive=True)
+    )
     session(broker, "bob")
     clock.advance(3600)
     missing = make(command=["/no/such/command"])
@@ -286,7 +289,7 @@ async def test_a_service_that_stops_leaves_no_hook_behind(
 
     def hooks() -> list[psutil.Process]:
         children = psutil.Process().children(recursive=True)
-        return [p for p in children if p.cmdline()[-1:] == ["4712"]]
+        return [p for p in children if command_of(p)[-1:] == ["4712"]]
 
     await rounds(sessions, lambda: bool(hooks()))
     await sessions.close()

@@ -181,7 +181,7 @@ def test_services_killed_in_the_midst_of_it_warn_once_and_in_order(
         time.sleep(chance.uniform(0.0, 0.5))
         for victim in victims:
             os.kill(victim.pid or 0, signal.SIGKILL)
-            victim.join(timeout=30)
+            victim.join(timeout=120)
             killed += 1
     assert killed > 4, "some were killed while there was work"
     ended = broker.lease(lease.id)

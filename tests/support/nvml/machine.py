@@ -94,7 +94,7 @@ class Machine:
         """End the process and print its log, which pytest shows when the test failed."""
         assert self.process.stdin
         self.process.stdin.close()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=120)
         print(self.log.read_text())
 
 
