@@ -78,7 +78,9 @@ class Call:
 
 RESUME = ("api/granting", {"paused": False, "reason": WHY})
 UNDRAIN = ("api/devices/{device}/undrain", {"reason": WHY})
-REFILL = {"rule": "FREQ=WEEKLY;BYDAY=MO", "amount": "5", "reason": WHY, "key": "{new}"}
+REFILL = {"rule": "FREQ=YEARLY", "from": "2999-01-01T00:00:00Z"}
+REFILL |= {"amount": "5", "reason": WHY, "key": "{new}"}
+"""None is given while the tests run: that would change accounts."""
 FOLDER = {"confirm": "yes", "member": FRIEND}
 
 RIGHT = {
