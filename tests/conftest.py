@@ -259,6 +259,12 @@ def browser(module_browser: Browser) -> Iterator[Browser]:
         context.close()
 
 
+@pytest.fixture
+def patient_sign_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a sign-in wait for its account on a busy machine, which would go on without after 3 s."""
+    monkeypatch.setattr("gpuspawner.auth.mixin.OPEN_ACCOUNT_SECONDS", 120.0)
+
+
 # Tiers, seed, order, skips, logs.
 
 

@@ -53,7 +53,8 @@ def one_by_one(broker: Broker) -> int:
     """The tick as it was before charges were posted all at once."""
     now = broker.clock()
     with broker.store.write() as connection:
-        return broker._charge_each(connection, leases.open_leases(connection), now)
+        found = leases.open_leases(connection)
+        return broker._charge_each(connection, found, now, broker._shares(connection, found, now))
 
 
 def told(store: Store) -> dict[str, list[tuple[Any, ...]]]:

@@ -29,6 +29,8 @@ from tests.support.members import (
     sign_in,
 )
 
+pytestmark = pytest.mark.usefixtures("patient_sign_in")
+
 
 @pytest.fixture
 def broker(tmp_path: Path, migrated_file: Path) -> Iterator[Broker]:

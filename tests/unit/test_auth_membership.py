@@ -18,6 +18,8 @@ from gpuspawner.store import roster
 from gpuspawner.store.roster import Entry
 from tests.support.members import ADA, Claims, Plain, accounts, make, open_broker, sign_in
 
+pytestmark = pytest.mark.usefixtures("patient_sign_in")
+
 
 @pytest.fixture
 def broker(tmp_path: Path, migrated_file: Path) -> Iterator[Broker]:

@@ -31,6 +31,8 @@ from tests.support.members import (
     sign_in,
 )
 
+pytestmark = pytest.mark.usefixtures("patient_sign_in")
+
 USER_PASSWORD = "members-password"
 ADMIN_PASSWORD = "the admins' password: 32 letters"
 
