@@ -100,6 +100,9 @@ class Handler(HubOAuthenticated, web.RequestHandler):
     for_servers = False
     """Whether a server may ask too, by its own token: about itself, see :meth:`concerns`."""
 
+    takes_files = False
+    """True for what admins alone may use, with bodies that are larger than others may be."""
+
     narrowed = False
     """Whether who asks may do no more than a server may."""
 

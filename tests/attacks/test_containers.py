@@ -18,7 +18,7 @@ from tests.support.attacks import Attempts
 from tests.support.hub import ADMIN_PASSWORD, USER_PASSWORD
 from tests.support.images import INSTANT
 from tests.support.kernel import Kernel
-from tests.support.processes import wait_for
+from tests.support.processes import environment_of, wait_for
 
 OUT = {
     "a GPU's device node": "mknod /tmp/gpu c 195 0",
@@ -173,7 +173,7 @@ def test_secrets_are_nowhere_else(hub: AttackHub, attempt: Attempts) -> None:
     owners = {user: _tokens_of(hub.container(user)) for user in (VICTIM, THIEF)}
     [service] = [
         environment
-        for environment in map(hub._environment_of, hub.children_left())
+        for environment in map(environment_of, hub.children_left())
         if environment.get("JUPYTERHUB_SERVICE_NAME") == "gpu"
     ]
     secrets = {

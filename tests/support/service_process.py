@@ -150,7 +150,7 @@ class ServiceProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        wait_for(self._answers, "the service's pages", timeout=30)
+        wait_for(self.answers, "the service's pages", timeout=30)
 
     def stop(self) -> None:
         """End the process, as its Hub does."""
@@ -159,7 +159,7 @@ class ServiceProcess:
         if self.process is not None:
             self.process.wait()
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
         assert self.process is not None
         if (code := self.process.poll()) is not None:
             raise RuntimeError(f"the service ended with {code}:\n{self.log_text()[-4000:]}")
