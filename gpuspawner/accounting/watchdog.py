@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import traceback
+from contextlib import suppress
 
 HANGS_SECONDS = 30.0
 """An event loop that did not answer for so long does not answer any more."""
@@ -48,7 +49,8 @@ class Watchdog:
         self._ask()
         while not self._stopped.wait(STEP_SECONDS):
             # For what never lets another thread run, as a long match of a regular expression.
-            faulthandler.dump_traceback_later(4 * HANGS_SECONDS, exit=True)
+            with suppress(AttributeError, OSError, RuntimeError, ValueError):  # no file to print to
+                faulthandler.dump_traceback_later(4 * HANGS_SECONDS, exit=True)
             if self._answered.is_set():
                 missed = 0
                 self._ask()

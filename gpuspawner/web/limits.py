@@ -84,7 +84,8 @@ class LimitedApplication(web.Application):
         **kwargs: Any,
     ) -> httputil.HTTPMessageDelegate:
         delegate = super().get_handler_delegate(request, target_class, *args, **kwargs)
-        if issubclass(target_class, Handler) and target_class.takes_files:
+        has_body = {"Content-Length", "Transfer-Encoding"} & set(request.headers)
+        if has_body and issubclass(target_class, Handler) and target_class.takes_files:
             context = self.settings["context"]
             return _LargeBody(delegate, request, Handler(self, request, context=context))
         return delegate
