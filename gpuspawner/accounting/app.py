@@ -244,7 +244,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             self.pull_ahead(tick.broker)
             await stop.wait()
         finally:
-            await asyncio.to_thread(watchdog.stop)
+            watchdog.stop()
             await asyncio.gather(notifier.close(), sessions.close(), credits.close())
             for duty in duties:
                 duty.cancel()

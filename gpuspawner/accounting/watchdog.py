@@ -40,8 +40,6 @@ class Watchdog:
     def stop(self) -> None:
         """Watch no more."""
         self._stopped.set()
-        self._thread.join()
-        faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
         # Steps are counted, not time: a machine that slept is no event loop that hangs.
@@ -58,10 +56,11 @@ class Watchdog:
                 missed += 1
                 if missed * STEP_SECONDS >= HANGS_SECONDS:
                     self._end()
+        faulthandler.cancel_dump_traceback_later()
 
     def _ask(self) -> None:
         self._answered.clear()
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._answered.set)
 
     def _end(self) -> None:
