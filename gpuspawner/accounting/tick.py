@@ -27,6 +27,9 @@ PORTION = 200
 BETWEEN_PORTIONS = 0.02
 """Seconds in which somebody else can write."""
 
+Round = tuple[float, str, Callable[[], Awaitable[object]]]
+"""Seconds between two rounds of a duty, its name, and what each does."""
+
 
 class Sightings(Mapping[str, Sequence[Sighting] | None]):
     """What the engines run, looked at when first asked for, and then once.

@@ -99,6 +99,8 @@ class GPUSpawnerMixin(Acquiring):
 
     def run_pre_spawn_hook(self) -> Any:
         """Acquire, then the admin's own ``pre_spawn_hook``."""
+        if self.catalog_is_due():
+            return self._refresh_then_hook()
         self.said = Progress()
         self.stopped_at = None
         self._spawn = asyncio.current_task()
@@ -113,6 +115,10 @@ class GPUSpawnerMixin(Acquiring):
             # for at once, it first takes up all the others.
             self._ask(request, terms)
         return self._acquire_then_hook(request, terms)
+
+    async def _refresh_then_hook(self) -> None:
+        await self.refresh_catalog()
+        await self.run_pre_spawn_hook()
 
     async def _acquire_then_hook(self, request: Request, terms: Terms) -> None:
         try:
