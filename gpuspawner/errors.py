@@ -210,6 +210,13 @@ class EngineUnavailable(Unavailable):
     reason = "engine_unavailable"
 
 
+class AnotherEngine(EngineUnavailable):
+    """Your last server was started on another container engine than the one that answers now, and
+    may run there still. Tell your admin."""
+
+    reason = "another_engine"
+
+
 class SlurmUnavailable(Unavailable):
     """Slurm does not answer just now: {why}. What runs goes on; try again in a moment."""
 

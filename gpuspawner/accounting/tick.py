@@ -56,11 +56,11 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
     def _look(self, engine: Engine) -> Sequence[Sighting] | None:
         try:
             found = engine.sightings()
+            if isinstance(engine, Remembers):
+                found += engine.removed(self._leases, found)
         except EngineUnavailable as error:
             self.errors[engine.name] = error
             return None
-        if isinstance(engine, Remembers):
-            found += engine.removed(self._leases, found)
         return found
 
 
@@ -84,6 +84,8 @@ class Tick:
     rounds: Counter[str] = field(default_factory=Counter)
     """How many rounds each duty has finished, failed ones included, since this process started."""
     _resumed: bool = False
+    _stuck: set[str] = field(default_factory=set)
+    """What the log says of the leases that wait for an admin."""
     _trouble: dict[str, str] = field(default_factory=dict)
 
     async def charge(self) -> None:
@@ -125,16 +127,23 @@ class Tick:
         )
         for name in asked:
             self._note_engine(name, sightings.errors.get(name))
+        stuck = set()
         for action in actions:
             match action:
                 case Confirm(lease):
                     self.log.info("Lease %s of %s adopted: it runs", lease.id, lease.server)
                 case Release(lease, _, reason):
                     self.log.info("Lease %s of %s settled: %s", lease.id, lease.server, reason)
+                case Unknown(lease, reason, is_stuck=True):
+                    stuck.add(part := f"Lease {lease.id} of {lease.server}")
+                    self.trouble(part, EngineUnavailable(f"it stays: {reason}"))
                 case Unknown(lease, reason):
                     self.log.debug("Lease %s of %s left: %s", lease.id, lease.server, reason)
                 case Remove():
                     await self._remove(action)
+        for part in self._stuck - stuck:
+            self.well(part)
+        self._stuck = stuck
         await self._end_deserted()
         return actions
 

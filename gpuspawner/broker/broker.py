@@ -87,6 +87,8 @@ class Broker(
         self.watch = Watch(self.source(), self.store, timedelta(seconds=self.refresh_seconds))
         self.line = Line(self.make_scheduler())
         self.granter = Granter(self.store)
+        self.engine_ids: dict[str, str] = {}
+        """The identity of each engine as it last answered, by the name of the engine."""
 
     def source(self) -> DeviceSource:
         """The device source that ``device_source`` names, or who gives devices in our place."""
@@ -148,6 +150,11 @@ class Broker(
             if devices is None:
                 devices = leases.devices_of(connection, lease_id)
         return leases.from_row(row, devices)
+
+    def note_engine(self, lease_id: str, engine_id: str) -> None:
+        """Write which engine runs the server of a lease, before anything of it is created."""
+        with self.store.write() as connection:
+            leases.update(connection, lease_id, engine_id=engine_id)
 
     def release(
         self,

@@ -312,7 +312,8 @@ class GPUSpawnerMixin(Acquiring):
             await self.end_leftover()
             proof = await self.prove_gone()
         if not proof.gone:
-            self.log.warning("%s is not proved gone: its lease stays", self.server_ref)
+            why = f" ({proof.detail})" if proof.detail else ""
+            self.log.warning("%s is not proved gone: its lease stays%s", self.server_ref, why)
             return False
         # A busy engine answers long after the end, and knows when that was.
         ended = proof.ended_at or self.stopped_at or self.seen_alive_at

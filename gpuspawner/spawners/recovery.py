@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from jupyterhub import orm
 
-from ..engines import Engine, LocalEngine, Remembers
+from ..engines import DockerEngine, Engine, LocalEngine, Remembers
 from ..errors import AnotherHubGrants, EngineUnavailable, NotReconciled
 from ..model import Lease, ServerRef, Sighting
 from ..reconcile import HubState, Remove
@@ -54,6 +55,7 @@ async def _recover(spawner: GPUSpawnerMixin) -> None:
         if away := [name for name, found in sightings.items() if found is None]:
             spawner.log.error("Granting nothing yet: %s does not answer", " and ".join(away))
             raise NotReconciled()
+        broker.engine_ids.update(await asyncio.to_thread(_identities, engines))
         orphans = [action for action in actions if isinstance(action, Remove)]
         for orphan in orphans:
             named = f"{orphan.sighting.server} ({orphan.engine} {orphan.sighting.ref[:12]})"
@@ -86,12 +88,23 @@ def _look(
     for name, engine in engines.items():
         try:
             seen = engine.sightings()
+            if isinstance(engine, Remembers):
+                seen += engine.removed(leases, seen)
         except EngineUnavailable:
             found[name] = None
             continue
-        if isinstance(engine, Remembers):
-            seen += engine.removed(leases, seen)
         found[name] = seen
+    return found
+
+
+def _identities(engines: Mapping[str, Engine]) -> dict[str, str]:
+    """Which engine each is, for the leases to be granted; of one that fails now, its first start
+    says it. Blocks."""
+    found = {}
+    for name, engine in engines.items():
+        if isinstance(engine, DockerEngine):
+            with suppress(EngineUnavailable):
+                found[name] = engine.identity()
     return found
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import docker
 from traitlets import Bool, TraitError, Unicode, validate
 
+from ..engines import DockerEngine
 from ..errors import ConfigError, EngineUnavailable, StartFailed, Unavailable
 from ..model import Lease, LeaseState, Request, ServerRef, Ticket
 from ..slurm.cluster import Node
@@ -127,6 +128,21 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         if (node := self.node) is None:
             return super().connect(timeout)
         return connector(node, timeout)()
+
+    def engine(self) -> DockerEngine:
+        """This machine's engine, wherever the server is."""
+        connect = super().connect
+        found: DockerEngine = self.shared("gpuspawner_docker_engine", lambda: DockerEngine(connect))
+        return found
+
+    def server_engine(self) -> DockerEngine:
+        """The engine of the server's node, whichever node this spawner is on later."""
+        if (node := self.node) is None:
+            return self.engine()
+        found: DockerEngine = self.of_engine(
+            "gpuspawner_docker_engine", lambda: DockerEngine(connector(node, 60))
+        )
+        return found
 
     def get_state(self) -> dict[str, Any]:
         state = super().get_state()
