@@ -254,6 +254,13 @@ class AnotherHubGrants(Unavailable):
     reason = "another_hub"
 
 
+class NotTheOwner(AnotherHubGrants):
+    """The servers in the database of this hub are those of another hub, which ran on {machine}.
+    Nothing starts here until an admin has said which hub goes on with them."""
+
+    reason = "not_the_owner"
+
+
 class QuotaUnavailable(Unavailable):
     """A quota for {path} cannot be kept: {why}."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +16,18 @@ from datetime import timedelta
 
 from ..broker import Broker
 from ..engines import Engine, Remembers
-from ..errors import AnotherHubGrants, EngineUnavailable, GPUSpawnerError, Unavailable
+from ..errors import AnotherHubGrants, EngineUnavailable, GPUSpawnerError, NotTheOwner, Unavailable
 from ..model import Lease, LeaseState, ServerRef, Sighting
 from ..reconcile import Action, Confirm, HubState, Release, Remove, Unknown
+from ..store.granter import TAKE_OVER
 from .hub import Hub
 from .resuming import THE_HUB_FIRST, Resuming
 
 PORTION = 200
 """Leases that are charged in one transaction, at the most."""
+
+OWNED = 1.0
+"""Seconds for which one look at whose the database is serves every duty."""
 
 BETWEEN_PORTIONS = 0.02
 """Seconds in which somebody else can write."""
@@ -83,6 +88,7 @@ class Tick:
     """What our Hub is called in the store's lock; not known when it did not start us."""
     rounds: Counter[str] = field(default_factory=Counter)
     """How many rounds each duty has finished, failed ones included, since this process started."""
+    _owned_at: float = float("-inf")
     _resumed: bool = False
     _stuck: set[str] = field(default_factory=set)
     """What the log says of the leases that wait for an admin."""
@@ -108,9 +114,7 @@ class Tick:
         Raises AnotherHubGrants while another hub gives out the GPUs of this store: its servers
         and its line are nothing that our Hub knows of, and none of ours.
         """
-        holder = await self.broker.run(self.broker.granter.holder)
-        if self.hub_name and holder not in ("", self.hub_name):
-            raise AnotherHubGrants()
+        await self._require_owner()
         # The Hub is asked first: whatever starts after its answer holds a lease too young
         # to be touched, or was pending.
         servers = await self._servers()
@@ -146,6 +150,19 @@ class Tick:
         self._stuck = stuck
         await self._end_deserted()
         return actions
+
+    async def _require_owner(self) -> None:
+        """Raises AnotherHubGrants, or NotTheOwner: leases and tickets are not this hub's."""
+        holder = await self.broker.run(self.broker.granter.holder)
+        if self.hub_name and holder not in ("", self.hub_name):
+            raise AnotherHubGrants()
+        await self.broker.run(self.broker.granter.require_owner)
+
+    async def _is_sure_to_own(self) -> None:
+        """The same for every duty; one answer serves for a second."""
+        if time.monotonic() - self._owned_at >= OWNED:
+            await self._require_owner()
+            self._owned_at = time.monotonic()
 
     async def _end_deserted(self) -> None:
         """Take back from a scheduler beside ours what nobody waits for or uses any more, and see
@@ -229,7 +246,10 @@ class Tick:
     async def round(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
         """One round; whatever goes wrong, the next one comes."""
         try:
+            await self._is_sure_to_own()
             await work()
+        except NotTheOwner as error:
+            self.trouble(part, NotTheOwner(f"{error.message} {TAKE_OVER}"))
         except GPUSpawnerError as error:
             self.trouble(part, error)
         except Exception as error:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from jupyterhub import orm
 
 from ..engines import DockerEngine, Engine, LocalEngine, Remembers
-from ..errors import AnotherHubGrants, EngineUnavailable, NotReconciled
+from ..errors import AnotherHubGrants, EngineUnavailable, NotReconciled, NotTheOwner
 from ..model import Lease, ServerRef, Sighting
 from ..reconcile import HubState, Remove
+from ..store.granter import TAKE_OVER
 
 if TYPE_CHECKING:
     from .mixin import GPUSpawnerMixin
@@ -68,7 +69,12 @@ async def _recover(spawner: GPUSpawnerMixin) -> None:
 
 async def _must_grant(spawner: GPUSpawnerMixin) -> None:
     """Raises AnotherHubGrants, unless this hub is the one that gives out the GPUs."""
-    if not await spawner.broker.run(spawner.broker.granter.take):
+    try:
+        may_grant = await spawner.broker.run(spawner.broker.granter.take)
+    except NotTheOwner as error:
+        spawner.log.error("%s %s", error.message, TAKE_OVER)
+        raise
+    if not may_grant:
         raise AnotherHubGrants()
 
 
