@@ -239,6 +239,7 @@ def test_told_to_end_while_an_image_is_pulled(hub: GPUHub, member: str) -> None:
     hub.shut_down()  # nothing is left to do
     assert not hub.open_leases()
     assert [lease.charged for lease in hub.leases(member)] == [0]
+    assert "could not be pulled" not in hub.log_text(), "it waited for the pull to fail"
 
 
 def test_killed_between_a_stop_and_its_release(hub: GPUHub, member: str) -> None:
