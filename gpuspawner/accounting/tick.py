@@ -204,10 +204,18 @@ class Tick:
         if servers is None:
             return None
         found = dict(servers)
-        for server in {lease.server for lease in leases} - set(servers):
+        known = {lease.server for lease in leases}
+        # The Hub's servers all hold leases. One without is maybe that of a member who was renamed
+        # there, and then the Hub writes its new name into its lease.
+        is_renaming = any(
+            state is HubState.READY for ref, state in servers.items() if ref not in known
+        )
+        for server in known - set(servers):
             try:
                 if state := await self.hub.server(server):
                     found[server] = state
+                elif is_renaming and not await self.hub.has_member(server.user):
+                    found[server] = HubState.PENDING
             except Unavailable as error:
                 self.trouble("Hub", error)
                 return None

@@ -156,6 +156,37 @@ class Broker(
         with self.store.write() as connection:
             leases.update(connection, lease_id, engine_id=engine_id)
 
+    def follow_rename(self, lease_id: str, server: ServerRef) -> Lease:
+        """Write that a running server has another name at the Hub: its member was renamed there.
+
+        The account that pays stays, and so does everything else of the old name. An ended lease,
+        and one whose new name has a lease of its own, are left alone. Raises UnknownLease.
+        """
+        with self.store.write() as connection:
+            lease = leases.get(connection, lease_id, lock=True)
+            is_open = lease.state is not LeaseState.ENDED
+            if not is_open or lease.server == server or leases.open_of(connection, server):
+                return lease
+            leases.update(connection, lease_id, user=server.user, server_name=server.name)
+            closures.note(
+                connection,
+                at=self.clock(),
+                actor="hub",
+                action="renamed",
+                subject=lease.server.user,
+                detail=f"{lease.server} is {server} at the Hub; {lease.account} goes on paying",
+            )
+        self.log.warning(
+            "The member %s was renamed to %s at the Hub. The server goes on, and %s pays for it. "
+            "Credits, tickets and files are still those of %s: rename the member back, or give "
+            "credits to the new name (gpuspawner grant) and move the files.",
+            lease.server.user,
+            server.user,
+            lease.account,
+            lease.server.user,
+        )
+        return replace(lease, server=server)
+
     def release(
         self,
         lease_id: str,

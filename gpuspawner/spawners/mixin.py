@@ -190,12 +190,16 @@ class GPUSpawnerMixin(Acquiring):
         return status
 
     async def _remember(self) -> None:
-        """The lease of a server that ran before this hub did; once, it is in the store."""
-        if self.lease is not None or not self.lease_id or self._looked_up:
-            return
+        """The lease of a server that ran before this hub did; once, it is in the store. And under
+        the name that its member has by now."""
         with suppress(GPUSpawnerError):  # the next poll asks again
-            self.lease = await self.broker.run(self.broker.lease_of, self.server_ref)
-            self._looked_up = True
+            if self.lease is None and self.lease_id and not self._looked_up:
+                leases = await self.broker.run(self.broker.open_leases)
+                self.lease = next((each for each in leases if each.id == self.lease_id), None)
+                self._looked_up = True
+            if self.lease is not None and self.lease.server != self.server_ref:
+                follow = self.broker.follow_rename
+                self.lease = await self.broker.run(follow, self.lease.id, self.server_ref)
 
     def watch_claim(self) -> None:
         """See to it that the member of a server from the queue comes in time."""

@@ -50,6 +50,7 @@ async def _recover(spawner: GPUSpawnerMixin) -> None:
     # Twice at most: what the first look removes, the second one settles.
     for _ in range(2):
         servers = hub_servers(spawner)
+        await _follow_renames(spawner)
         leases = await broker.run(broker.open_leases)
         sightings = await asyncio.to_thread(_look, engines, leases)
         actions = await broker.run(broker.reconcile, sightings, servers, grace_seconds=0)
@@ -112,6 +113,19 @@ def _identities(engines: Mapping[str, Engine]) -> dict[str, str]:
             with suppress(EngineUnavailable):
                 found[name] = engine.identity()
     return found
+
+
+async def _follow_renames(spawner: GPUSpawnerMixin) -> None:
+    """Find the leases of members who were renamed at the Hub, by what it keeps of their servers."""
+    broker = spawner.broker
+    known = {lease.id: lease for lease in await broker.run(broker.open_leases)}
+    rows = spawner.user.db.query(orm.User.name, orm.Spawner.name, orm.Spawner.state)
+    rows = rows.join(orm.Spawner, orm.Spawner.user_id == orm.User.id)
+    rows = rows.filter(orm.Spawner.server_id.isnot(None))
+    for user, name, state in rows:
+        lease, server = known.get((state or {}).get("lease_id", "")), ServerRef(user, name or "")
+        if lease is not None and lease.server != server:
+            await broker.run(broker.follow_rename, lease.id, server)
 
 
 def hub_servers(spawner: GPUSpawnerMixin) -> dict[ServerRef, HubState]:
