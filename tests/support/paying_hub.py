@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpuspawner.broker import Broker
 from gpuspawner.model import Lease, ServerRef
 from tests.support.hub import ADMIN, NAVIGATION, HubProcess
-from tests.support.processes import REPO, alive, free_port, wait_for
+from tests.support.processes import REPO, alive, environment_of, free_port, wait_for
 
 FLEET = "simulated:2xA100-80GB,1xT4"
 
@@ -117,7 +117,7 @@ class PayingHub(HubProcess):
     def service(self, name: str = "gpu") -> psutil.Process | None:
         """The process of a managed service, when it runs."""
         for process in self.children_left():
-            if self._environment_of(process).get("JUPYTERHUB_SERVICE_NAME") == name:
+            if environment_of(process).get("JUPYTERHUB_SERVICE_NAME") == name:
                 return process
         return None
 
