@@ -10,7 +10,9 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +28,7 @@ from ..engines.local import process_ref
 from ..errors import ConfigError, GPUSpawnerError, Unavailable
 from ..patience import side_by_side
 from ..store.granter import hub_name
+from ..store.identity import make_identity
 from .ahead import PullsAhead
 from .batch import LooksAtCluster
 from .credits import Credits
@@ -39,6 +42,9 @@ from .sessions import Sessions
 from .supervisor import Supervisor
 from .tick import Round, Tick
 from .watchdog import Watchdog
+
+PID = "GPUSPAWNER_HUB_PID"
+"""The variable with the process id of the Hub that started the service."""
 
 NOTICES_EVERY = 2.0
 """Seconds between two looks for notices to send."""
@@ -262,6 +268,10 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             )
             raise ConfigError(what=what) from None
         broker = Broker(parent=self)
+        if broker.hub_id_file:
+            with suppress(OSError):  # the hub says so
+                broker.granter.identity = make_identity(Path(broker.hub_id_file))
+        identity = broker.granter.identity
         engines = {name: make() for name, make in ENGINES.items()}
         if delegated := broker.delegated_engine():
             engines[delegated.name] = delegated
@@ -272,7 +282,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             log=self.log,
             ask=self.engines,
             charge_seconds=self.charge_seconds,
-            hub_name=hub_name(pid) if (pid := os.environ.get("GPUSPAWNER_HUB_PID")) else "",
+            hub_name=hub_name(pid, identity) if (pid := os.environ.get(PID)) else "",
         )
 
     def _session_duty(self, tick: Tick, notifier: Notifier) -> Sessions:
