@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import docker
 import requests
@@ -47,6 +47,8 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     """Leases GPUs to containers on this machine's Docker Engine."""
 
     engine_name = "docker"
+    if TYPE_CHECKING:
+        extra_host_config: Any
 
     gpu_injection = CaselessStrEnum(
         ["auto", *MODES],
