@@ -343,7 +343,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         if lease is None or not lease.engine_ref or self.stopped_at:
             return None
         since = self.seen_alive_at or lease.started_at or lease.granted_at
-        return await self.broker.run(self.engine().died_at, lease.engine_ref, since)
+        return await self.broker.run_outside(self.engine().died_at, lease.engine_ref, since)
 
     async def end_leftover(self) -> None:
         """The Hub believes it stopped and starts it anew: end it."""

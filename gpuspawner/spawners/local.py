@@ -74,14 +74,14 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
 
     async def prove_gone(self) -> Proof:
         """Gone when no process carries the lease in its environment."""
-        sightings = await self.broker.run(LocalEngine().sightings)
+        sightings = await self.broker.run_outside(LocalEngine().sightings)
         return Proof(gone=all(s.lease_id != self.lease_id for s in sightings))
 
     async def end_leftover(self) -> None:
         engine = LocalEngine()
-        for sighting in await self.broker.run(engine.sightings):
+        for sighting in await self.broker.run_outside(engine.sightings):
             if sighting.lease_id == self.lease_id:
-                await self.broker.run(engine.end, sighting)
+                await self.broker.run_outside(engine.end, sighting)
 
     async def failure_detail(self) -> str:
         return "the process ended at once; the hub's log has its last words"

@@ -62,7 +62,7 @@ class Page(Handler):
         await super().prepare()
         if self.current_user:
             with suppress(GPUSpawnerError):  # whoever needs the store says that it is gone
-                self.paused = (await self.broker.run(self.broker.closures)).get(GRANTING)
+                self.paused = (await self.broker.read(self.broker.closures)).get(GRANTING)
 
     @property
     def xsrf(self) -> Markup:
