@@ -39,6 +39,9 @@ from .refilling import Refilling
 from .sessions import Sessions
 from .tick import Tick
 
+CLOCK_EVERY = 2.0
+"""Seconds between two looks at whether the wall clock was set."""
+
 NOTICES_EVERY = 2.0
 """Seconds between two looks for notices to send."""
 
@@ -293,9 +296,11 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
     async def _rounds(self, tick: Tick, sessions: Sessions, credits: Credits) -> None:
         # What ended while the service was down is settled before anybody is charged, warned or
         # told that a session ended.
+        await tick.round("Clock", tick.keep_clock)
         await tick.round("Reconciliation", tick.reconcile)
         await tick.round("Charges", tick.charge)
         await side_by_side(
+            tick.every(CLOCK_EVERY, "Clock", tick.keep_clock),
             tick.every(self.reconcile_seconds, "Reconciliation", tick.reconcile),
             tick.every(tick.charge_pause, "Charges", tick.charge),
             tick.every(SESSIONS_EVERY, "Sessions", sessions.round),

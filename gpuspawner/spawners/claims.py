@@ -22,7 +22,9 @@ async def watch(spawner: GPUSpawnerMixin) -> None:
     broker = spawner.broker
     while (lease := spawner.lease) is not None and lease.claim_by is not None:
         try:
-            if connected(spawner, lease.started_at or lease.granted_at):
+            # The Hub writes down what it sees by the wall clock.
+            since = (lease.up_since or lease.granted_at) + min(broker.skew, timedelta())
+            if connected(spawner, since):
                 spawner.lease = await broker.run(broker.claim, lease.id)
                 return
             if broker.clock() >= lease.claim_by:

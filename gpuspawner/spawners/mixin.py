@@ -32,7 +32,7 @@ from ..broker import Terms
 from ..catalog import Environment
 from ..engines import Engine
 from ..errors import GPUSpawnerError, StartFailed
-from ..model import LeaseState, Request, format_credits
+from ..model import Lease, LeaseState, Request, format_credits
 from . import claims
 from .acquiring import Acquiring
 from .answering import answers
@@ -65,9 +65,12 @@ class GPUSpawnerMixin(Acquiring):
         super().__init__(*args, **kwargs)
         self.seen_alive_at: datetime | None = None
         self.stopped_at: datetime | None = None
+        self.finished_at: datetime | None = None
+        """When the server ended, by the engine's wall clock, if it said so."""
         self._spawn: asyncio.Task[Any] | None = None
         """The Hub's, which also clears away what a start leaves that fails."""
         self._claim: asyncio.Task[None] | None = None
+        self._adopting: asyncio.Task[None] | None = None
         self._looked_up = False
 
     # What an engine says. A Spawner's metaclass is not that of abstract classes: whoever forgets
@@ -100,7 +103,7 @@ class GPUSpawnerMixin(Acquiring):
     def run_pre_spawn_hook(self) -> Any:
         """Acquire, then the admin's own ``pre_spawn_hook``."""
         self.said = Progress()
-        self.stopped_at = None
+        self.stopped_at = self.finished_at = None
         self._spawn = asyncio.current_task()
         try:
             environment, request = self.resolve_options()
@@ -140,10 +143,14 @@ class GPUSpawnerMixin(Acquiring):
         try:
             url = await super().start()
             self.said.say("Waiting for the server to answer", 80)
-            await self._wait_ready(url)
+            started_at, _ = await asyncio.gather(self.engine_started_at(), self._wait_ready(url))
             lease = self.lease
             self.lease = await self.broker.run(
-                self.broker.confirm, lease.id, self.engine_ref(), devices=lease.devices
+                self.broker.confirm,
+                lease.id,
+                self.engine_ref(),
+                started_at=started_at,
+                devices=lease.devices,
             )
             if self.lease.state is LeaseState.ENDED:
                 raise StartFailed(cause="its lease was ended before it answered")
@@ -179,11 +186,31 @@ class GPUSpawnerMixin(Acquiring):
 
     async def _remember(self) -> None:
         """The lease of a server that ran before this hub did; once, it is in the store."""
-        if self.lease is not None or not self.lease_id or self._looked_up:
+        if self.lease is not None or self._spawn is not None or self._looked_up:
             return
         with suppress(GPUSpawnerError):  # the next poll asks again
             self.lease = await self.broker.run(self.broker.lease_of, self.server_ref)
             self._looked_up = True
+        if self.lease is not None and self.lease.state is LeaseState.GRANTED:
+            self._adopting = asyncio.ensure_future(self._adopt(self.lease))
+
+    async def _adopt(self, lease: Lease) -> None:
+        """Confirm the lease of a server that an earlier hub was starting, when it answers.
+
+        The accounting service does the same when it looks next; the member may stop it before.
+        """
+        try:
+            await self._wait_ready(await self.get_url())
+            started_at = await self.engine_started_at()
+            confirm = self.broker.confirm
+            confirmed = await self.broker.run(
+                confirm, lease.id, self.engine_ref(), started_at=started_at
+            )
+        except (GPUSpawnerError, OSError) as error:
+            self.log.warning("%s is not adopted yet: %s", self.server_ref, error)
+            return
+        if self.lease is lease:
+            self.lease = confirmed
 
     def watch_claim(self) -> None:
         """See to it that the member of a server from the queue comes in time."""
@@ -200,6 +227,10 @@ class GPUSpawnerMixin(Acquiring):
     def engine_ref(self) -> str:
         """The engine's own name of this server."""
         return ""
+
+    async def engine_started_at(self) -> datetime | None:
+        """When the engine started this server, by its wall clock; None when nobody knows."""
+        return None
 
     async def _wait_ready(self, url: Any) -> None:
         """Wait until the server answers or has provably ended: one that ends early fails at once,
@@ -314,17 +345,18 @@ class GPUSpawnerMixin(Acquiring):
         if not proof.gone:
             self.log.warning("%s is not proved gone: its lease stays", self.server_ref)
             return False
-        # A busy engine answers long after the end, and knows when that was.
-        ended = proof.ended_at or self.stopped_at or self.seen_alive_at
         await self.broker.run(
             self.broker.release,
             self.lease_id,
-            ended_at=ended,
+            # A busy engine answers long after the end, and knows when that was.
+            ended_at=proof.ended_at or self.finished_at,
+            stopped_at=self.stopped_at or self.seen_alive_at,
             reason=proof.detail or reason,
             # An earlier hub's process started it, and nobody stopped it.
             lost=self._acquiring is None and self.stopped_at is None,
         )
         self.lease, self.lease_id, self.seen_alive_at = None, "", None
+        self.finished_at = None
         self.queueing.kick()
         return True
 

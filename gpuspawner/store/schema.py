@@ -83,6 +83,8 @@ leases = Table(
     Column("engine_ref", Text, nullable=False, default=""),
     Column("granted_at", UTCDateTime, nullable=False),
     Column("started_at", UTCDateTime),
+    # When the server answered, or was adopted; none where that is when it was started.
+    Column("answered_at", UTCDateTime),
     Column("seen_at", UTCDateTime),
     Column("ended_at", UTCDateTime),
     Column("end_reason", Text, nullable=False, default=""),
