@@ -189,11 +189,11 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
 
     # Start.
 
-    async def start(self) -> Any:
+    async def launch(self) -> Any:
         """Start as DockerSpawner does; whatever fails is said in words."""
         try:
             self._kept = Kept() if self.remove else await keep(self)
-            return await super().start()
+            return await super().launch()
         except ImageNotFound as error:
             cause = f"the image {self.image} is not on this machine"
             raise self._did_not_start(cause, error) from error

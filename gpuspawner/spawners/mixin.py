@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -33,6 +34,7 @@ from ..catalog import Environment
 from ..engines import Engine
 from ..errors import GPUSpawnerError, StartFailed
 from ..model import LeaseState, Request, format_credits
+from ..patience import within
 from . import claims
 from .acquiring import Acquiring
 from .answering import answers
@@ -50,6 +52,9 @@ ASK_SELDOM = 0.2
 
 LOOK_AFTER = 0.25
 """Seconds after which the engine is asked again whether a server that does not answer lives."""
+
+SPARE = 60
+"""Seconds for which the Hub waits for a start beyond ``start_timeout`` and ``http_timeout``."""
 
 CLEARING = 60.0
 """Seconds for which the Hub waits for what a failed start left to be cleared away."""
@@ -69,6 +74,8 @@ class GPUSpawnerMixin(Acquiring):
         """The Hub's, which also clears away what a start leaves that fails."""
         self._claim: asyncio.Task[None] | None = None
         self._looked_up = False
+        self._own_start_timeout: int | None = None
+        """``start_timeout`` as configured, while the Hub is to wait longer than that."""
 
     # What an engine says. A Spawner's metaclass is not that of abstract classes: whoever forgets
     # one of the first two reads so at the first question.
@@ -99,6 +106,7 @@ class GPUSpawnerMixin(Acquiring):
 
     def run_pre_spawn_hook(self) -> Any:
         """Acquire, then the admin's own ``pre_spawn_hook``."""
+        self._restore_start_timeout()
         self.said = Progress()
         self.stopped_at = None
         self._spawn = asyncio.current_task()
@@ -126,19 +134,35 @@ class GPUSpawnerMixin(Acquiring):
         self.said.say(what_you_got(self.lease), 10)
         if (hook := super().run_pre_spawn_hook()) is not None:
             await maybe_future(hook)
+        self._extend_start_timeout()
 
     async def end_leftover(self) -> None:
         """End a server that the Hub believes stopped. The engine overrides it."""
 
     # 2. Start.
 
+    async def launch(self) -> Any:
+        """Start the server on its engine and return its URL or (ip, port).
+
+        This is the ``start`` of the Spawner class below; ``start_timeout`` limits it.
+        """
+        return await super().start()
+
     async def start(self) -> Any:
-        """Start the server, wait until it answers, and confirm the lease."""
+        """Start the server, wait until it answers, and confirm the lease.
+
+        As with other spawners ``start_timeout`` limits the start, and ``http_timeout`` the wait
+        for the first answer. We wait here, and not only the Hub, so that a server that ends
+        early fails at once with its reason.
+        """
+        self._restore_start_timeout()
         if self.lease is None:
             raise spawn_exception(StartFailed(cause="it holds no lease"))
-        began = time.monotonic()
         try:
-            url = await super().start()
+            try:
+                url = await within(self.start_timeout, self.launch())
+            except asyncio.TimeoutError:
+                raise await self._too_slow() from None
             self.said.say("Waiting for the server to answer", 80)
             await self._wait_ready(url)
             lease = self.lease
@@ -149,15 +173,22 @@ class GPUSpawnerMixin(Acquiring):
                 raise StartFailed(cause="its lease was ended before it answered")
         except GPUSpawnerError as error:
             raise spawn_exception(error) from error
-        except asyncio.CancelledError:
-            # The Hub cancels a start that takes too long, and one that its member stops.
-            if time.monotonic() - began < self.start_timeout - 1:
-                raise
-            raise spawn_exception(await self._too_slow()) from None
         self.seen_alive_at = self.broker.clock()
         self.said.say("The server answers", 95)
         self.watch_claim()
         return url
+
+    def _extend_start_timeout(self) -> None:
+        """Have the Hub wait for :meth:`start` as long as both of its waits may take.
+
+        The Hub reads ``start_timeout`` just before it calls ``start``, which puts it back.
+        """
+        self._own_start_timeout = self.start_timeout
+        self.start_timeout += math.ceil(self.http_timeout) + SPARE
+
+    def _restore_start_timeout(self) -> None:
+        if self._own_start_timeout is not None:
+            self.start_timeout, self._own_start_timeout = self._own_start_timeout, None
 
     async def cleared(self) -> None:
         """Wait while a start that failed is being cleared away: for the ``poll`` of an engine.
@@ -270,6 +301,7 @@ class GPUSpawnerMixin(Acquiring):
 
     def run_post_stop_hook(self) -> Any:
         """Release, then the admin's own ``post_stop_hook``."""
+        self._restore_start_timeout()
         return self._release_then_hook()
 
     async def _release_then_hook(self) -> None:
