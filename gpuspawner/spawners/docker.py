@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -32,6 +33,9 @@ from .pulling import Pulls
 
 THREADS = 16
 """Docker calls that may run at once; the stock spawner has one thread for all members."""
+
+ZEROS = {"mem_limit": "Memory", "pids_limit": "PidsLimit", "oom_score_adj": "OomScoreAdj"}
+"""Settings of ``extra_host_config`` whose 0 means something, and their names in the Engine API."""
 
 
 class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
@@ -74,7 +78,9 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     @property
     def own_form_traits(self) -> tuple[str, ...]:
         """A catalog says which images there are; without one, ``allowed_images`` does."""
-        return ("options_form",) if self.catalog else ("options_form", "allowed_images")
+        if self.catalog:
+            return ("options_form",)
+        return ("options_form", "allowed_images", "image_whitelist")  # the latter: its old name
 
     # Docker, without one call blocking another.
 
@@ -124,11 +130,20 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         )
         return found
 
-    async def docker(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A Docker call in a thread; what DockerSpawner creates gets the lease applied."""
+    def docker(self, method: str, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        """Make a Docker call in a thread; the server's container gets the lease applied.
+
+        As in DockerSpawner the call is under way when this returns: a hook need not wait for it.
+        """
+        return asyncio.ensure_future(self._docker_call(method, *args, **kwargs))
+
+    async def _docker_call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if method == "create_container" and self._plain:
             return await self._call(method, *args, **self._plain.applied(kwargs))
-        if method == "create_container":
+        if method == "create_container" and not args:
+            # DockerSpawner names the image of the server, and passes that of its helper for
+            # certificates by position: the helper gets neither lease nor workspace.
+            kwargs["host_config"] = self._with_own_zeros(kwargs.get("host_config") or {})
             await self.find_folders()
             kwargs = build(kwargs, self._held(), await self._container_settings())
             self.warn_of(kwargs["host_config"])
@@ -237,8 +252,31 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         await pulls.pull(image, lambda message: self.said.say(message, 20))
 
     async def create_object(self) -> Any:
+        """Create the container; the admin's ``extra_host_config`` is evaluated here, once."""
         self.said.say("Creating the container", 50)
-        return await super().create_object()
+        configured = self.extra_host_config
+        host = configured(self) if callable(configured) else configured
+        if inspect.isawaitable(host):
+            host = await host
+        self.extra_host_config = host
+        try:
+            return await super().create_object()
+        finally:
+            self.extra_host_config = configured
+
+    def _with_own_zeros(self, host: dict[str, Any]) -> dict[str, Any]:
+        """The HostConfig with each 0 that the admin wrote, and without the default's.
+
+        docker-py leaves a 0 out, and DockerSpawner sends Memory 0 where nothing is configured.
+        """
+        configured = self.extra_host_config
+        said = {} if callable(configured) else configured  # only a hook's own call finds one
+        zeros = {name for name, value in said.items() if value == 0 and value is not False}
+        in_catalog = self.chosen is not None and self.chosen.mem_limit is not None
+        if not host.get("Memory") and (self.is_configured("mem_limit") or in_catalog):
+            zeros.add("mem_limit")
+        mended = {key: value for key, value in host.items() if key != "Memory" or value}
+        return mended | {key: 0 for name, key in ZEROS.items() if name in zeros}
 
     async def start_object(self) -> None:
         self.said.say("Starting the container", 60)
