@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import docker
 import requests
@@ -42,6 +42,8 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     """Leases GPUs to containers on this machine's Docker Engine."""
 
     engine_name = "docker"
+    if TYPE_CHECKING:
+        extra_host_config: Any
 
     gpu_injection = CaselessStrEnum(
         ["auto", *MODES],
