@@ -210,6 +210,13 @@ class EngineUnavailable(Unavailable):
     reason = "engine_unavailable"
 
 
+class AnotherEngine(EngineUnavailable):
+    """Your last server was started on another container engine than the one that answers now, and
+    may run there still. Tell your admin."""
+
+    reason = "another_engine"
+
+
 class SlurmUnavailable(Unavailable):
     """Slurm does not answer just now: {why}. What runs goes on; try again in a moment."""
 
@@ -245,6 +252,13 @@ class AnotherHubGrants(Unavailable):
     Stop the other hub, or give this one a database of its own (c.Broker.database_url)."""
 
     reason = "another_hub"
+
+
+class NotTheOwner(AnotherHubGrants):
+    """The servers in the database of this hub are those of another hub, which ran on {machine}.
+    Nothing starts here until an admin has said which hub goes on with them."""
+
+    reason = "not_the_owner"
 
 
 class QuotaUnavailable(Unavailable):

@@ -176,6 +176,9 @@ class Lease:
     """``docker`` or ``local``: who can prove that the server is gone."""
     engine_ref: str = ""
     """The engine's own name for the server: container id, or ``pid:start time``."""
+    engine_id: str = ""
+    """Which engine runs the server (:meth:`DockerEngine.identity`); empty when not known. That
+    another engine has no such server proves nothing."""
     granted_at: datetime
     started_at: datetime | None = None
     seen_at: datetime | None = None
@@ -329,6 +332,8 @@ class Sighting:
     """When it exited, if the engine knows."""
     detail: str = ""
     """Exit code or the like, for the log."""
+    unknown: str = ""
+    """Why nobody can say whether the lease's server is gone, in words; then ``alive`` is True."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,8 @@ class Unknown:
 
     lease: Lease
     reason: str
+    is_stuck: bool = False
+    """Whether it stays so until an admin does something."""
 
 
 Action = Confirm | Seen | Release | Remove | Unknown
@@ -108,7 +110,8 @@ def _of_lease(
     if found is None:
         return Unknown(lease, f"the engine {lease.engine!r} did not answer")
     mine = [s for s in found if s.lease_id == lease.id]
-    alive = next((s for s in mine if s.alive), None)
+    alive = next((s for s in mine if s.alive and not s.unknown), None)
+    unknown = next((s.unknown for s in mine if s.unknown), "")
     hub = servers.get(lease.server) if servers is not None else None
     young = now - lease.granted_at < grace
 
@@ -121,6 +124,8 @@ def _of_lease(
         if young:
             return Unknown(lease, "its server is on its way")
         return Remove(lease.engine, alive, "the Hub does not know its server any more")
+    if unknown:
+        return Unknown(lease, unknown, is_stuck=True)
     coming = servers is None or hub is HubState.PENDING or young
     if lease.state is LeaseState.GRANTED and not mine and coming:
         return Unknown(lease, "its server is on its way")  # an image may still be pulled

@@ -33,6 +33,7 @@ from .errors import ConfigError
 from .pages.compress import StaticGzip
 from .scopes import ACCOUNTING_SCOPES, CULLER_SCOPES, CUSTOM_SCOPES, MEMBER_SCOPES, SERVER_SCOPES
 from .store import default_url
+from .store.identity import identity_file
 
 CULLER = "idle-culler"
 
@@ -88,6 +89,8 @@ def add_services(
     """
     if cull_idle_after is not None and cull_idle_after <= 0:
         raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
+    if "hub_id_file" not in c.Broker:
+        c.Broker.hub_id_file = str(identity_file(c))
     _add_templates(c)
     _add_pages(c, name)
     _define_scopes(c)

@@ -10,13 +10,14 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from jupyterhub.services.auth import HubOAuth
 from jupyterhub.utils import make_ssl_context
-from tornado.httpserver import HTTPServer
 from traitlets import Float, List, Unicode, default
 from traitlets.config import Application, Config
 
@@ -27,6 +28,7 @@ from ..engines.local import process_ref
 from ..errors import ConfigError, GPUSpawnerError, Unavailable
 from ..patience import side_by_side
 from ..store.granter import hub_name
+from ..store.identity import make_identity
 from .ahead import PullsAhead
 from .batch import LooksAtCluster
 from .credits import Credits
@@ -37,7 +39,12 @@ from .members import MEMBERS_EVERY, Members
 from .notify import Notifier
 from .refilling import Refilling
 from .sessions import Sessions
-from .tick import Tick
+from .supervisor import Supervisor
+from .tick import Round, Tick
+from .watchdog import Watchdog
+
+PID = "GPUSPAWNER_HUB_PID"
+"""The variable with the process id of the Hub that started the service."""
 
 NOTICES_EVERY = 2.0
 """Seconds between two looks for notices to send."""
@@ -225,21 +232,25 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
         notifier = Notifier(parent=self, broker=tick.broker)
         sessions = self._session_duty(tick, notifier)
         credits = self._credits_duty(tick, notifier)
+        supervisor = Supervisor(tick.log)
         duties = [
-            asyncio.ensure_future(duty)
-            for duty in (
-                self._rounds(tick, sessions, credits),
-                self._notices(tick, notifier),
-                self._pages(tick, notifier),
-                self._totals(tick),
-                self.watch_devices(tick, notifier.poke),
-                self._hub_gone(stop),
+            asyncio.ensure_future(supervisor.keep(name, start))
+            for name, start in (
+                ("Rounds", partial(self._rounds, tick, supervisor, sessions, credits)),
+                ("Notices", partial(self._notices, tick, notifier)),
+                ("Pages", partial(self._pages, tick, supervisor, notifier)),
+                ("Totals", partial(self._totals, tick)),
+                ("Devices", partial(self.watch_devices, tick, supervisor, notifier.poke)),
+                ("Hub's end", partial(self._hub_gone, stop)),
             )
         ]
-        self.pull_ahead(tick.broker)
+        watchdog = Watchdog(asyncio.get_running_loop(), tick.log)
+        watchdog.start()
         try:
+            self.pull_ahead(tick.broker)
             await stop.wait()
         finally:
+            watchdog.stop()
             await asyncio.gather(notifier.close(), sessions.close(), credits.close())
             for duty in duties:
                 duty.cancel()
@@ -257,6 +268,10 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             )
             raise ConfigError(what=what) from None
         broker = Broker(parent=self)
+        if broker.hub_id_file:
+            with suppress(OSError):  # the hub says so
+                broker.granter.identity = make_identity(Path(broker.hub_id_file))
+        identity = broker.granter.identity
         engines = {name: make() for name, make in ENGINES.items()}
         if delegated := broker.delegated_engine():
             engines[delegated.name] = delegated
@@ -267,7 +282,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             log=self.log,
             ask=self.engines,
             charge_seconds=self.charge_seconds,
-            hub_name=hub_name(pid) if (pid := os.environ.get("GPUSPAWNER_HUB_PID")) else "",
+            hub_name=hub_name(pid, identity) if (pid := os.environ.get(PID)) else "",
         )
 
     def _session_duty(self, tick: Tick, notifier: Notifier) -> Sessions:
@@ -290,28 +305,31 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
 
     # Duties.
 
-    async def _rounds(self, tick: Tick, sessions: Sessions, credits: Credits) -> None:
+    async def _rounds(
+        self, tick: Tick, supervisor: Supervisor, sessions: Sessions, credits: Credits
+    ) -> None:
         # What ended while the service was down is settled before anybody is charged, warned or
         # told that a session ended.
         await tick.round("Reconciliation", tick.reconcile)
         await tick.round("Charges", tick.charge)
-        await side_by_side(
-            tick.every(self.reconcile_seconds, "Reconciliation", tick.reconcile),
-            tick.every(tick.charge_pause, "Charges", tick.charge),
-            tick.every(SESSIONS_EVERY, "Sessions", sessions.round),
-            tick.every(CREDITS_EVERY, "Credits", credits.round),
-            tick.every(REFILLS_EVERY, "Refills", Refilling(tick).round),
-            tick.every(MEMBERS_EVERY, "Members", Members(tick, sessions.poke).round),
-            tick.every(LEAVING_EVERY, "Folders", Leaving(tick).round),
+        rounds: list[Round] = [
+            (self.reconcile_seconds, "Reconciliation", tick.reconcile),
+            (tick.charge_pause, "Charges", tick.charge),
+            (SESSIONS_EVERY, "Sessions", sessions.round),
+            (CREDITS_EVERY, "Credits", credits.round),
+            (REFILLS_EVERY, "Refills", Refilling(tick).round),
+            (MEMBERS_EVERY, "Members", Members(tick, sessions.poke).round),
+            (LEAVING_EVERY, "Folders", Leaving(tick).round),
             *self.cluster_rounds(tick),
-        )
+        ]
+        await side_by_side(*(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds))
 
     async def _notices(self, tick: Tick, notifier: Notifier) -> None:
         while True:
             await tick.round("Notices", notifier.round)
             await notifier.pause(NOTICES_EVERY)
 
-    async def _pages(self, tick: Tick, notifier: Notifier) -> None:
+    async def _pages(self, tick: Tick, supervisor: Supervisor, notifier: Notifier) -> None:
         """Serve the pages; while the address is taken, everything else goes on."""
         address = urlsplit(os.environ.get("JUPYTERHUB_SERVICE_URL", ""))
         if not address.hostname:
@@ -329,8 +347,12 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             members_see_names=self.members_see_names,
             hub=tick.hub,
             rounds=tick.rounds,
+            duties=supervisor.states,
+            cookie_secret=await asyncio.to_thread(
+                web.read_cookie_secret, tick.broker.database_url, tick.log
+            ),
         )
-        server = HTTPServer(app, ssl_options=self._ssl(ssl.Purpose.CLIENT_AUTH))
+        server = web.make_server(app, self._ssl(ssl.Purpose.CLIENT_AUTH))
         while True:
             try:
                 server.listen(port, address.hostname)

@@ -7,9 +7,7 @@ Everything is read anew each time: a round can be late, doubled or killed at any
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from datetime import datetime, timedelta
-from typing import Any
 
 from traitlets import Float
 from traitlets.config import SingletonConfigurable
@@ -19,7 +17,7 @@ from ..errors import ConfigError, SlurmRefused, SlurmUnavailable
 from ..ledger.rules import ACTOR_ACCOUNTING
 from ..model import format_credits
 from ..slurm import syncing
-from .tick import Tick
+from .tick import Round, Tick
 
 AUDIT_EVERY = timedelta(days=1)
 TELL_EVERY = timedelta(days=1)
@@ -44,7 +42,7 @@ class LooksAtCluster(SingletonConfigurable):
         """,
     )
 
-    def cluster_rounds(self, tick: Tick) -> list[Coroutine[Any, Any, None]]:
+    def cluster_rounds(self, tick: Tick) -> list[Round]:
         """The duties of this kind; none where there is no cluster."""
         if not tick.broker.cluster:
             return []
@@ -56,9 +54,9 @@ class LooksAtCluster(SingletonConfigurable):
             return []
         duties, every = OnCluster(tick), self.cluster_seconds
         return [
-            tick.every(every, "Members in Slurm", duties.members),
-            tick.every(every, "Jobs beside servers", duties.jobs),
-            tick.every(every, "Audit with Slurm", duties.audit),
+            (every, "Members in Slurm", duties.members),
+            (every, "Jobs beside servers", duties.jobs),
+            (every, "Audit with Slurm", duties.audit),
         ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from functools import partial
 
 from traitlets import Float
 
@@ -15,7 +16,8 @@ from ..errors import EngineUnavailable
 from ..model import Lease, ServerRef
 from ..patience import side_by_side
 from .hub import Started
-from .tick import Tick
+from .supervisor import Supervisor
+from .tick import Round, Tick
 from .use import SamplesUse
 
 RESTARTS_EVERY = 2.0
@@ -43,14 +45,18 @@ class WatchesContainers(SamplesUse):
         """,
     )
 
-    async def watch_devices(self, tick: Tick, poke: Callable[[], None]) -> None:
+    async def watch_devices(
+        self, tick: Tick, supervisor: Supervisor, poke: Callable[[], None]
+    ) -> None:
         """Sample devices, and look into containers, until it is cancelled."""
-        duties = [self.remember_use(tick)]
-        duties.append(tick.every(RESTARTS_EVERY, "Restarts", Restarting(tick).round))
+        rounds: list[Round] = [(RESTARTS_EVERY, "Restarts", Restarting(tick).round)]
         if self.look_inside_seconds:
             lost = Lost(tick, poke)
-            duties.append(tick.every(self.look_inside_seconds, "GPUs in containers", lost.round))
-        await side_by_side(*duties)
+            rounds.append((self.look_inside_seconds, "GPUs in containers", lost.round))
+        await side_by_side(
+            supervisor.keep("Use of GPUs", partial(self.remember_use, tick)),
+            *(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds),
+        )
 
 
 class Lost:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +16,24 @@ from datetime import timedelta
 
 from ..broker import Broker
 from ..engines import Engine, Remembers
-from ..errors import AnotherHubGrants, EngineUnavailable, GPUSpawnerError, Unavailable
+from ..errors import AnotherHubGrants, EngineUnavailable, GPUSpawnerError, NotTheOwner, Unavailable
 from ..model import Lease, LeaseState, ServerRef, Sighting
 from ..reconcile import Action, Confirm, HubState, Release, Remove, Unknown
+from ..store.granter import TAKE_OVER
 from .hub import Hub
 from .resuming import THE_HUB_FIRST, Resuming
 
 PORTION = 200
 """Leases that are charged in one transaction, at the most."""
 
+OWNED = 1.0
+"""Seconds for which one look at whose the database is serves every duty."""
+
 BETWEEN_PORTIONS = 0.02
 """Seconds in which somebody else can write."""
+
+Round = tuple[float, str, Callable[[], Awaitable[object]]]
+"""Seconds between two rounds of a duty, its name, and what each does."""
 
 
 class Sightings(Mapping[str, Sequence[Sighting] | None]):
@@ -56,11 +64,11 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
     def _look(self, engine: Engine) -> Sequence[Sighting] | None:
         try:
             found = engine.sightings()
+            if isinstance(engine, Remembers):
+                found += engine.removed(self._leases, found)
         except EngineUnavailable as error:
             self.errors[engine.name] = error
             return None
-        if isinstance(engine, Remembers):
-            found += engine.removed(self._leases, found)
         return found
 
 
@@ -83,7 +91,10 @@ class Tick:
     """What our Hub is called in the store's lock; not known when it did not start us."""
     rounds: Counter[str] = field(default_factory=Counter)
     """How many rounds each duty has finished, failed ones included, since this process started."""
+    _owned_at: float = float("-inf")
     _resumed: bool = False
+    _stuck: set[str] = field(default_factory=set)
+    """What the log says of the leases that wait for an admin."""
     _trouble: dict[str, str] = field(default_factory=dict)
 
     async def charge(self) -> None:
@@ -106,9 +117,7 @@ class Tick:
         Raises AnotherHubGrants while another hub gives out the GPUs of this store: its servers
         and its line are nothing that our Hub knows of, and none of ours.
         """
-        holder = await self.broker.run(self.broker.granter.holder)
-        if self.hub_name and holder not in ("", self.hub_name):
-            raise AnotherHubGrants()
+        await self._require_owner()
         # The Hub is asked first: whatever starts after its answer holds a lease too young
         # to be touched, or was pending.
         servers = await self._servers()
@@ -125,18 +134,38 @@ class Tick:
         )
         for name in asked:
             self._note_engine(name, sightings.errors.get(name))
+        stuck = set()
         for action in actions:
             match action:
                 case Confirm(lease):
                     self.log.info("Lease %s of %s adopted: it runs", lease.id, lease.server)
                 case Release(lease, _, reason):
                     self.log.info("Lease %s of %s settled: %s", lease.id, lease.server, reason)
+                case Unknown(lease, reason, is_stuck=True):
+                    stuck.add(part := f"Lease {lease.id} of {lease.server}")
+                    self.trouble(part, EngineUnavailable(f"it stays: {reason}"))
                 case Unknown(lease, reason):
                     self.log.debug("Lease %s of %s left: %s", lease.id, lease.server, reason)
                 case Remove():
                     await self._remove(action)
+        for part in self._stuck - stuck:
+            self.well(part)
+        self._stuck = stuck
         await self._end_deserted()
         return actions
+
+    async def _require_owner(self) -> None:
+        """Raises AnotherHubGrants, or NotTheOwner: leases and tickets are not this hub's."""
+        holder = await self.broker.run(self.broker.granter.holder)
+        if self.hub_name and holder not in ("", self.hub_name):
+            raise AnotherHubGrants()
+        await self.broker.run(self.broker.granter.require_owner)
+
+    async def _is_sure_to_own(self) -> None:
+        """The same for every duty; one answer serves for a second."""
+        if time.monotonic() - self._owned_at >= OWNED:
+            await self._require_owner()
+            self._owned_at = time.monotonic()
 
     async def _end_deserted(self) -> None:
         """Take back from a scheduler beside ours what nobody waits for or uses any more, and see
@@ -178,10 +207,18 @@ class Tick:
         if servers is None:
             return None
         found = dict(servers)
-        for server in {lease.server for lease in leases} - set(servers):
+        known = {lease.server for lease in leases}
+        # The Hub's servers all hold leases. One without is maybe that of a member who was renamed
+        # there, and then the Hub writes its new name into its lease.
+        is_renaming = any(
+            state is HubState.READY for ref, state in servers.items() if ref not in known
+        )
+        for server in known - set(servers):
             try:
                 if state := await self.hub.server(server):
                     found[server] = state
+                elif is_renaming and not await self.hub.has_member(server.user):
+                    found[server] = HubState.PENDING
             except Unavailable as error:
                 self.trouble("Hub", error)
                 return None
@@ -220,7 +257,10 @@ class Tick:
     async def round(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
         """One round; whatever goes wrong, the next one comes."""
         try:
+            await self._is_sure_to_own()
             await work()
+        except NotTheOwner as error:
+            self.trouble(part, NotTheOwner(f"{error.message} {TAKE_OVER}"))
         except GPUSpawnerError as error:
             self.trouble(part, error)
         except Exception as error:

@@ -126,7 +126,7 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         """The groups in the provider's answer, as they are called on this hub."""
         key = self.auth_state_groups_key
         if callable(key):
-            return self._hub_groups_from(await maybe_future(key(auth_state)) or ())
+            return self._named_groups(await maybe_future(key(auth_state)) or (), key)
         found: Any = auth_state
         for part in key.split("."):
             found = found.get(part) if isinstance(found, dict) else None
@@ -134,7 +134,20 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
             self.log.warning("%s names no groups (%s is missing).", self._service, key)
             return set()
         # One group is a word with some providers, and a list of one with others.
-        return self._hub_groups_from([found] if isinstance(found, str) else found)
+        return self._named_groups([found] if isinstance(found, str) else found, key)
+
+    def _named_groups(self, found: Any, key: Any) -> set[str]:
+        """Groups that are names. Of anything else in their place there are none, as upstream."""
+        is_list = isinstance(found, (list, tuple, set, frozenset))
+        if not is_list or not all(isinstance(group, str) for group in found):
+            self.log.error(
+                "%s: the claim %s is not a list of names, so nobody gets a group by it. Set "
+                "auth_state_groups_key to a function that returns the names.",
+                self._service,
+                key,
+            )
+            return set()
+        return self._hub_groups_from(found)
 
     def _mail_of(self, model: dict[str, Any]) -> Mail | Awaitable[Mail]:
         claims = (model.get("auth_state") or {}).get(self.user_auth_state_key) or {}

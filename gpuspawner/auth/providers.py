@@ -88,7 +88,8 @@ class MemberGitLabOAuthenticator(MemberOAuthMixin, GitLabOAuthenticator):
         """The same, with the paths of the groups that somebody is in, themselves or through a
         group above."""
         model: dict[str, Any] = await super().update_auth_model(auth_model)
-        if self.manage_groups:
+        key = self.auth_state_groups_key
+        if self.manage_groups and (callable(key) or key.split(".")[0] == "gitlab_groups"):
             token = model["auth_state"]["access_token"]
             said = await self.httpfetch(
                 f"{self.gitlab_url}/oauth/userinfo",

@@ -87,6 +87,8 @@ class Broker(
         self.watch = Watch(self.source(), self.store, timedelta(seconds=self.refresh_seconds))
         self.line = Line(self.make_scheduler())
         self.granter = Granter(self.store)
+        self.engine_ids: dict[str, str] = {}
+        """The identity of each engine as it last answered, by the name of the engine."""
 
     def source(self) -> DeviceSource:
         """The device source that ``device_source`` names, or who gives devices in our place."""
@@ -148,6 +150,42 @@ class Broker(
             if devices is None:
                 devices = leases.devices_of(connection, lease_id)
         return leases.from_row(row, devices)
+
+    def note_engine(self, lease_id: str, engine_id: str) -> None:
+        """Write which engine runs the server of a lease, before anything of it is created."""
+        with self.store.write() as connection:
+            leases.update(connection, lease_id, engine_id=engine_id)
+
+    def follow_rename(self, lease_id: str, server: ServerRef) -> Lease:
+        """Write that a running server has another name at the Hub: its member was renamed there.
+
+        The account that pays stays, and so does everything else of the old name. An ended lease,
+        and one whose new name has a lease of its own, are left alone. Raises UnknownLease.
+        """
+        with self.store.write() as connection:
+            lease = leases.get(connection, lease_id, lock=True)
+            is_open = lease.state is not LeaseState.ENDED
+            if not is_open or lease.server == server or leases.open_of(connection, server):
+                return lease
+            leases.update(connection, lease_id, user=server.user, server_name=server.name)
+            closures.note(
+                connection,
+                at=self.clock(),
+                actor="hub",
+                action="renamed",
+                subject=lease.server.user,
+                detail=f"{lease.server} is {server} at the Hub; {lease.account} goes on paying",
+            )
+        self.log.warning(
+            "The member %s was renamed to %s at the Hub. The server goes on, and %s pays for it. "
+            "Credits, tickets and files are still those of %s: rename the member back, or give "
+            "credits to the new name (gpuspawner grant) and move the files.",
+            lease.server.user,
+            server.user,
+            lease.account,
+            lease.server.user,
+        )
+        return replace(lease, server=server)
 
     def release(
         self,

@@ -69,10 +69,17 @@ class Channel:
         if not address:
             sentence = f"{self.label} needs an address, or nothing chosen.{such_as}"
             raise InvalidRequest(sentence, field=self.name)
-        if len(address) > LONGEST or _NEVER.search(address) or not self.pattern.fullmatch(address):
+        fits = len(address) <= LONGEST and self.pattern.fullmatch(address)
+        if not fits or _NEVER.search(address) or self._leaves_its_path(address):
             sentence = f"{address[:60]!r} is no address for {self.label}.{such_as}"
             raise InvalidRequest(sentence, field=self.name)
         return address
+
+    def _leaves_its_path(self, address: str) -> bool:
+        """Whether a segment of the URL's path would be ``.`` or ``..``, and so name another."""
+        path = re.split(r"[?#]", self.url.partition("://")[2], maxsplit=1)[0]
+        filled = (s.replace(ADDRESS, address) for s in path.split("/") if ADDRESS in s)
+        return any({".", ".."} & set(re.split(r"[/\\]", segment)) for segment in filled)
 
     def choice(self, address: Any, kinds: Any) -> Choice:
         """A member's choice, checked. Raises InvalidRequest with the channel as ``field``."""

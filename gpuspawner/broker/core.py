@@ -33,6 +33,7 @@ class Core(BrokerSettings, Prices, DryPolicies):
     watch: Watch
     line: Line
     delegate: Delegate | None = None
+    engine_ids: dict[str, str]
 
     if TYPE_CHECKING:
 

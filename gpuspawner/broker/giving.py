@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from ..errors import InvalidRequest
 from ..ledger import lots as pure
 from ..ledger import rules
-from ..ledger.entries import Transfer, TransferKind
+from ..ledger.entries import Transfer, TransferKind, group_account
 from ..ledger.lots import Lot
 from ..model import Lease, LeaseState, format_credits
 from ..store import book, closures, leases, lots, totals
@@ -63,6 +63,15 @@ class Giving(Core):
                 detail = f"{_signed(amount)} credits{ends}: {reason}"
                 self._note(connection, actor, "grant", account, detail, now)
         return done
+
+    def open_group_account(self, group: str, *, actor: str) -> bool:
+        """Open a group's account, which is empty. False when it is there."""
+        name, now = group_account(group), self.clock()
+        with self.store.write() as connection:
+            opened = book.open_account(connection, name, now)
+            if opened:
+                self._note(connection, actor, "open_account", name, "", now)
+        return opened
 
     def refund(
         self, lease_id: str, amount: int | None = None, *, actor: str, reason: str, key: str = ""

@@ -209,6 +209,7 @@ class Grants(Paying, Queue, Reads):
             rate=rate,
             hold=hold,
             granted_at=granted_at or now,
+            engine_id=self.engine_ids.get(terms["engine"], ""),
             **terms,
         )
         leases.insert(connection, lease)

@@ -30,6 +30,18 @@ class BrokerSettings(PriceSettings):
     def _default_database_url(self) -> str:
         return default_url()
 
+    hub_id_file = Unicode(
+        config=True,
+        help="""
+        The file with the id of this hub, by which its leases are known as its own. It is made at
+        the first start, and belongs into the backup of the hub's working directory.
+
+        The default is ``gpuspawner_hub_id`` beside the hub's cookie secret. Example::
+
+            c.Broker.hub_id_file = "/srv/jupyterhub/gpuspawner_hub_id"
+        """,
+    )
+
     device_source = Unicode(
         "auto",
         config=True,

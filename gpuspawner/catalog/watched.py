@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -11,9 +12,6 @@ from typing import Any
 
 from ..errors import ConfigError, GPUSpawnerError
 from . import Catalog, load
-
-AT_ONCE = 100_000
-"""Bytes of a catalog that is read while somebody waits for it; a larger one is read beside."""
 
 AGAIN = 5.0
 """Seconds after which a file that was not right is read again: what it names may be there now."""
@@ -42,33 +40,39 @@ class WatchedCatalog:
     def current(self) -> Catalog:
         """The catalog as the file is now, else as it last was right.
 
-        Raises ConfigError when it was never right. A change of a large file counts as soon as
-        it has been read, which nobody waits for.
+        Raises ConfigError when it was never right. On an event loop a change is read in a thread,
+        and counts once it has been read: await :meth:`refresh` before, where it has to count now.
         """
-        stamp = self._look()
-        with self._lock:
-            if self._is_due(stamp) and not self._is_being_read():
-                if self._good is not None and stamp is not None and stamp[1] > AT_ONCE:
-                    self._reading = threading.Thread(target=self._read, args=(stamp,), daemon=True)
-                    self._reading.start()
-                else:
-                    self._read(stamp)
-            if self._good is None:
-                raise ConfigError(self.problem)
-            return self._good
+        good = self._good
+        if good is not None and _is_on_event_loop():
+            if self.is_due() and not (self._reading and self._reading.is_alive()):
+                self._reading = threading.Thread(target=self._read_if_due, daemon=True)
+                self._reading.start()
+            return good
+        self._read_if_due()
+        if self._good is None:
+            raise ConfigError(self.problem)
+        return self._good
 
-    def wait(self) -> None:
-        """Until a change that is being read has been read."""
-        if self._reading is not None:
-            self._reading.join()
+    async def refresh(self) -> None:
+        """Read a change of the file, if there is one, off the event loop."""
+        if self.is_due():
+            await asyncio.to_thread(self._read_if_due)
+
+    def is_due(self) -> bool:
+        """Return True if the file changed, or is to be tried again."""
+        return self._is_due(self._look())
 
     def _is_due(self, stamp: Stamp | None) -> bool:
         if stamp != self._stamp:
             return True
         return bool(self.problem) and time.monotonic() - self._read_at > AGAIN
 
-    def _is_being_read(self) -> bool:
-        return self._reading is not None and self._reading.is_alive()
+    def _read_if_due(self) -> None:
+        with self._lock:
+            stamp = self._look()
+            if self._is_due(stamp):
+                self._read(stamp)
 
     def _look(self) -> Stamp | None:
         """What tells one state of the file from another; None when it cannot be seen."""
@@ -103,6 +107,14 @@ class WatchedCatalog:
             stays = "; the last good one stays" if self._good else ""
             self.log.error("The catalog is not right%s. %s", stays, problem)
         self._stamp, self._read_at, self.problem = stamp, time.monotonic(), problem
+
+
+def _is_on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def watched(settings: MutableMapping[str, Any], path: str, log: Any = None) -> WatchedCatalog:

@@ -40,6 +40,7 @@ from .sessions import extend, stop
 from .simulate import simulate
 from .slurm import grammar as slurm_grammar
 from .slurm import slurm
+from .takeover import takeover
 from .workspaces import grammar as workspaces_grammar
 from .workspaces import workspaces
 
@@ -133,6 +134,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="even when the server lives or nobody can say whether it does",
     )
+
+    over = add("takeover", takeover, "Go on with the leases of another hub that is gone for good.")
+    over.add_argument("--yes", action="store_true", help="do not ask")
 
     ending = add("stop", stop, "Have a server stopped; its member is told why.")
     ending.add_argument("server", metavar="SERVER", help=_SERVER)

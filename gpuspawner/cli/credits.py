@@ -15,7 +15,6 @@ from ..ledger.bulk import MOST
 from ..ledger.entries import check_account
 from ..ledger.pricing import parse_moment
 from ..model import Account, member_account, parse_credits
-from ..store import book
 from ..store.book import Line
 from .config import Settings
 from .output import count, credits, exact, local, note, show, table, utc
@@ -25,13 +24,14 @@ def grant(arguments: argparse.Namespace, settings: Settings) -> int:
     """Give credits to an account, or take some back with a negative amount."""
     broker = settings.open_broker()
     name = account_name(arguments.account)
+    actor = arguments.actor or default_actor()
     if arguments.open:
-        _open(broker, name)
+        _open(broker, name, actor)
     before = find_account(broker, name, "Open it now with --open.")
     done = broker.grant(
         name,
         arguments.amount,
-        actor=arguments.actor or default_actor(),
+        actor=actor,
         reason=arguments.reason,
         key=f"grant:{arguments.key}" if arguments.key else "",
         until=moment(arguments.until, broker.rate_zone),
@@ -154,7 +154,7 @@ def default_actor() -> str:
         return f"uid {os.getuid()}"
 
 
-def _open(broker: Broker, name: str) -> None:
+def _open(broker: Broker, name: str, actor: str) -> None:
     kind, _, owner = name.partition(":")
     known = {account.name for account in broker.accounts()}
     if name in known:
@@ -163,8 +163,7 @@ def _open(broker: Broker, name: str) -> None:
         opened = broker.open_account(owner)
         note(f"Opened {name} with its opening grant of {credits(opened.balance)} credits.")
         return
-    now = broker.clock()
-    broker.store.run(lambda connection: book.open_account(connection, name, now), write=True)
+    broker.open_group_account(owner, actor=actor)
     note(f"Opened {name}.")
 
 

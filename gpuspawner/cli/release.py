@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 
 from ..broker import Broker
 from ..engines import DockerEngine, Engine, LocalEngine
+from ..engines.docker import belongs_to, is_alive, sighting_of
 from ..engines.local import process_ref
-from ..errors import EngineUnavailable, GPUSpawnerError, Refused, UnknownLease
+from ..errors import AnotherEngine, EngineUnavailable, GPUSpawnerError, Refused, UnknownLease
 from ..ledger import rules
 from ..model import Lease, LeaseState, Sighting
 from .config import Settings
@@ -97,9 +99,15 @@ def _ask_docker(lease: Lease, settings: Settings) -> Proof:
         return Proof(Fate.UNKNOWN, f"the spawner's configuration does not load: {error.message}")
     engine = DockerEngine(connect)
     try:
-        found = _mine(engine, lease)
+        holders = engine.holders(lease)
+    except AnotherEngine:
+        return Proof(Fate.UNKNOWN, "another Docker Engine answers than the one it was started on.")
     except EngineUnavailable:
         return Proof(Fate.UNKNOWN, "the Docker Engine does not answer.")
+    if foreign := [each for each in holders if is_alive(each) and not belongs_to(each, lease)]:
+        name = foreign[0]["Name"].lstrip("/")
+        return Proof(Fate.UNKNOWN, f"the container {name}, of no lease, was given one of its GPUs.")
+    found = _first([sighting_of(each) for each in holders])
     if found is None and lease.engine_ref:
         died = engine.died_at(lease.engine_ref, lease.granted_at)
         return _judged(lease, found, "container", died)
@@ -118,7 +126,11 @@ def _ask_local(lease: Lease) -> Proof:
 
 def _mine(engine: Engine, lease: Lease) -> Sighting | None:
     """What the engine knows of the lease's server: alive before exited."""
-    mine = [s for s in engine.sightings() if s.lease_id == lease.id]
+    return _first([s for s in engine.sightings() if s.lease_id == lease.id])
+
+
+def _first(mine: Sequence[Sighting]) -> Sighting | None:
+    """One that is alive before those that have ended."""
     return next((s for s in mine if s.alive), mine[0] if mine else None)
 
 

@@ -16,11 +16,13 @@ LABELS = (LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER, LABEL_ENVIRONMENT)
 
 @runtime_checkable
 class Remembers(Protocol):
-    """An engine that can tell how servers ended that it does not have any more."""
+    """An engine that can say more of an open lease than what carries the lease's id."""
 
     def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
-        """Of these open leases, the servers that were not ``found``. Read ``leases`` before you
-        look. Blocks."""
+        """What became of the servers of these open leases of which none was ``found`` alive.
+
+        Read ``leases`` before you look. Blocks. Raises EngineUnavailable.
+        """
 
 
 class Engine(Protocol):

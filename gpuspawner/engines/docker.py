@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import docker
 import requests
 from docker.errors import APIError, DockerException, NotFound
 
-from ..errors import EngineUnavailable
+from ..errors import AnotherEngine, EngineUnavailable
 from ..model import Lease, LeaseState, ServerRef, Sighting
 from .base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 
@@ -21,6 +22,7 @@ T = TypeVar("T")
 ENDED = ("exited", "dead", "removing")
 """Container states that prove an end. Created, running, paused and restarting do not."""
 
+_AT_REST = (*ENDED, "created")
 _NEVER = "0001-01-01"
 _FRACTION = re.compile(r"\.(\d{1,6})\d*")
 
@@ -68,6 +70,10 @@ class DockerEngine:
                 found.append(sighting)
         return found
 
+    def _list(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.call(lambda client: client.containers(all=True))
+        return found
+
     def inspect(self, ref: str) -> dict[str, Any] | None:
         """A container as the engine describes it; None when it is proved gone (404)."""
         try:
@@ -87,27 +93,71 @@ class DockerEngine:
         with contextlib.suppress(NotFound):
             self.call(stop_and_remove)
 
+    def identity(self) -> str:
+        """Which engine answers: its id, and the folder that holds its containers.
+
+        A restart does not change it. Raises EngineUnavailable.
+        """
+        info = self.call(lambda client: client.info())
+        return f"{info.get('ID', '')} {info.get('DockerRootDir', '')}"
+
+    def holders(
+        self, lease: Lease, name: str = "", among: list[dict[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
+        """Every container that may hold a lease's devices, as the engine describes it.
+
+        Those with the lease's label, those with the recorded id or with ``name``, whatever they
+        are called or labelled now, and those that run without any lease and were given one of
+        its devices since the grant. A list without one that lives proves the server gone, unless
+        another engine answers: then an empty list raises AnotherEngine. ``among`` is the engine's
+        own list, if it was asked for already. Raises EngineUnavailable.
+        """
+        found = {}
+        for listed in self._list() if among is None else among:
+            owner = (listed.get("Labels") or {}).get(LABEL_LEASE, "")
+            is_its_own = (
+                owner == lease.id
+                or listed["Id"] == lease.engine_ref
+                or (name and f"/{name}" in (listed.get("Names") or ()))
+            )
+            # The engine's words for a container that runs; others hold no device.
+            may_hold = bool(lease.devices) and not owner and listed.get("State") not in _AT_REST
+            if not (is_its_own or may_hold) or (state := self.inspect(listed["Id"])) is None:
+                continue
+            if is_its_own or was_given(state, lease):
+                found[state["Id"]] = state
+        if not found and lease.engine_id and lease.engine_id != self.identity():
+            raise AnotherEngine()
+        return list(found.values())
+
     def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
-        """Servers whose container is removed by now, with their end if the events tell it.
+        """Servers whose container is removed by now, with their end if the events tell it; those
+        that live without the lease's label; and those of which nobody can say.
 
         Read ``leases`` before you look for ``found``: a running one that is not among them
         has lost its container.
         """
-        there = {sighting.lease_id for sighting in found}
-        return [
-            Sighting(
-                lease_id=lease.id,
-                ref=lease.engine_ref,
-                server=lease.server,
-                alive=False,
-                ended_at=self.died_at(lease.engine_ref, lease.granted_at),
+        there = {sighting.lease_id for sighting in found if sighting.alive}
+        ended = {sighting.lease_id for sighting in found if not sighting.alive}
+        doubted = [x for x in leases if x.engine == self.name and x.id not in there]
+        listed = self._list() if doubted else []
+        more = []
+        for lease in doubted:
+            gone = Sighting(
+                lease_id=lease.id, ref=lease.engine_ref, server=lease.server, alive=False
             )
-            for lease in leases
-            if lease.engine == self.name
-            and lease.state is LeaseState.RUNNING
-            and lease.engine_ref
-            and lease.id not in there
-        ]
+            try:
+                living = [each for each in self.holders(lease, among=listed) if is_alive(each)]
+            except AnotherEngine:
+                if lease.id not in ended:
+                    more.append(replace(gone, alive=True, unknown=_elsewhere(lease)))
+                continue
+            if living:
+                more += [_of_lease(each, lease) for each in living]
+            elif lease.id not in ended and lease.state is LeaseState.RUNNING and lease.engine_ref:
+                died = self.died_at(lease.engine_ref, lease.granted_at)
+                more.append(replace(gone, ended_at=died))
+        return more
 
     def died_at(self, ref: str, since: datetime) -> datetime | None:
         """When a container that is removed by now died, if the engine's events still say so."""
@@ -128,11 +178,73 @@ class DockerEngine:
         return datetime.fromtimestamp(max(times) / 1e9, tz=timezone.utc)
 
 
+def is_alive(container: dict[str, Any]) -> bool:
+    """Return True unless the container has exited."""
+    return container["State"].get("Status") not in ENDED
+
+
+def belongs_to(container: dict[str, Any], lease: Lease) -> bool:
+    """Return True if the container is the lease's own, by its label or its recorded id."""
+    return lease_of(container) == lease.id or container["Id"] == lease.engine_ref
+
+
+def lease_of(container: dict[str, Any]) -> str:
+    """Return the id in the container's lease label; empty when it has none."""
+    return str((container["Config"].get("Labels") or {}).get(LABEL_LEASE, ""))
+
+
+def foreign_holder(container: dict[str, Any], lease: Lease) -> str:
+    """Say that a container which is not ours holds devices of a lease, and what to do."""
+    name = str(container.get("Name", "")).lstrip("/") or container["Id"][:12]
+    return (
+        f"the container {name}, which belongs to no lease, was given a GPU of lease {lease.id}. "
+        f"Stop that container, or free the lease with: gpuspawner release {lease.id} --force"
+    )
+
+
+def _elsewhere(lease: Lease) -> str:
+    return (
+        "another engine answers than the one that its server was started on. Connect that one "
+        f"again, or free the lease with: gpuspawner release {lease.id} --force"
+    )
+
+
+def _of_lease(container: dict[str, Any], lease: Lease) -> Sighting:
+    """A living container as a sighting of the lease's server."""
+    seen = replace(sighting_of(container), lease_id=lease.id, server=lease.server)
+    if belongs_to(container, lease):
+        return seen
+    return replace(seen, unknown=foreign_holder(container, lease))
+
+
+def was_given(container: dict[str, Any], lease: Lease) -> bool:
+    """Return True if the container was started with one of the lease's devices after the grant."""
+    started = parse_time(container["State"].get("StartedAt", ""))
+    if started is None or started < lease.granted_at:
+        return False
+    named = _named_devices(container)
+    return any(device.uuid in named or str(device.index) in named for device in lease.devices)
+
+
+def _named_devices(container: dict[str, Any]) -> frozenset[str]:
+    """The devices that a container was given by name: UUIDs, or indices."""
+    host = container["HostConfig"]
+    named: list[str] = []
+    for request in host.get("DeviceRequests") or ():
+        named += request.get("DeviceIDs") or ()
+    if host.get("Runtime") == "nvidia":
+        for item in container["Config"].get("Env") or ():
+            variable, _, value = item.partition("=")
+            if variable == "NVIDIA_VISIBLE_DEVICES":
+                named += value.split(",")
+    return frozenset(each.rpartition("=")[2] for each in named)  # CDI: nvidia.com/gpu=UUID
+
+
 def sighting_of(container: dict[str, Any]) -> Sighting:
     """A container's inspection as a sighting."""
     labels = container["Config"].get("Labels") or {}
     state = container["State"]
-    alive = state.get("Status") not in ENDED
+    alive = is_alive(container)
     detail = ""
     if not alive:
         detail = f"exit code {state.get('ExitCode')}"

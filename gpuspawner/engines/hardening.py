@@ -53,11 +53,11 @@ def harden(host: Mapping[str, Any], hardening: Hardening) -> dict[str, Any]:
         said = list(host.get("SecurityOpt") or [])
         if hardening.no_new_privileges and not any(_is_about_privileges(each) for each in said):
             hard["SecurityOpt"] = [*said, "no-new-privileges"]
-    if hardening.pids and not host.get("PidsLimit"):
+    if hardening.pids and host.get("PidsLimit") is None:
         hard["PidsLimit"] = hardening.pids
-    if hardening.memory and not host.get("Memory"):
+    if hardening.memory and host.get("Memory") is None:
         hard["Memory"] = hardening.memory
-    if hardening.oom_score_adj and not host.get("OomScoreAdj"):
+    if hardening.oom_score_adj and host.get("OomScoreAdj") is None:
         hard["OomScoreAdj"] = hardening.oom_score_adj
     return hard
 

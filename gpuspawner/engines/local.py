@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ..model import ServerRef, Sighting
+from ..model import Lease, ServerRef, Sighting
 
 LEASE_VARIABLE = "GPUSPAWNER_LEASE_ID"
 _MARK = f"{LEASE_VARIABLE}=".encode()
@@ -26,6 +27,15 @@ class LocalEngine:
             if entry.name.isdigit() and (sighting := _sighting(int(entry.name))):
                 found.append(sighting)
         return found
+
+    def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
+        """Servers whose recorded process lives, though it does not show its lease any more."""
+        there = {sighting.lease_id for sighting in found}
+        return [
+            Sighting(lease_id=lease.id, ref=lease.engine_ref, server=lease.server, alive=True)
+            for lease in leases
+            if lease.engine == self.name and lease.id not in there and lives(lease.engine_ref)
+        ]
 
     def end(self, sighting: Sighting) -> None:
         """Ask the process group to end, and insist after ten seconds."""
@@ -52,6 +62,12 @@ def process_ref(pid: int) -> str:
     if fields[0] in ("Z", "X"):
         return ""
     return f"{pid}:{fields[19]}"
+
+
+def lives(ref: str) -> bool:
+    """Return True if the process of this ``pid:start time`` runs."""
+    pid = ref.partition(":")[0]
+    return pid.isdigit() and process_ref(int(pid)) == ref
 
 
 def _sighting(pid: int) -> Sighting | None:

@@ -10,6 +10,7 @@ from typing import Any
 from jupyterhub.handlers.base import BaseHandler
 from jupyterhub.user import User
 from tornado import web
+from tornado.http1connection import HTTP1Connection
 from tornado.httputil import url_concat
 
 from ..catalog import Catalog, Environment
@@ -21,13 +22,42 @@ from .site import CatalogPages, Found, State
 FILES = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
 """What a file beside the catalog may do when it is opened by itself: a drawing can hold scripts."""
 
+BODY_BYTES = 64 * 1024
+"""Of a request to the Hub's pages that are ours; the connection of one with more is closed."""
+BODY_SECONDS = 30.0
 
-class Handler(BaseHandler):
+
+@web.stream_request_body
+class DropsBody(web.RequestHandler):
+    """For a handler of the Hub that takes no body: one that comes is dropped as it comes."""
+
+    def set_default_headers(self) -> None:
+        super().set_default_headers()
+        # A refusal is sent before the body was read, and ends the connection: no proxy may send
+        # the next request by it.
+        if {"Content-Length", "Transfer-Encoding"} & set(self.request.headers):
+            self.set_header("Connection", "close")
+
+    async def prepare(self) -> None:
+        """Limit the body, before any of it is read."""
+        connection = self.request.connection
+        if isinstance(connection, HTTP1Connection):
+            connection.set_max_body_size(BODY_BYTES)
+            connection.set_body_timeout(BODY_SECONDS)
+        if (prepared := super().prepare()) is not None:
+            await prepared
+
+    def data_received(self, chunk: bytes) -> None:
+        """Drop it."""
+
+
+class Handler(DropsBody, BaseHandler):
     """What these pages share."""
 
     async def prepare(self) -> None:
         """Who has not signed in is sent there, where the admin wants that."""
         await super().prepare()
+        await self.site.refresh_catalog()
         if not self._finished and not self.site.public and self.current_user is None:
             self.redirect(url_concat(self.get_login_url(), {"next": self.request.uri}))
 

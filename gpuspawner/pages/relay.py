@@ -15,6 +15,8 @@ from jupyterhub.objects import Server
 from tornado import web
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
 
+from .handlers import DropsBody
+
 PATHS = {
     "GET": re.compile("leases/[0-9a-f]{1,64}/now"),
     "POST": re.compile("leases/[0-9a-f]{1,64}/(snooze|extend|end)"),
@@ -25,8 +27,8 @@ TIMEOUTS = {"GET": 8.0, "POST": 20.0}
 """Seconds. A stop answers after the Hub's ``slow_stop_timeout``, which is 10."""
 
 
-class Relay(APIHandler):
-    """Hands on what is in :data:`PATHS`, of who comes with a token."""
+class Relay(DropsBody, APIHandler):
+    """Hands on what is in :data:`PATHS`, of who comes with a token. A body is dropped."""
 
     async def get(self, path: str) -> None:
         """What a server asks."""

@@ -95,6 +95,11 @@ class CatalogPages(Configurable):
         found: Broker = self.settings["gpuspawner_broker"]
         return found
 
+    async def refresh_catalog(self) -> None:
+        """Read a change of the catalog's file, if there is one, off the event loop."""
+        if name := self.configured("catalog"):
+            await watched(self.settings, name, self.settings["log"]).refresh()
+
     def catalog(self) -> Catalog:
         """The catalog as the file is now, or as it last was right. Raises ConfigError."""
         name = self.configured("catalog")

@@ -84,6 +84,16 @@ class GPUSpawnerBase(Hours, Spawner):
             return Catalog.single(devices=DeviceLimits(default=1, max=options.MOST_GPUS))
         return watched(self.user.settings, self.catalog, self.log).current()
 
+    def catalog_is_due(self) -> bool:
+        """Return True if the catalog's file changed and was not read since."""
+        path = self.catalog
+        return bool(path) and watched(self.user.settings, path, self.log).is_due()
+
+    async def refresh_catalog(self) -> None:
+        """Read a change of the catalog's file, if there is one, off the event loop."""
+        if self.catalog:
+            await watched(self.user.settings, self.catalog, self.log).refresh()
+
     def catalog_problem(self) -> str:
         """For an admin: why the newest edit of the catalog does not hold; else empty."""
         if not self.catalog or not self.user.admin:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import docker
 import requests
@@ -17,10 +19,12 @@ from jupyterhub.traitlets import ByteSpecification
 from traitlets import CaselessStrEnum
 
 from ..engines import DockerEngine
-from ..engines.docker import sighting_of
+from ..engines.base import LABEL_LEASE
+from ..engines.docker import belongs_to, foreign_holder, is_alive, lease_of, sighting_of
 from ..engines.hardening import HELPER
 from ..engines.injection import MODES
 from ..errors import EngineUnavailable, StartFailed
+from ..model import Lease
 from .base import spawn_exception
 from .container import ContainerSettings, build
 from .gone import Proof
@@ -30,14 +34,21 @@ from .keeping import Kept, Plain, keep, leave_plain
 from .limits import allowed_ulimits
 from .pulling import Pulls
 
+T = TypeVar("T")
+
 THREADS = 16
 """Docker calls that may run at once; the stock spawner has one thread for all members."""
+
+ZEROS = {"mem_limit": "Memory", "pids_limit": "PidsLimit", "oom_score_adj": "OomScoreAdj"}
+"""Settings of ``extra_host_config`` whose 0 means something, and their names in the Engine API."""
 
 
 class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     """Leases GPUs to containers on this machine's Docker Engine."""
 
     engine_name = "docker"
+    if TYPE_CHECKING:
+        extra_host_config: Any
 
     gpu_injection = CaselessStrEnum(
         ["auto", *MODES],
@@ -74,7 +85,9 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     @property
     def own_form_traits(self) -> tuple[str, ...]:
         """A catalog says which images there are; without one, ``allowed_images`` does."""
-        return ("options_form",) if self.catalog else ("options_form", "allowed_images")
+        if self.catalog:
+            return ("options_form",)
+        return ("options_form", "allowed_images", "image_whitelist")  # the latter: its old name
 
     # Docker, without one call blocking another.
 
@@ -124,15 +137,28 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         )
         return found
 
-    async def docker(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A Docker call in a thread; what DockerSpawner creates gets the lease applied."""
+    def server_engine(self) -> DockerEngine:
+        """The engine that this server is on."""
+        return self.engine()
+
+    async def _ask_engine(self, ask: Callable[..., T], *args: Any) -> T:
+        """Run a blocking question to the engine in one of the threads for it."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, ask, *args)
+
+    def docker(self, method: str, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        """Make a Docker call in a thread; the server's container gets the lease applied.
+
+        As in DockerSpawner the call is under way when this returns: a hook need not wait for it.
+        """
+        return asyncio.ensure_future(self._docker_call(method, *args, **kwargs))
+
+    async def _docker_call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if method == "create_container" and self._plain:
             return await self._call(method, *args, **self._plain.applied(kwargs))
-        if method == "create_container":
-            await self.find_folders()
-            kwargs = build(kwargs, self._held(), await self._container_settings())
-            self.warn_of(kwargs["host_config"])
-            await self.storage().prepare(self.image)
+        if method == "create_container" and not args:
+            # DockerSpawner names the image of the server, and passes that of its helper for
+            # certificates by position: the helper gets neither lease nor workspace.
+            kwargs, _ = await asyncio.gather(self._built(kwargs), self._note_engine())
         elif method != "start":
             return await self._call(method, *args, **kwargs)
         # The call outlives a cancelled spawn: keep hold of it, so that the release waits
@@ -140,6 +166,24 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         self.touched = True
         self._changing = asyncio.ensure_future(self._call(method, *args, **kwargs))
         return await asyncio.shield(self._changing)
+
+    async def _built(self, create: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of ``create_container`` with the lease applied."""
+        create["host_config"] = self._with_own_zeros(create.get("host_config") or {})
+        await self.find_folders()
+        create = build(create, self._held(), await self._container_settings())
+        self.warn_of(create["host_config"])
+        await self.storage().prepare(self.image)
+        return create
+
+    async def _note_engine(self) -> None:
+        """Write which engine gets the container, where the lease does not say so already."""
+        lease = self._held()
+        identity = await self._ask_engine(self.server_engine().identity)
+        if identity != lease.engine_id:
+            self.broker.engine_ids[lease.engine] = identity
+            await self.broker.run(self.broker.note_engine, lease.id, identity)
+            self.lease = replace(lease, engine_id=identity)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await super().docker(method, *args, **kwargs)
@@ -237,8 +281,31 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         await pulls.pull(image, lambda message: self.said.say(message, 20))
 
     async def create_object(self) -> Any:
+        """Create the container; the admin's ``extra_host_config`` is evaluated here, once."""
         self.said.say("Creating the container", 50)
-        return await super().create_object()
+        configured = self.extra_host_config
+        host = configured(self) if callable(configured) else configured
+        if inspect.isawaitable(host):
+            host = await host
+        self.extra_host_config = host
+        try:
+            return await super().create_object()
+        finally:
+            self.extra_host_config = configured
+
+    def _with_own_zeros(self, host: dict[str, Any]) -> dict[str, Any]:
+        """The HostConfig with each 0 that the admin wrote, and without the default's.
+
+        docker-py leaves a 0 out, and DockerSpawner sends Memory 0 where nothing is configured.
+        """
+        configured = self.extra_host_config
+        said = {} if callable(configured) else configured  # only a hook's own call finds one
+        zeros = {name for name, value in said.items() if value == 0 and value is not False}
+        in_catalog = self.chosen is not None and self.chosen.mem_limit is not None
+        if not host.get("Memory") and (self.is_configured("mem_limit") or in_catalog):
+            zeros.add("mem_limit")
+        mended = {key: value for key, value in host.items() if key != "Memory" or value}
+        return mended | {key: 0 for name, key in ZEROS.items() if name in zeros}
 
     async def start_object(self) -> None:
         self.said.say("Starting the container", 60)
@@ -290,13 +357,39 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     # What Docker says, and what it does not.
 
     async def get_object(self) -> Any:
-        """As DockerSpawner, except that only 404 means gone: an error is no answer."""
+        """As DockerSpawner, except that only 404 means gone, since an error is no answer; and a
+        container of this lease that was renamed is found by its id and label."""
+        container = await self._inspect(self.object_name)
+        if self.lease_id and self.touched and not self._is_own(container):
+            container = await self._find_own() or container
+        self.object_id = container[self.object_id_key] if container else ""
+        return container
+
+    def _is_own(self, container: dict[str, Any] | None) -> bool:
+        """Return True for the container of this server's lease."""
+        if container is None:
+            return False
+        return lease_of(container) == self.lease_id or container["Id"] == self._known_id
+
+    @property
+    def _known_id(self) -> str:
+        """The recorded id of the server's container; empty before it answered."""
+        return (self.lease.engine_ref if self.lease else "") or self.object_id or ""
+
+    async def _find_own(self) -> dict[str, Any] | None:
+        """The container of this server's lease, whatever its name is; one that lives first."""
+        wanted = {"label": f"{LABEL_LEASE}={self.lease_id}"}
+        listed = await self._call("containers", all=True, filters=wanted)
+        ids = dict.fromkeys([*(each["Id"] for each in listed), self._known_id])
+        found = [state for ref in ids if ref and (state := await self._inspect(ref))]
+        return next((each for each in found if is_alive(each)), found[0] if found else None)
+
+    async def _inspect(self, ref: str) -> dict[str, Any] | None:
+        """A container by its name or id; None when the engine has none (404)."""
         try:
-            container = await self._call("inspect_" + self.object_type, self.object_name)
+            container: dict[str, Any] = await self._call("inspect_" + self.object_type, ref)
         except NotFound:
-            self.object_id = ""
             return None
-        self.object_id = container[self.object_id_key]
         return container
 
     async def poll(self) -> Any:
@@ -314,43 +407,66 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         return status
 
     async def prove_gone(self) -> Proof:
-        """Gone is a container that exited or is not there (404), and nothing else."""
-        if not self.touched:
+        """Gone when no container lives that may hold the lease: by its label, its recorded id, its
+        name or its devices. Only exits and absence count, and nothing else."""
+        if not self.touched or self.lease is None:
             return Proof(gone=True)
         if self._changing is not None and not self._changing.done():
             await asyncio.wait([self._changing])
+        lease = self.lease
         try:
-            container = await self.get_object()
-            if container is None:
+            found = await self._ask_engine(self.server_engine().holders, lease, self.object_name)
+            living = [each for each in found if is_alive(each) and not _is_unstarted(each)]
+            if living:
+                return Proof(gone=False, detail=self._why_not_gone(living, lease))
+            own = [each for each in found if belongs_to(each, lease)]
+            for each in own:
+                if self.remove or _is_unstarted(each):
+                    await self._remove(each["Id"])
+            if not own:  # removed, or never created: an older one may be there under the name
                 return Proof(gone=True, ended_at=await self._died_at())
-            return await self._proof_of(container)
         except (DockerException, requests.RequestException, OSError) as error:
             raise EngineUnavailable() from error
+        ends = [sighting_of(each) for each in own]
+        last = max((end.ended_at for end in ends if end.ended_at), default=None)
+        return Proof(
+            gone=True, ended_at=last, detail=next((e.detail for e in ends if e.detail), "")
+        )
 
-    async def _proof_of(self, container: dict[str, Any]) -> Proof:
-        never_started = container["State"].get("Status") == "created"
-        seen = sighting_of(container)
-        if seen.alive and not never_started:
-            return Proof(gone=False)
-        if seen.lease_id != self.lease_id:
-            return Proof(gone=True)  # an older one: this lease's was never created
-        if self.remove or never_started:
-            await self.remove_object()
-        return Proof(gone=True, ended_at=seen.ended_at, detail=seen.detail)
+    def _is_ours(self, container: dict[str, Any], lease: Lease) -> bool:
+        """Return True for the lease's own container, and for what has this server's name."""
+        return belongs_to(container, lease) or container["Name"] == f"/{self.object_name}"
+
+    def _why_not_gone(self, living: list[dict[str, Any]], lease: Lease) -> str:
+        foreign = [each for each in living if not self._is_ours(each, lease)]
+        return foreign_holder(foreign[0], lease) if foreign else "its container lives"
+
+    async def _remove(self, container_id: str) -> None:
+        """Remove a container that has ended; it may be going by itself."""
+        self.log.info("Removing the container %s of %s", container_id[:12], self.server_ref)
+        try:
+            await self._call("remove_container", container_id, v=True)
+        except APIError as error:
+            if error.status_code not in (404, 409):
+                raise
 
     async def _died_at(self) -> datetime | None:
         lease = self.lease
         if lease is None or not lease.engine_ref or self.stopped_at:
             return None
         since = self.seen_alive_at or lease.started_at or lease.granted_at
-        return await self.broker.run(self.engine().died_at, lease.engine_ref, since)
+        return await self._ask_engine(self.server_engine().died_at, lease.engine_ref, since)
 
     async def end_leftover(self) -> None:
-        """The Hub believes it stopped and starts it anew: end it."""
+        """End every container of this server that lives, by its id; what only shares a device with
+        it is somebody else's."""
+        lease = self._held()
         try:
-            await self.get_object()
-            if self.object_id:
-                await self.stop_object()
+            found = await self._ask_engine(self.server_engine().holders, lease, self.object_name)
+            for each in found:
+                if is_alive(each) and self._is_ours(each, lease):
+                    self.object_id = each["Id"]
+                    await self.stop_object()
         except (DockerException, requests.RequestException, OSError) as error:
             raise EngineUnavailable() from error
 
@@ -372,6 +488,11 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         if state.get("OOMKilled"):
             return "it ran out of memory"
         return f"it exited at once with code {state['ExitCode']}"
+
+
+def _is_unstarted(container: dict[str, Any]) -> bool:
+    """Return True for a container that was created and never started."""
+    return bool(container["State"].get("Status") == "created")
 
 
 def _explanation(error: Exception) -> str:

@@ -74,6 +74,7 @@ class GPUSpawnerForm(GPUSpawnerLinks):
     async def get_options_form(self) -> str:
         """The admin's own form, if there is one, then environments, GPUs and the balance."""
         own = await super().get_options_form() if self.shows_own_form() else ""
+        await self.refresh_catalog()
         try:
             catalog = self.load_catalog()
             usual = catalog.default_for(self.group_names)

@@ -92,6 +92,7 @@ class GPUSpawnerLinks(GPUSpawnerBase):
 
     async def _check_choice(self, choice: options.Choice) -> None:
         """Whether this member may have it here, at all and not now. Raises Refused."""
+        await self.refresh_catalog()
         catalog, groups = self.load_catalog(), self.group_names
         if choice.environment:
             environment = catalog.get_for(choice.environment, groups)

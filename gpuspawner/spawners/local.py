@@ -10,7 +10,8 @@ from jupyterhub.spawner import SimpleLocalProcessSpawner
 from traitlets import Unicode, default
 
 from ..engines import LocalEngine
-from ..engines.local import process_ref
+from ..engines.local import lives, process_ref
+from ..model import Sighting
 from .gone import Proof
 from .mixin import GPUSpawnerMixin
 
@@ -73,15 +74,23 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
         self._make_work()
 
     async def prove_gone(self) -> Proof:
-        """Gone when no process carries the lease in its environment."""
-        sightings = await self.broker.run(LocalEngine().sightings)
-        return Proof(gone=all(s.lease_id != self.lease_id for s in sightings))
+        """Gone when no process carries the lease in its environment, and the recorded one has
+        ended, whatever that carries."""
+        recorded = lives(self.lease.engine_ref) if self.lease else False
+        return Proof(gone=not recorded and not await self._mine())
+
+    async def _mine(self) -> list[Sighting]:
+        """The processes that carry the lease in their environment."""
+        found = await self.broker.run(LocalEngine().sightings)
+        return [sighting for sighting in found if sighting.lease_id == self.lease_id]
 
     async def end_leftover(self) -> None:
         engine = LocalEngine()
-        for sighting in await self.broker.run(engine.sightings):
-            if sighting.lease_id == self.lease_id:
-                await self.broker.run(engine.end, sighting)
+        mine = await self._mine()
+        if not mine and self.lease is not None:
+            mine = engine.removed([self.lease], [])
+        for sighting in mine:
+            await self.broker.run(engine.end, sighting)
 
     async def failure_detail(self) -> str:
         return "the process ended at once; the hub's log has its last words"

@@ -67,6 +67,8 @@ class GPUSpawnerMixin(Acquiring):
         self.stopped_at: datetime | None = None
         self._spawn: asyncio.Task[Any] | None = None
         """The Hub's, which also clears away what a start leaves that fails."""
+        self._is_starting = False
+        """Whether that task is still on its way to a server that answers."""
         self._claim: asyncio.Task[None] | None = None
         self._looked_up = False
 
@@ -99,14 +101,18 @@ class GPUSpawnerMixin(Acquiring):
 
     def run_pre_spawn_hook(self) -> Any:
         """Acquire, then the admin's own ``pre_spawn_hook``."""
+        if self.catalog_is_due():
+            return self._refresh_then_hook()
         self.said = Progress()
         self.stopped_at = None
         self._spawn = asyncio.current_task()
+        self._is_starting = True
         try:
             environment, request = self.resolve_options()
             terms = self.terms(environment, request)
             self.apply_environment(environment)
         except GPUSpawnerError as error:
+            self._is_starting = False
             raise spawn_exception(error) from error
         if is_recovered(self) and not self.looks_first(request):
             # Not only when the event loop comes back to this spawn: where very many are asked
@@ -114,18 +120,26 @@ class GPUSpawnerMixin(Acquiring):
             self._ask(request, terms)
         return self._acquire_then_hook(request, terms)
 
+    async def _refresh_then_hook(self) -> None:
+        await self.refresh_catalog()
+        await self.run_pre_spawn_hook()
+
     async def _acquire_then_hook(self, request: Request, terms: Terms) -> None:
         try:
             await recovered(self)
             if self.looks_first(request):
                 await self.look_at_files(request)
             self.lease = await self._acquire(request, terms)
+            self.lease_id = self.lease.id
+            self.said.say(what_you_got(self.lease), 10)
+            if (hook := super().run_pre_spawn_hook()) is not None:
+                await maybe_future(hook)
         except GPUSpawnerError as error:
+            self._is_starting = False
             raise spawn_exception(error) from error
-        self.lease_id = self.lease.id
-        self.said.say(what_you_got(self.lease), 10)
-        if (hook := super().run_pre_spawn_hook()) is not None:
-            await maybe_future(hook)
+        except BaseException:
+            self._is_starting = False
+            raise
 
     async def end_leftover(self) -> None:
         """End a server that the Hub believes stopped. The engine overrides it."""
@@ -154,6 +168,8 @@ class GPUSpawnerMixin(Acquiring):
             if time.monotonic() - began < self.start_timeout - 1:
                 raise
             raise spawn_exception(await self._too_slow()) from None
+        finally:
+            self._is_starting = False
         self.seen_alive_at = self.broker.clock()
         self.said.say("The server answers", 95)
         self.watch_claim()
@@ -163,10 +179,12 @@ class GPUSpawnerMixin(Acquiring):
         """Wait while a start that failed is being cleared away: for the ``poll`` of an engine.
 
         When that takes longer than ``slow_spawn_timeout``, the Hub asks whether the server lives,
-        and a second later says "failed to start" in place of what failed.
+        and a second later says "failed to start" in place of what failed. A start that goes on is
+        not waited for: a Hub that shuts down stops it from outside, and may not wait for a pull.
         """
         spawn = self._spawn  # which polls as well, when it has failed
-        if self.pending == "stop" and spawn is not None and spawn is not asyncio.current_task():
+        is_clearing = self.pending == "stop" and not self._is_starting
+        if is_clearing and spawn is not None and spawn is not asyncio.current_task():
             await asyncio.wait([spawn], timeout=CLEARING)
 
     async def poll(self) -> Any:
@@ -178,12 +196,16 @@ class GPUSpawnerMixin(Acquiring):
         return status
 
     async def _remember(self) -> None:
-        """The lease of a server that ran before this hub did; once, it is in the store."""
-        if self.lease is not None or not self.lease_id or self._looked_up:
-            return
+        """The lease of a server that ran before this hub did; once, it is in the store. And under
+        the name that its member has by now."""
         with suppress(GPUSpawnerError):  # the next poll asks again
-            self.lease = await self.broker.run(self.broker.lease_of, self.server_ref)
-            self._looked_up = True
+            if self.lease is None and self.lease_id and not self._looked_up:
+                leases = await self.broker.run(self.broker.open_leases)
+                self.lease = next((each for each in leases if each.id == self.lease_id), None)
+                self._looked_up = True
+            if self.lease is not None and self.lease.server != self.server_ref:
+                follow = self.broker.follow_rename
+                self.lease = await self.broker.run(follow, self.lease.id, self.server_ref)
 
     def watch_claim(self) -> None:
         """See to it that the member of a server from the queue comes in time."""
@@ -312,7 +334,8 @@ class GPUSpawnerMixin(Acquiring):
             await self.end_leftover()
             proof = await self.prove_gone()
         if not proof.gone:
-            self.log.warning("%s is not proved gone: its lease stays", self.server_ref)
+            why = f" ({proof.detail})" if proof.detail else ""
+            self.log.warning("%s is not proved gone: its lease stays%s", self.server_ref, why)
             return False
         # A busy engine answers long after the end, and knows when that was.
         ended = proof.ended_at or self.stopped_at or self.seen_alive_at

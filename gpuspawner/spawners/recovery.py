@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from jupyterhub import orm
 
-from ..engines import Engine, LocalEngine, Remembers
-from ..errors import AnotherHubGrants, EngineUnavailable, NotReconciled
+from ..engines import DockerEngine, Engine, LocalEngine, Remembers
+from ..errors import AnotherHubGrants, EngineUnavailable, NotReconciled, NotTheOwner
 from ..model import Lease, ServerRef, Sighting
 from ..reconcile import HubState, Remove
+from ..store.granter import TAKE_OVER
 
 if TYPE_CHECKING:
     from .mixin import GPUSpawnerMixin
@@ -48,12 +50,14 @@ async def _recover(spawner: GPUSpawnerMixin) -> None:
     # Twice at most: what the first look removes, the second one settles.
     for _ in range(2):
         servers = hub_servers(spawner)
+        await _follow_renames(spawner)
         leases = await broker.run(broker.open_leases)
         sightings = await asyncio.to_thread(_look, engines, leases)
         actions = await broker.run(broker.reconcile, sightings, servers, grace_seconds=0)
         if away := [name for name, found in sightings.items() if found is None]:
             spawner.log.error("Granting nothing yet: %s does not answer", " and ".join(away))
             raise NotReconciled()
+        broker.engine_ids.update(await asyncio.to_thread(_identities, engines))
         orphans = [action for action in actions if isinstance(action, Remove)]
         for orphan in orphans:
             named = f"{orphan.sighting.server} ({orphan.engine} {orphan.sighting.ref[:12]})"
@@ -66,7 +70,12 @@ async def _recover(spawner: GPUSpawnerMixin) -> None:
 
 async def _must_grant(spawner: GPUSpawnerMixin) -> None:
     """Raises AnotherHubGrants, unless this hub is the one that gives out the GPUs."""
-    if not await spawner.broker.run(spawner.broker.granter.take):
+    try:
+        may_grant = await spawner.broker.run(spawner.broker.granter.take)
+    except NotTheOwner as error:
+        spawner.log.error("%s %s", error.message, TAKE_OVER)
+        raise
+    if not may_grant:
         raise AnotherHubGrants()
 
 
@@ -86,13 +95,37 @@ def _look(
     for name, engine in engines.items():
         try:
             seen = engine.sightings()
+            if isinstance(engine, Remembers):
+                seen += engine.removed(leases, seen)
         except EngineUnavailable:
             found[name] = None
             continue
-        if isinstance(engine, Remembers):
-            seen += engine.removed(leases, seen)
         found[name] = seen
     return found
+
+
+def _identities(engines: Mapping[str, Engine]) -> dict[str, str]:
+    """Which engine each is, for the leases to be granted; of one that fails now, its first start
+    says it. Blocks."""
+    found = {}
+    for name, engine in engines.items():
+        if isinstance(engine, DockerEngine):
+            with suppress(EngineUnavailable):
+                found[name] = engine.identity()
+    return found
+
+
+async def _follow_renames(spawner: GPUSpawnerMixin) -> None:
+    """Find the leases of members who were renamed at the Hub, by what it keeps of their servers."""
+    broker = spawner.broker
+    known = {lease.id: lease for lease in await broker.run(broker.open_leases)}
+    rows = spawner.user.db.query(orm.User.name, orm.Spawner.name, orm.Spawner.state)
+    rows = rows.join(orm.Spawner, orm.Spawner.user_id == orm.User.id)
+    rows = rows.filter(orm.Spawner.server_id.isnot(None))
+    for user, name, state in rows:
+        lease, server = known.get((state or {}).get("lease_id", "")), ServerRef(user, name or "")
+        if lease is not None and lease.server != server:
+            await broker.run(broker.follow_rename, lease.id, server)
 
 
 def hub_servers(spawner: GPUSpawnerMixin) -> dict[ServerRef, HubState]:

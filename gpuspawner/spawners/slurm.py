@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import docker
 from traitlets import Bool, TraitError, Unicode, validate
 
+from ..engines import DockerEngine
 from ..errors import ConfigError, EngineUnavailable, StartFailed, Unavailable
 from ..model import Lease, LeaseState, Request, ServerRef, Ticket
 from ..slurm.cluster import Node
@@ -17,7 +18,7 @@ from ..slurm.delegate import SlurmDelegate
 from ..slurm.images import Wanted
 from ..slurm.jobs import Job
 from ..slurm.nesting import CGROUP_V1, nest
-from ..slurm.reaching import connector
+from ..slurm.reaching import QUICK, connector
 from .docker import GPUDockerSpawner
 from .gone import Proof
 from .watching import watch_over
@@ -127,6 +128,31 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         if (node := self.node) is None:
             return super().connect(timeout)
         return connector(node, timeout)()
+
+    @property
+    def client(self) -> docker.APIClient:
+        """The client for DockerSpawner's own calls. Who only looks after a server gives up soon: a
+        node that is cut off answers nothing, and everybody's calls share the threads."""
+        if self.node is None or self.pending in ("spawn", "stop"):
+            return super().client
+        kept = self.engine_settings
+        made: docker.APIClient | None = kept.get("gpuspawner_quick_client")
+        return made or kept.setdefault("gpuspawner_quick_client", self.connect(QUICK))
+
+    def engine(self) -> DockerEngine:
+        """This machine's engine, wherever the server is."""
+        connect = super().connect
+        found: DockerEngine = self.shared("gpuspawner_docker_engine", lambda: DockerEngine(connect))
+        return found
+
+    def server_engine(self) -> DockerEngine:
+        """The engine of the server's node, whichever node this spawner is on later."""
+        if (node := self.node) is None:
+            return self.engine()
+        found: DockerEngine = self.of_engine(
+            "gpuspawner_docker_engine", lambda: DockerEngine(connector(node, 60))
+        )
+        return found
 
     def get_state(self) -> dict[str, Any]:
         state = super().get_state()

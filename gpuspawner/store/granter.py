@@ -3,6 +3,9 @@
 A lock that the operating system (SQLite) or the server (PostgreSQL) holds for the hub's process
 and lets go of when the process dies, however it dies: there is no time to wait for and no clock.
 The lock carries the hub's name, so that the accounting services of others know to stand aside.
+
+Whose leases and tickets a database holds is written in it too. While there are any, another hub
+may not grant, lock or no lock, until an admin says so (:meth:`Granter.take_over`).
 """
 
 from __future__ import annotations
@@ -13,11 +16,15 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from datetime import datetime, timezone
 from typing import Any
 
 import sqlalchemy as sa
 
-from ..errors import StoreUnavailable
+from ..errors import AnotherHubGrants, NotTheOwner, StoreUnavailable
+from . import owner
+from .closures import note
+from .owner import Owner
 from .store import Store
 
 _KEY = 0x67707567  # "gpug": the advisory lock of whoever grants
@@ -37,11 +44,23 @@ _TRIES = 5
 """Somebody may only be looking who holds the lock on a file: it is tried again."""
 
 
-class Granter:
-    """The right to grant in one store. Every method raises StoreUnavailable."""
+TAKE_OVER = (
+    "Start that hub again, or, if it is gone for good, type in this hub's working directory: "
+    "gpuspawner takeover"
+)
+"""What an admin can do about NotTheOwner."""
 
-    def __init__(self, store: Store) -> None:
+
+class Granter:
+    """The right to grant in one store. Every method raises StoreUnavailable.
+
+    ``identity`` is the hub's own (:mod:`gpuspawner.store.identity`); without one, nobody is asked
+    whose the database is.
+    """
+
+    def __init__(self, store: Store, identity: str = "") -> None:
         self.store = store
+        self.identity = identity
         self._held: Any = None
         self._seen_at = -SURE
         self._taking = threading.Lock()
@@ -54,13 +73,18 @@ class Granter:
         return self._held is not None and time.monotonic() - self._seen_at < SURE
 
     def take(self) -> bool:
-        """Whether this process may grant; the first one that asks may, and goes on so."""
+        """Whether this process may grant; the first one that asks may, and goes on so.
+
+        Raises NotTheOwner while the leases or tickets of another hub are open.
+        """
         with self._taking:
             if self.sure:
                 return True
             try:
                 if self._held is None or not self._still_there():
+                    self.require_owner()
                     self._held = self._try()
+                    self._own()
             except (sa.exc.DBAPIError, sa.exc.TimeoutError, OSError) as error:
                 raise StoreUnavailable() from error
             self._seen_at = time.monotonic()
@@ -69,11 +93,69 @@ class Granter:
     def give_up(self) -> None:
         """Let another process grant."""
         with self._taking:
-            if isinstance(self._held, int):
-                os.close(self._held)
-            elif self._held is not None:
-                self._held.close()
-            self._held = None
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if isinstance(self._held, int):
+            os.close(self._held)
+        elif self._held is not None:
+            self._held.close()
+        self._held = None
+
+    # Whose the database is.
+
+    def owner(self) -> tuple[Owner | None, bool]:
+        """The owner, and whether it has open leases or waiting tickets."""
+        with self.store.read() as connection:
+            return owner.load(connection), owner.has_something(connection)
+
+    def require_owner(self) -> None:
+        """Raises NotTheOwner while the leases or tickets of another hub are open."""
+        if self.identity:
+            _require(self.identity, *self.owner())
+
+    def _own(self) -> None:
+        """Write that the database is this hub's, which holds the lock by now."""
+        if not self.identity or self._held is None:
+            return
+        try:
+            with self.store.write() as connection:
+                found = owner.load(connection)
+                if found is not None and found.hub == self.identity:
+                    return
+                _require(self.identity, found, owner.has_something(connection))
+                owner.replace(connection, _this_hub(self.identity))
+        except BaseException:
+            self._let_go()
+            raise
+
+    def take_over(self, actor: str) -> None:
+        """Make the database this hub's, whoever's its leases were; it stays written who did so.
+
+        Raises AnotherHubGrants while a hub runs on it.
+        """
+        with self._taking:
+            try:
+                self._held = self._try()
+            except (sa.exc.DBAPIError, sa.exc.TimeoutError, OSError) as error:
+                raise StoreUnavailable() from error
+            if self._held is None:
+                raise AnotherHubGrants()
+            try:
+                with self.store.write() as connection:
+                    found, new = owner.load(connection), _this_hub(self.identity)
+                    owner.replace(connection, new)
+                    before = f"{found.hub} ({found.machine})" if found else "nobody"
+                    note(
+                        connection,
+                        at=new.since,
+                        actor=actor,
+                        action="takeover",
+                        subject="hub",
+                        detail=f"from {before} to {new.hub} ({new.machine})",
+                    )
+            finally:
+                self._let_go()
 
     def holder(self) -> str:
         """Which hub may grant just now (see :func:`hub_name`); nothing when none does."""
@@ -101,7 +183,7 @@ class Granter:
                 time.sleep(0.01)
             else:
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, hub_name(os.getpid()).encode(), 0)
+                os.pwrite(descriptor, hub_name(os.getpid(), self.identity).encode(), 0)
                 return descriptor
         os.close(descriptor)
         return None
@@ -128,7 +210,7 @@ class Granter:
     def _try_server(self) -> sa.Connection | None:
         connection = self.store.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         connection.detach()  # it is not for anybody else, and does not go back to the pool
-        connection.execute(_NAME, {"name": hub_name(os.getpid())})
+        connection.execute(_NAME, {"name": hub_name(os.getpid(), self.identity)})
         if connection.execute(_LOCK).scalar_one():
             return connection
         connection.close()
@@ -149,6 +231,16 @@ class Granter:
             return str(connection.execute(_HOLDER).scalar() or "")
 
 
-def hub_name(pid: int | str) -> str:
-    """What a hub is called in its lock: its machine and its process."""
-    return f"{socket.gethostname()[:40]}:{pid}"  # PostgreSQL keeps 63 bytes
+def hub_name(pid: int | str, identity: str = "") -> str:
+    """What a hub is called in its lock: its identity, its machine and its process."""
+    process = f"{socket.gethostname()[:30]}:{pid}"  # PostgreSQL keeps 63 bytes
+    return f"{identity}@{process}" if identity else process
+
+
+def _this_hub(identity: str) -> Owner:
+    return Owner(identity, socket.gethostname(), datetime.now(timezone.utc))
+
+
+def _require(identity: str, found: Owner | None, has_something: bool) -> None:
+    if found is not None and found.hub != identity and has_something:
+        raise NotTheOwner(machine=found.machine)

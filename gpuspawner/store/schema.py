@@ -81,6 +81,7 @@ leases = Table(
     Column("state", Text, nullable=False),
     Column("engine", Text, nullable=False, default=""),
     Column("engine_ref", Text, nullable=False, default=""),
+    Column("engine_id", Text, nullable=False, default="", server_default=text("''")),
     Column("granted_at", UTCDateTime, nullable=False),
     Column("started_at", UTCDateTime),
     Column("seen_at", UTCDateTime),
@@ -247,6 +248,17 @@ audit = Table(
     Column("action", Text, nullable=False),
     Column("subject", Text, nullable=False),
     Column("detail", Text, nullable=False, default=""),
+)
+
+owner = Table(
+    "owner",
+    metadata,
+    # The one hub that may change what is here, by its identity.
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("hub", Text, nullable=False),
+    Column("machine", Text, nullable=False, default="", server_default=text("''")),
+    Column("since", UTCDateTime, nullable=False),
+    CheckConstraint("id = 1", name="owner_one"),
 )
 
 notices = Table(

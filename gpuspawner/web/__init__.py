@@ -41,11 +41,20 @@ from . import (
     usage,
     worked,
 )
-from .base import Context, HubCalls
+from .base import Context, Duty, HubCalls
+from .cookie_secret import read_cookie_secret
+from .limits import LimitedApplication, make_server
 from .pages import read_templates
 from .usage import remember
 
-__all__ = ["BELIEVED", "make_app", "read_templates", "remember"]
+__all__ = [
+    "BELIEVED",
+    "make_app",
+    "make_server",
+    "read_cookie_secret",
+    "read_templates",
+    "remember",
+]
 
 BELIEVED = 10
 """Seconds that the Hub's word on a token is believed: so soon one that was revoked opens nothing,
@@ -66,13 +75,16 @@ def make_app(
     members_see_names: bool = False,
     hub: HubCalls | None = None,
     rounds: Mapping[str, int] | None = None,
+    duties: Mapping[str, Duty] | None = None,
+    cookie_secret: bytes = b"",
 ) -> web.Application:
     """The service's web application, below the prefix that the Hub gave it.
 
     ``channels`` are the ways in which members can be told; ``poke`` says that there is a
     notice to send now; ``recent`` gives the newest samples
     of each device; ``hub`` is asked who is in a group, and to stop a member's server; ``rounds``
-    counts the finished rounds of each duty, for the metrics.
+    counts the finished rounds of each duty and ``duties`` has the state of each, for the metrics.
+    ``cookie_secret`` signs the cookies; empty: a new one, so that browsers sign in again.
     """
     prefix = hub_auth.base_url
     context = Context(
@@ -86,6 +98,7 @@ def make_app(
         members_see_names=members_see_names,
         hub=hub,
         rounds={} if rounds is None else rounds,
+        duties={} if duties is None else duties,
     )
     handlers: list[tuple[Any, ...]] = [
         (prefix + path, handler, {"context": context})
@@ -119,12 +132,12 @@ def make_app(
     ]
     handlers.append((prefix + "static/(.*)", web.StaticFileHandler, {"path": str(STATIC)}))
     handlers.append((prefix.rstrip("/"), web.RedirectHandler, {"url": prefix}))
-    return web.Application(
+    return LimitedApplication(
         handlers,
+        context=context,
         default_handler_class=pages.NotFound,
         default_handler_args={"context": context},
-        # A new one at every start: browsers then sign in again by themselves, unseen.
-        cookie_secret=secrets.token_bytes(32),
+        cookie_secret=cookie_secret or secrets.token_bytes(32),
         xsrf_cookies=True,
         log_function=_log_request,
     )

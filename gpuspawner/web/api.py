@@ -30,15 +30,12 @@ class APIHandler(Handler):
         super().set_default_headers()
         self.set_header("Content-Type", "application/json")
 
-    # Tornado asks for an XSRF token before it is known who asks; JupyterHub asks again while it
-    # finds out, and then only those who come with a cookie: a token in a header is proof enough.
+    # JupyterHub checks XSRF while it finds out who asks, and only for those who come with a
+    # cookie: a token in a header is proof enough.
 
-    _asking = False
     _no_xsrf = False
 
     def check_xsrf_cookie(self) -> None:
-        if not self._asking:
-            return
         try:
             super().check_xsrf_cookie()
         except web.HTTPError:
@@ -46,7 +43,6 @@ class APIHandler(Handler):
             raise
 
     async def prepare(self) -> None:
-        self._asking = True
         await super().prepare()
         if self._no_xsrf:
             raise web.HTTPError(403) from NotAllowed(NO_XSRF)

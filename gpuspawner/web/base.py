@@ -44,6 +44,14 @@ class HubCalls(Protocol):
         """Ask for a server's stop. False when the Hub has no such server."""
 
 
+class Duty(Protocol):
+    """The state of a background duty of the service."""
+
+    is_running: bool
+    failures: int
+    """How often it failed since the service started."""
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What every handler is given."""
@@ -66,6 +74,8 @@ class Context:
     """None where nobody answers for the Hub: then nothing that needs it can be done."""
     rounds: Mapping[str, int] = field(default_factory=dict)
     """Finished rounds of each duty of the service, by the duty's name."""
+    duties: Mapping[str, Duty] = field(default_factory=dict)
+    """The state of each duty of the service, by its name."""
 
     @property
     def prefix(self) -> str:
@@ -90,8 +100,20 @@ class Handler(HubOAuthenticated, web.RequestHandler):
     for_servers = False
     """Whether a server may ask too, by its own token: about itself, see :meth:`concerns`."""
 
+    takes_files = False
+    """True for what admins alone may use, with bodies that are larger than others may be."""
+
     narrowed = False
     """Whether who asks may do no more than a server may."""
+
+    has_xsrf_proof = False
+    """True when a session cookie came with the XSRF token that belongs to it."""
+
+    _is_resolving = False
+    """True from the moment at which :meth:`prepare` begins to ask the Hub who asks."""
+
+    _is_resolved = False
+    """True once the Hub has answered."""
 
     def initialize(self, context: Context) -> None:
         self.context = context
@@ -104,8 +126,15 @@ class Handler(HubOAuthenticated, web.RequestHandler):
         self.set_header("Referrer-Policy", "same-origin")
         self.set_header("Cache-Control", "no-store")
 
+    # Who asks is resolved once, in prepare(), without blocking the event loop. JupyterHub's own
+    # look-up from get_current_user() blocks it in a pool of one thread. Tornado checks XSRF before
+    # prepare(); JupyterHub's check then looks the user up, which checks XSRF again in that thread
+    # and waits for the same pool: the service would hang for good. So the check waits until the
+    # look-up has begun, and nobody is the current user until it has ended.
+
     async def prepare(self) -> None:
-        # Off the event loop's way: JupyterHub's own look-up would block it while the Hub is slow.
+        """Ask the Hub who asks. Raises HTTPError 503 when it does not answer."""
+        self._is_resolving = True
         try:
             await self.hub_auth.get_user(self, sync=False)
         except web.HTTPError as error:
@@ -113,6 +142,22 @@ class Handler(HubOAuthenticated, web.RequestHandler):
                 raise
             sentence = "The Hub cannot say who you are just now. Try again in a moment."
             raise web.HTTPError(503, "%s", error.log_message) from Unavailable(sentence)
+        self._is_resolved = True
+        # Set, for Tornado keeps what the XSRF check was told meanwhile: nobody.
+        self.current_user = self.get_current_user()
+
+    def get_current_user(self) -> Any:
+        """Return the member or service that the Hub named; None before it has answered."""
+        return super().get_current_user() if self._is_resolved else None
+
+    def check_xsrf_cookie(self) -> None:
+        """Check the XSRF token; before :meth:`prepare` do nothing, for JupyterHub checks later.
+
+        Raises HTTPError 403.
+        """
+        if self._is_resolving:
+            super().check_xsrf_cookie()
+            self.has_xsrf_proof = True
 
     def check_hub_user(self, model: dict[str, Any]) -> dict[str, Any] | None:
         """Only people have accounts: a service that bears a member's name is not the member.

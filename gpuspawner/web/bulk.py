@@ -29,6 +29,8 @@ SHOWN = 10
 class BulkPage(FormPage):
     """The form, and what it would do, and what it did; for admins."""
 
+    takes_files = True
+
     @web.authenticated
     async def get(self) -> None:
         self.need_admin()
@@ -90,6 +92,8 @@ class BulkPage(FormPage):
 
 class BulkAPI(ChangingAPI):
     """The same for scripts: ``{"csv": "ada,25\\nbob,25", "reason": "week 3", "dry_run": true}``."""
+
+    takes_files = True
 
     @web.authenticated
     async def post(self) -> None:

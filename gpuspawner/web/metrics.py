@@ -23,7 +23,7 @@ from ..ledger import rules
 from ..model import MICRO, Lease, LeaseState
 from ..scopes import READ_METRICS
 from ..store.totals import Moved, Used
-from .base import Handler
+from .base import Duty, Handler
 from .device_metrics import of_devices, of_drains, of_health
 
 NO_SCOPE = (
@@ -35,8 +35,15 @@ NO_SCOPE = (
 class Site(Collector):
     """Everything that is told of one site. Blocks: use :meth:`gpuspawner.broker.Broker.run`."""
 
-    def __init__(self, broker: Broker, rounds: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        rounds: Mapping[str, int] | None = None,
+        duties: Mapping[str, Duty] | None = None,
+    ) -> None:
         self.broker = broker
+        self.duties = {} if duties is None else duties
+        """The state of each of the service's duties, by its name."""
         self.rounds = {} if rounds is None else rounds
         """Finished rounds of each of the service's duties, by its name."""
 
@@ -72,8 +79,26 @@ class Site(Collector):
             labels=["duty"],
         )
         for duty, count in sorted(self.rounds.items()):
-            family.add_metric([duty.lower().replace(" ", "_")], count)
+            family.add_metric([_label(duty)], count)
         yield family
+        yield from self._duties()
+
+    def _duties(self) -> Iterator[Metric]:
+        running = GaugeMetricFamily(
+            "gpuspawner_duty_running",
+            "1 while a duty of the accounting service runs, 0 between a failure and its restart",
+            labels=["duty"],
+        )
+        failures = CounterMetricFamily(
+            "gpuspawner_duty_failures",
+            "Failures of each duty of the accounting service, after which it was started again",
+            labels=["duty"],
+        )
+        for name, duty in sorted(self.duties.items()):
+            running.add_metric([_label(name)], float(duty.is_running))
+            failures.add_metric([_label(name)], duty.failures)
+        yield running
+        yield failures
 
     def _credits(self, moved: Moved, opened: Collection[Lease]) -> Iterator[Metric]:
         for name, what, total in (
@@ -170,6 +195,11 @@ class Site(Collector):
         yield family
 
 
+def _label(duty: str) -> str:
+    """The name of a duty as a label: ``idle_gpus``."""
+    return duty.lower().replace("'", "").replace(" ", "_")
+
+
 def _uncharged(lease: Lease, now: datetime) -> float:
     """Seconds of a running lease that were not charged; none when its account is dry."""
     if lease.rate <= 0 or lease.warned_at is not None:
@@ -195,7 +225,7 @@ class MetricsHandler(Handler):
         if not self.reach(READ_METRICS).everybody:
             raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
         site: Site = self.application.settings.setdefault(
-            "metrics", Site(self.broker, self.context.rounds)
+            "metrics", Site(self.broker, self.context.rounds, self.context.duties)
         )
         text = await self.read(site.text)
         self.set_header("Content-Type", CONTENT_TYPE_LATEST)

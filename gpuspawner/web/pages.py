@@ -60,6 +60,9 @@ class Page(Handler):
 
     async def prepare(self) -> None:
         await super().prepare()
+        # A token proves nothing here: forms are sent by a browser, from a page of ours.
+        if self.request.method not in ("GET", "HEAD", "OPTIONS") and not self.has_xsrf_proof:
+            raise web.HTTPError(403) from InvalidRequest(OLD_FORM)
         if self.current_user:
             with suppress(GPUSpawnerError):  # whoever needs the store says that it is gone
                 self.paused = (await self.broker.run(self.broker.closures)).get(GRANTING)
@@ -68,12 +71,6 @@ class Page(Handler):
     def xsrf(self) -> Markup:
         """The field that proves that a form is from our page."""
         return Markup(self.xsrf_form_html())  # escaped there  # nosec B704
-
-    def check_xsrf_cookie(self) -> None:
-        try:
-            super().check_xsrf_cookie()
-        except web.HTTPError:
-            raise web.HTTPError(403) from InvalidRequest(OLD_FORM)
 
     def show(self, template: str, **values: Any) -> None:
         """Send a page."""
@@ -167,9 +164,6 @@ class SignedIn(Page, HubOAuthCallbackHandler):
 
 class NotFound(Page):
     """Whatever else is asked for, in whatever way."""
-
-    def check_xsrf_cookie(self) -> None:
-        """There is nothing to change here."""
 
     async def prepare(self) -> None:
         raise web.HTTPError(404)

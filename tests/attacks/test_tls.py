@@ -135,6 +135,15 @@ def test_what_a_browser_says_of_itself_counts_for_nothing(site: Site, attempt: A
     attempt("another address in the log", refused="203.0.113.9" not in site.hub.log_text())
 
 
+def test_only_members_own_servers_take_large_bodies(site: Site, attempt: Attempts) -> None:
+    body = b"x" * 5 * 1024 * 1024
+    for path in ("hub/login", "services/gpu/payer", "services/gpu/bulk", "hub/api/users"):
+        answer = requests.post(f"{site.nginx.url}/{path}", data=body, verify=site.ca, timeout=120)
+        attempt(f"5 MiB for {path}", refused=answer.status_code == 413)
+    own = requests.post(f"{site.nginx.url}/user/ada/x", data=body, verify=site.ca, timeout=120)
+    assert own.status_code != 413
+
+
 def test_passwords_cannot_be_guessed_quickly(site: Site, attempt: Attempts) -> None:
     codes = []
     with requests.Session() as session:

@@ -8,12 +8,14 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from docker.types import DeviceRequest
 
 from gpuspawner.ledger.rules import owed
 from gpuspawner.model import MICRO, Lease, LeaseState
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.gpu_hub import GPUHub, text_of
+from tests.support.images import INSTANT
 from tests.support.polls import COUNTED, wait_polls
 from tests.support.processes import wait_for
 
@@ -177,6 +179,61 @@ def test_a_server_that_is_paused_is_not_gone(
     engine.client.unpause(container)
     assert hub.get(member, "env").ok
     hub.stop_server(member)
+
+
+def test_a_renamed_container_goes_on_and_a_stop_ends_it(
+    hub: GPUHub, engine: PrivateEngine, member: str
+) -> None:
+    """Its name is not what a server is known by."""
+    lease, container = started(hub, member)
+    engine.client.rename(container, "renamed-by-hand")
+    wait_polls(hub, member, 2)
+    assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
+    assert hub.get(member, "env").ok, "the server goes on, and is reached"
+    lived = now()
+    hub.stop_server(member)
+    assert_settled(hub, lease, lived, died_at(engine, container, lease.granted_at))
+    assert_next_gets_it(hub, member)
+
+
+def test_renamed_while_no_engine_answers(
+    hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str
+) -> None:
+    """The Hub lets go of a server that it could not stop, and finds it under another name."""
+    lease, container = started(hub, member)
+    gate.shut()
+    try:
+        hub.api("DELETE", f"users/{member}/server").raise_for_status()
+        wait_for(lambda: hub.server(member) is None, "the hub to let go of it")
+        engine.client.rename(container, "renamed-by-hand")
+    finally:
+        gate.open()
+    answer = hub.spawn(f"{member}-other", {"gpus": 1, "wait": "no"})
+    assert answer.status_code == 503, "its container runs"
+    hub.spawn_and_wait(member, {"gpus": 1})
+    [running] = hub.containers()
+    assert running["Id"] != container, "the member's next start ended it"
+    newest, older = hub.leases(member)
+    assert older.id == lease.id and older.state is LeaseState.ENDED
+    assert newest.state is LeaseState.RUNNING
+    hub.stop_server(member)
+
+
+def test_made_anew_under_the_same_name(hub: GPUHub, engine: PrivateEngine, member: str) -> None:
+    """An admin's tool replaced the container, and its label is lost."""
+    lease, container = started(hub, member)
+    name = hub.containers()[0]["Names"][0].lstrip("/")
+    engine.client.remove_container(container, force=True)
+    asked = DeviceRequest(device_ids=list(lease.uuids), capabilities=[["gpu"]])
+    host = engine.client.create_host_config(device_requests=[asked])
+    anew = engine.client.create_container(
+        INSTANT, ["sleep", "600"], name=name, host_config=host, stop_signal="SIGKILL"
+    )
+    engine.client.start(anew["Id"])
+    hub.stop_server(member)
+    wait_for(lambda: not hub.open_leases(member), "the release")
+    assert not engine.client.containers(), "the device was free before its container ended"
+    assert_next_gets_it(hub, member)
 
 
 @pytest.mark.parametrize("late", [0.0, 2 * EXACT.total_seconds()], ids=["at-once", "late"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +307,38 @@ def test_nothing_that_an_admin_pastes_runs(hub: PayingHub, browser: Browser) -> 
     page.locator("#environment-evil").check()
     assert page.title() != "ran"
     page.context.close()
+
+
+# Requests that no browser of ours sends.
+
+OURS = ("environments", "environments/torch", "environments/torch/logo", "environments/-/live")
+MORE = ("welcome", "welcome/first", "api/gpuspawner/leases/0/now", "api/gpuspawner/leases/0/end")
+
+
+def test_our_pages_answer_whatever_is_forged(hub: PayingHub) -> None:
+    signed_in = hub.login("frida").cookies
+    session = signed_in.get("jupyterhub-hub-login", path="/hub/")
+    for path in (*OURS, *MORE):
+        url = f"{hub.url}/hub/{path}"
+        for xsrf, sent in itertools.product((None, "wrong", '"'), ({}, {"_xsrf": "x"}, b"%ff=%")):
+            cookies = {"jupyterhub-hub-login": session, "_xsrf": xsrf}
+            cookie = "; ".join(f"{name}={value}" for name, value in cookies.items() if value)
+            answer = requests.post(url, data=sent, headers={"Cookie": cookie}, timeout=60)
+            assert answer.status_code in (403, 404, 405), (path, xsrf, sent, answer.status_code)
+            got = requests.get(url, headers={"Cookie": cookie}, timeout=60)
+            assert got.status_code < 500, (path, xsrf, got.status_code)
+
+
+@pytest.mark.parametrize("path", [*OURS, *MORE])
+def test_our_pages_take_no_large_body(hub: PayingHub, path: str) -> None:
+    """The connection ends before the body was read, of which the Hub keeps nothing."""
+    head = f"POST /hub/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99000000\r\n\r\n"
+    with socket.create_connection((hub.hub_ip, hub.hub_port), timeout=60) as connection:
+        with suppress(ConnectionError):
+            connection.sendall(head.encode() + b"x" * 1024 * 1024)
+        with suppress(ConnectionError):
+            while connection.recv(65536):
+                pass
 
 
 # Links.

@@ -157,6 +157,29 @@ def test_running_servers_live_through_it(hub: GPUHub, member: str) -> None:
     hub.spawn_and_wait(f"{member}-three", {"gpus": 1})
 
 
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
+def test_a_renamed_member_keeps_the_server(hub: GPUHub, member: str, restart: bool) -> None:
+    hub.spawn_and_wait(member, {"gpus": 1})
+    [lease] = hub.open_leases()
+    [container] = hub.containers()
+    new = f"{member}-renamed"
+    hub.api("PATCH", f"users/{member}", json={"name": new}).raise_for_status()
+    if restart:
+        hub.kill9()
+        hub.start()
+        hub.spawn_and_wait("passer-by", {"environment": "cpu"})
+        hub.stop_server("passer-by")
+    wait_for(lambda: hub.open_leases()[0].server.user == new, "the new name in the lease")
+    [followed] = hub.open_leases()
+    assert (followed.id, followed.account) == (lease.id, f"member:{member}")
+    assert [each["Id"] for each in hub.containers()] == [container["Id"]]
+    hub.stop_server(new)
+    wait_for(lambda: not hub.open_leases(), "the release")
+    assert not hub.containers()
+    assert hub.balance(member) < GRANT * MICRO, "who started it paid"
+    hub.spawn_and_wait(f"{member}-next", ALL)
+
+
 @pytest.mark.parametrize("how", ["killed", "removed"])
 def test_servers_that_ended_meanwhile_are_settled(
     hub: GPUHub, member: str, engine: PrivateEngine, how: str
@@ -239,6 +262,7 @@ def test_told_to_end_while_an_image_is_pulled(hub: GPUHub, member: str) -> None:
     hub.shut_down()  # nothing is left to do
     assert not hub.open_leases()
     assert [lease.charged for lease in hub.leases(member)] == [0]
+    assert "could not be pulled" not in hub.log_text(), "it waited for the pull to fail"
 
 
 def test_killed_between_a_stop_and_its_release(hub: GPUHub, member: str) -> None:

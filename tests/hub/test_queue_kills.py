@@ -4,7 +4,10 @@ SQLite, PostgreSQL, kill -9; servers are local."""
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -20,7 +23,7 @@ from tests.support.gpu_hub import assert_in_words, locked, message_of
 from tests.support.lines import CONFIG, COUNTED, fill, line_up, looks, ticket_of, users_in_line
 from tests.support.paying_hub import PayingHub
 from tests.support.postgres import PrivatePostgres
-from tests.support.processes import wait_for
+from tests.support.processes import REPO, wait_for
 from tests.support.tier import SOAK, Rounds
 
 SOON = 40.0
@@ -33,6 +36,9 @@ gpuspawner.store.store.BUSY_SECONDS = 1.0  # of patience with a lock, to save ti
 """
 
 ANOTHER = "Another hub gives out the GPUs of this database; one database belongs to one hub."
+
+
+NOT_THE_OWNER = "The servers in the database of this hub are those of another hub"
 
 
 @pytest.fixture
@@ -75,15 +81,49 @@ def test_two_hubs_on_one_store(hubs: None, tmp_path: Path, each_database_url: st
         assert [ticket.id for ticket in one.broker.waiting()] == [dan.id]
         assert len(one.broker.open_leases()) == 3 and users_in_line(one) == ["dan"]
 
+        # The first one is killed. Its servers and its line stay its own, whatever the second does.
         one.kill9(services=True)
-        lease = two.start_server("bert", gpus=1)
+        before = [lease.id for lease in one.broker.open_leases()]
+        assert refusal(two, "bert").startswith(NOT_THE_OWNER)
+        two.wait_rounds(2, "reconciliation", "sessions", "credits", "members")
+        assert any("gpuspawner takeover" in line for line in two.service_lines())
+        assert [lease.id for lease in one.broker.open_leases()] == before
+        assert [ticket.id for ticket in one.broker.waiting()] == [dan.id]
+
+        # The same hub, back from a crash, goes on at once and without a command.
+        one.start()
+        assert one.spawn("ada-two", {"gpus": 0}).ok
+        assert refusal(two, "bert").startswith(ANOTHER)
+        assert {dan.id} == {ticket.id for ticket in one.broker.waiting()}
+
+        # It is gone for good: an admin says that the second one goes on.
+        one.kill9(services=True)
+        take_over(two)
+        lease = two.start_server("bert", gpus=0)
         assert lease.server == ServerRef("bert")
         wait_for(lambda: one.broker.ticket(dan.id).outcome, "the end of dan's ticket", timeout=SOON)
         assert one.broker.ticket(dan.id).outcome == "member_gone", "nobody at the other hub"
         one.start()
         assert refusal(one, "fay").startswith(ANOTHER)
-        assert [each.server.user for each in two.broker.open_leases()] == ["bert"]
+        wait_for(
+            lambda: [each.server.user for each in two.broker.open_leases()] == ["bert"],
+            "the end of what the second hub does not know",
+            timeout=SOON,
+        )
         assert_books(two)
+
+
+def take_over(hub: PayingHub) -> None:
+    """As an admin does, in the hub's working directory."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuspawner", "takeover", "--yes"],
+        cwd=hub.folder,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), "TZ": "UTC"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # The database is away.

@@ -175,6 +175,13 @@ def test_who_pays_for_a_member(cli: Command, broker: Broker) -> None:
 # Refills.
 
 
+def test_a_group_account_that_is_opened_is_in_the_audit_trail(cli: Command, broker: Broker) -> None:
+    for _ in range(2):
+        cli("grant", "group:lab", "5", "--reason", "budget", "--open", "--actor", "eva")
+    found = [(some.action, some.actor) for some in broker.trail() if some.subject == "group:lab"]
+    assert sorted(found) == [("grant", "eva"), ("grant", "eva"), ("open_account", "eva")]
+
+
 def test_a_refill_from_the_first_to_the_last(cli: Command, broker: Broker) -> None:
     rule = ["FREQ=WEEKLY;BYDAY=MO;BYHOUR=6;BYMINUTE=0", "10"]
     options = ["--zone", "Europe/Vienna", "--reason", "term", "--top-up", "--cap", "20"]

@@ -147,6 +147,59 @@ async def test_a_server_that_the_list_missed_is_left_alone(
     assert broker.lease(lease.id).state is LeaseState.RUNNING
 
 
+async def test_a_server_of_a_renamed_member_goes_on(
+    broker: Broker,
+    hub: ScriptedHub,
+    clock: Clock,
+    server: Start,
+) -> None:
+    """The Hub has it under the new name alone, and writes that down at its next look."""
+    lease = running(broker, "ada")
+    process = server(lease)
+    new = ServerRef("ada-lovelace")
+    hub.has(new)
+    tick = make_tick(broker, hub, LocalEngine())
+    clock.advance(61)
+    await tick.reconcile()
+    assert process.poll() is None
+    followed = broker.follow_rename(lease.id, new)
+    assert followed == broker.lease(lease.id)
+    assert (followed.server, followed.account) == (new, "member:ada")
+    assert [(c.action, c.subject) for c in broker.trail()] == [("renamed", "ada")]
+    clock.advance(61)
+    await tick.reconcile()
+    assert process.poll() is None
+    assert broker.lease(lease.id).seen_at == clock.now
+    hub.has()
+    clock.advance(61)
+    await tick.reconcile()
+    assert process.wait(timeout=120) != 0, "the Hub does not know it any more"
+
+
+async def test_a_server_of_a_removed_member_is_ended(
+    broker: Broker,
+    hub: ScriptedHub,
+    clock: Clock,
+    server: Start,
+) -> None:
+    """Every server that the Hub has is known: none can be that of somebody who was renamed."""
+    lease, other = running(broker, "ada"), running(broker, "eve", devices=0)
+    process = server(lease)
+    server(other)
+    hub.has(other.server)
+    clock.advance(61)
+    await make_tick(broker, hub, LocalEngine()).reconcile()
+    assert process.wait(timeout=120) != 0
+
+
+def test_a_rename_does_not_touch_an_ended_lease_or_another(broker: Broker) -> None:
+    lease, other = running(broker, "ada"), running(broker, "eve")
+    assert broker.follow_rename(lease.id, other.server).server == lease.server
+    broker.release(lease.id, reason="stopped")
+    assert broker.follow_rename(lease.id, ServerRef("new")).server == lease.server
+    assert broker.trail() == []
+
+
 async def test_a_server_of_an_ended_lease_is_ended(
     broker: Broker,
     hub: ScriptedHub,

@@ -167,11 +167,6 @@ class AttackHub(GPUHub):
 
     def doors(self) -> list[Door]:
         """Every method of every handler of the service, where there is something of Victoria's."""
-        auth = cast(HubOAuth, SimpleNamespace(base_url="/services/gpu/"))
-        app = make_app(cast(Broker, None), hub_auth=auth)
-        return list(self._doors(app))
-
-    def _doors(self, app: web.Application) -> Iterator[Door]:
         hers = {
             "accounts": f"member:{VICTIM}",
             "devices": self.devices[0],
@@ -183,19 +178,7 @@ class AttackHub(GPUHub):
             "tickets": self.ticket,
             "transfers": self.transfer,
         }
-        for rule in app.wildcard_router.rules:
-            assert isinstance(rule.matcher, PathMatches)
-            pattern = rule.matcher.regex
-            handler = rule.target
-            if not issubclass(handler, web.RequestHandler) or handler is web.StaticFileHandler:
-                continue
-            for path in _filled(pattern, hers):
-                for method in handler.SUPPORTED_METHODS:
-                    mine = getattr(handler, method.lower())
-                    if mine is not web.RequestHandler._unimplemented_method:
-                        path = path.removeprefix("/services/gpu/")
-                        path += "?pictures=1" if path == "cluster/live" else ""  # else it goes on
-                        yield Door(method, path, handler)
+        return list(doors(hers))
 
     def kept(self) -> Mapping[str, list[str]]:
         """Every row that no refused attempt may touch."""
@@ -233,6 +216,27 @@ class AttackHub(GPUHub):
                 connections = process.net_connections("tcp")
                 found |= {x.laddr.port for x in connections if x.status == psutil.CONN_LISTEN}
         return found
+
+
+def doors(things: Mapping[str, str]) -> Iterator[Door]:
+    """Yield every method of every handler of the service.
+
+    ``things``: the id of something by the word that is before it in a path.
+    """
+    auth = cast(HubOAuth, SimpleNamespace(base_url="/services/gpu/"))
+    for rule in make_app(cast(Broker, None), hub_auth=auth).wildcard_router.rules:
+        assert isinstance(rule.matcher, PathMatches)
+        pattern = rule.matcher.regex
+        handler = rule.target
+        if not issubclass(handler, web.RequestHandler) or handler is web.StaticFileHandler:
+            continue
+        for path in _filled(pattern, things):
+            for method in handler.SUPPORTED_METHODS:
+                mine = getattr(handler, method.lower())
+                if mine is not web.RequestHandler._unimplemented_method:
+                    path = path.removeprefix("/services/gpu/")
+                    path += "?pictures=1" if path == "cluster/live" else ""  # else it goes on
+                    yield Door(method, path, handler)
 
 
 def _filled(pattern: re.Pattern[str], hers: Mapping[str, str]) -> list[str]:

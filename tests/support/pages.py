@@ -50,7 +50,7 @@ def served(hub: PayingHub, broker: Broker, *, api_url: str = "", **settings: Any
     listening, port = bind_unused_port()
 
     async def listen() -> HTTPServer:
-        server = HTTPServer(web.make_app(broker, hub_auth=auth, warn_minutes=[30], **settings))
+        server = web.make_server(web.make_app(broker, hub_auth=auth, warn_minutes=[30], **settings))
         server.add_socket(listening)
         return server
 

@@ -93,8 +93,12 @@ NAMES = {"CN=Machine Learning": "ml", "secret": "", "one": "ml"}
         (NAMES, ["CN=Machine Learning", "secret", "art"], ["art", "ml"]),
         ({**NAMES, "*": ""}, ["CN=Machine Learning", "secret", "art"], ["ml"]),
         ({}, "ml", ["ml"]),
-        ({}, ["x" * 300, 7], ["7"]),
+        ({}, ["x" * 300, "7"], ["7"]),
         ({}, None, []),
+        ({}, [{"id": 7, "name": "lab"}], []),
+        ({}, ["ml", 1, None], []),
+        ({}, {"ml": True}, []),
+        ({}, 7, []),
     ],
 )
 def test_groups_by_the_names_of_this_hub(

@@ -150,6 +150,22 @@ def test_gitlab(status: int, verdict: str, there: Vendor, broker: Broker) -> Non
         assert groups_of(authenticator) == ["lab-example", "lab-example/gpu"]
 
 
+def test_gitlab_groups_from_elsewhere_need_no_userinfo(there: Vendor, broker: Broker) -> None:
+    there.token()
+    there.answers["/api/v4/user"] = {"id": 7, "username": "ada", "teams": ["gpu"]}
+    there.answers["/api/v4/version"] = {"version": "17.4.1-ee"}
+    there.answers["/api/v4/groups/lab-example%252Fgpu/members/all/7"] = {"id": 7}
+    there.answers["/oauth/userinfo"] = 403
+    settings = {
+        "gitlab_url": there.url,
+        "token_url": f"{there.url}/token",
+        "auth_state_groups_key": "gitlab_user.teams",
+    }
+    authenticator = from_recipe(MemberGitLabOAuthenticator, "gitlab", settings, broker=broker)
+    assert sign_in(authenticator, None) == "in"
+    assert groups_of(authenticator) == ["gpu"]
+
+
 # Google.
 
 

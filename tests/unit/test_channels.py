@@ -158,6 +158,22 @@ def test_a_pattern_of_the_admins_lets_nothing_dangerous_through() -> None:
             channel.check(bad)
 
 
+@pytest.mark.parametrize("address", [".", "..", "../x", "x/..", "x/./y", "/..", "x/../../y"])
+def test_an_address_cannot_name_another_path(address: str) -> None:
+    channel = one({"url": "json://chat.example/hook/{address}", "pattern": ".+"})
+    with pytest.raises(InvalidRequest, match="is no address"):
+        channel.check(address)
+    with pytest.raises(InvalidRequest, match="is no address"):
+        channel.fill(address, {})
+    prefixed = one({"url": "json://chat.example/hook/.{address}", "pattern": ".+"})
+    with pytest.raises(InvalidRequest, match="is no address"):
+        prefixed.check("." if address != "." else "/x")
+    for fine in ("...", ".x", "x..y", "a.b/c"):
+        assert channel.check(fine) == fine
+    in_a_parameter = one({"url": "json://chat.example/hook?to={address}", "pattern": ".+"})
+    assert in_a_parameter.check(address) == address
+
+
 def test_a_channel_without_an_address_takes_none() -> None:
     channel = one("{env:TEAM}")
     assert channel.check(" ") == ""

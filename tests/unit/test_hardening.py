@@ -53,6 +53,10 @@ def test_turned_off_it_changes_nothing() -> None:
         ({"PidsLimit": -1}, {"PidsLimit": -1}),
         ({"Memory": 5}, {"Memory": 5}),
         ({"OomScoreAdj": 7}, {"OomScoreAdj": 7}),
+        (
+            {"PidsLimit": 0, "Memory": 0, "OomScoreAdj": 0},
+            {"PidsLimit": 0, "Memory": 0, "OomScoreAdj": 0},
+        ),
         ({"Privileged": True}, {"CapDrop": None, "CapAdd": None, "SecurityOpt": None}),
     ],
 )

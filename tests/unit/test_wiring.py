@@ -48,8 +48,10 @@ def role_of(c: Config, name: str) -> dict[str, Any]:
 
 
 def told(c: Config) -> dict[str, Any]:
-    """The settings that reach the service."""
-    return dict(json.loads(service_of(c)["environment"]["GPUSPAWNER_CONFIG"]))
+    """The settings that reach the service, but for where the hub's id is: it always does."""
+    found = dict(json.loads(service_of(c)["environment"]["GPUSPAWNER_CONFIG"]))
+    assert found["Broker"].pop("hub_id_file") == c.Broker.hub_id_file
+    return found
 
 
 def test_an_empty_configuration_gets_service_role_and_access() -> None:

@@ -29,8 +29,10 @@ def service_of(c: Config, name: str = "gpu") -> dict[str, Any]:
 
 
 def told(c: Config) -> dict[str, Any]:
-    """The settings that reach the service."""
-    return dict(json.loads(service_of(c)["environment"]["GPUSPAWNER_CONFIG"]))
+    """The settings that reach the service, but for where the hub's id is: it always does."""
+    found = dict(json.loads(service_of(c)["environment"]["GPUSPAWNER_CONFIG"]))
+    assert found["Broker"].pop("hub_id_file") == c.Broker.hub_id_file
+    return found
 
 
 def test_the_database_url_reaches_the_service_by_environment_alone() -> None:
@@ -197,3 +199,19 @@ def test_what_docker_and_postgresql_need_is_passed_on(monkeypatch: pytest.Monkey
     assert environment["GPUSPAWNER_HUB_PID"] == str(os.getpid())
     assert "CONFIGPROXY_AUTH_TOKEN" not in environment
     assert all(isinstance(value, str) for value in environment.values())
+
+
+def test_the_hubs_id_is_beside_its_cookie_secret() -> None:
+    c = Config()
+    c.JupyterHub.cookie_secret_file = "/srv/hub/secret"
+    add_services(c)
+    told(c)
+    assert c.Broker.hub_id_file == "/srv/hub/gpuspawner_hub_id"
+
+
+def test_the_hubs_id_stays_where_the_admin_puts_it() -> None:
+    c = Config()
+    c.Broker.hub_id_file = "/etc/hub_id"
+    add_services(c)
+    told(c)
+    assert c.Broker.hub_id_file == "/etc/hub_id"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -96,26 +97,32 @@ def test_what_was_wrong_beside_the_file_is_looked_at_again(
     assert slugs(kept) == ["new"]
 
 
-def test_nobody_waits_for_a_large_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_event_loop_reads_no_change_itself(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = WatchedCatalog(path)
+    await kept.refresh()
     good = kept.current()
-    monkeypatch.setattr(module, "AT_ONCE", 0)
     reading, go_on = threading.Event(), threading.Event()
     load = module.load
 
     def slowly(name: str) -> object:
+        assert threading.current_thread() is not threading.main_thread()
         reading.set()
         assert go_on.wait(60)
         return load(name)
 
     monkeypatch.setattr(module, "load", slowly)
-    path.write_text(TWO)
+    await asyncio.to_thread(path.write_text, TWO)
     assert kept.current() is good
     assert reading.wait(60)
     assert kept.current() is good
     go_on.set()
-    kept.wait()
+    await kept.refresh()
     assert slugs(kept) == ["one", "two"]
+    await asyncio.to_thread(path.write_text, TWO.replace("two", "three"))
+    await kept.refresh()
+    assert slugs(kept) == ["one", "three"]
 
 
 def test_a_file_that_changes_under_many_readers_is_always_one_of_its_states(path: Path) -> None:

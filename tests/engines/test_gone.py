@@ -1,0 +1,207 @@
+"""What proves a container gone, and what does not. Real: Docker Engines, containers, SQLite, the
+command as a process. Simulated: the devices of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+from docker.types import DeviceRequest
+
+from gpuspawner.broker import Broker
+from gpuspawner.engines import DockerEngine
+from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
+from gpuspawner.errors import AnotherEngine, EngineUnavailable
+from gpuspawner.model import Lease, LeaseState, Request, ServerRef
+from gpuspawner.reconcile import Action, Unknown
+from gpuspawner.store import Store
+from tests.support.engine import PrivateEngine
+from tests.support.gate import Gate
+from tests.support.processes import wait_for
+
+ADA = ServerRef("ada")
+FLEET = "simulated:1xT4"
+
+
+def open_engine(url: str) -> DockerEngine:
+    """What the reconciler asks."""
+    return DockerEngine(lambda: docker.APIClient(base_url=url, version="auto", timeout=20))
+
+
+@pytest.fixture
+def broker(clean_engine: PrivateEngine, new_file: Callable[[], str]) -> Iterator[Broker]:
+    """A store with one device, which the engine's stand-in hook has too."""
+    broker = Broker(database_url=new_file(), device_source=FLEET)
+    clean_engine.set_devices(device.uuid for device in broker.look().devices)
+    broker.open_account("ada")
+    broker.engine_ids["docker"] = open_engine(clean_engine.url).identity()
+    yield broker
+    Store.open(broker.database_url).close()
+
+
+def container(engine: PrivateEngine, image: str, lease: Lease, **more: Any) -> str:
+    """Start a container of this lease with its devices; its id."""
+    asked = DeviceRequest(device_ids=list(more.pop("devices", lease.uuids)), capabilities=[["gpu"]])
+    labels = more.pop("labels", None)
+    if labels is None:
+        labels = {LABEL_LEASE: lease.id, LABEL_MEMBER: "ada", LABEL_SERVER: ""}
+    restart = more.pop("restart", None)
+    host = engine.client.create_host_config(device_requests=[asked], restart_policy=restart)
+    command = more.pop("command", ["sleep", "600"])
+    made = engine.client.create_container(
+        image, command, labels=labels, host_config=host, stop_signal="SIGKILL", **more
+    )
+    engine.client.start(made["Id"])
+    return str(made["Id"])
+
+
+@pytest.fixture
+def lease(clean_engine: PrivateEngine, images: Any, broker: Broker) -> Lease:
+    """A running one; its container is called ``jupyter-ada``."""
+    granted = broker.acquire(ADA, Request(devices=1), engine="docker")
+    made = container(clean_engine, images.INSTANT, granted, name="jupyter-ada")
+    return broker.confirm(granted.id, made)
+
+
+def reconcile(broker: Broker, engine: DockerEngine) -> list[Action]:
+    """One comparison, after the Hub has let go of every server."""
+    leases = broker.open_leases()
+    found = engine.sightings()
+    found += engine.removed(leases, found)
+    return broker.reconcile({"docker": found}, {}, grace_seconds=0)
+
+
+def is_free(broker: Broker) -> bool:
+    return not broker.open_leases()
+
+
+def test_a_renamed_container_holds_its_lease(
+    clean_engine: PrivateEngine, broker: Broker, lease: Lease
+) -> None:
+    engine = open_engine(clean_engine.url)
+    clean_engine.client.rename(lease.engine_ref, "something-else")
+    assert [each["Id"] for each in engine.holders(lease, "jupyter-ada")] == [lease.engine_ref]
+    reconcile(broker, engine)
+    assert not is_free(broker)
+    clean_engine.client.remove_container(lease.engine_ref, force=True)
+    reconcile(broker, engine)
+    assert is_free(broker)
+
+
+def test_a_paused_container_holds_its_lease(
+    clean_engine: PrivateEngine, broker: Broker, lease: Lease
+) -> None:
+    clean_engine.client.pause(lease.engine_ref)
+    reconcile(broker, open_engine(clean_engine.url))
+    assert not is_free(broker)
+
+
+def test_a_container_without_a_label_that_got_the_device_holds_the_lease(
+    clean_engine: PrivateEngine, images: Any, broker: Broker, lease: Lease
+) -> None:
+    """Somebody made the container anew by hand: neither label nor id are the lease's."""
+    engine = open_engine(clean_engine.url)
+    clean_engine.client.remove_container(lease.engine_ref, force=True)
+    made = container(clean_engine, images.INSTANT, lease, labels={}, name="by-hand")
+    [action] = reconcile(broker, engine)
+    assert isinstance(action, Unknown) and action.is_stuck
+    assert "the container by-hand" in action.reason
+    assert not is_free(broker)
+    assert engine.inspect(made) is not None, "it is not ours to end"
+    clean_engine.client.remove_container(made, force=True)
+    reconcile(broker, engine)
+    assert is_free(broker)
+
+
+def test_a_container_that_had_the_device_before_the_grant_holds_nothing(
+    clean_engine: PrivateEngine, images: Any, broker: Broker
+) -> None:
+    """An admin's own, such as one that watches the GPU for good."""
+    before = broker.acquire(ADA, Request(devices=1), engine="docker")
+    container(clean_engine, images.INSTANT, before, labels={}, name="watches")
+    broker.release(before.id, reason="it was never started")
+    lease = broker.acquire(ADA, Request(devices=1), engine="docker")
+    assert open_engine(clean_engine.url).holders(lease) == []
+
+
+def test_another_engine_proves_nothing(
+    clean_engine: PrivateEngine, broker: Broker, lease: Lease
+) -> None:
+    with PrivateEngine() as second:
+        other = open_engine(second.url)
+        assert other.identity() != lease.engine_id != ""
+        with pytest.raises(AnotherEngine):
+            other.holders(lease)
+        [action] = reconcile(broker, other)
+        assert isinstance(action, Unknown) and action.is_stuck
+        assert "another engine answers" in action.reason and lease.id in action.reason
+    assert broker.lease(lease.id).state is LeaseState.RUNNING
+    clean_engine.client.remove_container(lease.engine_ref, force=True)
+    reconcile(broker, open_engine(clean_engine.url))
+    assert is_free(broker)
+
+
+def test_another_engine_proves_nothing_of_a_start_that_was_cut(
+    clean_engine: PrivateEngine, broker: Broker
+) -> None:
+    granted = broker.acquire(ADA, Request(devices=1), engine="docker")
+    broker.note_engine(granted.id, "an engine that is not this one")
+    [action] = reconcile(broker, open_engine(clean_engine.url))
+    assert isinstance(action, Unknown) and action.is_stuck
+
+
+def test_an_engine_that_restarts_is_the_same(
+    clean_engine: PrivateEngine, broker: Broker, lease: Lease
+) -> None:
+    engine = open_engine(clean_engine.url)
+    clean_engine.restart()
+    assert engine.identity() == lease.engine_id
+    reconcile(broker, engine)
+    assert is_free(broker), "its containers ended with it"
+
+
+def test_a_container_that_docker_restarts_holds_its_lease(
+    clean_engine: PrivateEngine, images: Any, broker: Broker
+) -> None:
+    granted = broker.acquire(ADA, Request(devices=1), engine="docker")
+    restarts = {"Name": "always"}
+    made = container(
+        clean_engine, images.EXITS, granted, restart=restarts, name="jupyter-ada", command=None
+    )
+    broker.confirm(granted.id, made)
+    client = clean_engine.client
+    wait_for(lambda: client.inspect_container(made)["RestartCount"] >= 2, "two restarts")
+    engine = open_engine(clean_engine.url)
+    for _ in range(5):
+        reconcile(broker, engine)
+        assert not is_free(broker)
+
+
+def test_a_cut_connection_proves_nothing(clean_engine: PrivateEngine, lease: Lease) -> None:
+    with Gate(clean_engine.url) as gate:
+        engine = open_engine(gate.url)
+        assert engine.holders(lease)
+        gate.shut()
+        for ask in (engine.sightings, engine.identity, lambda: engine.removed([lease], [])):
+            with pytest.raises(EngineUnavailable):
+                ask()
+        gate.open()
+        assert engine.holders(lease)
+
+
+def test_release_by_hand_wants_the_right_engine(
+    clean_engine: PrivateEngine, broker: Broker, lease: Lease, tmp_path: Path
+) -> None:
+    """`gpuspawner release` goes by the same proof."""
+    from tests.engines.test_release import CONFIG, release
+
+    text = CONFIG.format(engine=clean_engine.url, database=broker.database_url)
+    (tmp_path / "jupyterhub_config.py").write_text(text)
+    clean_engine.client.remove_container(lease.engine_ref, force=True)
+    broker.note_engine(lease.id, "an engine that is not this one")
+    code, said = release(tmp_path, lease)
+    assert (code, broker.lease(lease.id).state) == (1, LeaseState.RUNNING)
+    assert "another Docker Engine answers" in said

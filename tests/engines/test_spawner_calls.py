@@ -1,0 +1,52 @@
+"""What DockerSpawner and hooks ask of the engine through the spawner. Real: a Docker Engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from traitlets.config import Config
+
+from gpuspawner.cli.hub import open_hub
+from tests.support.engine import PrivateEngine
+
+
+def spawner_on(engine: PrivateEngine, tmp_path: Path, **settings: Any) -> Any:
+    """A spawner of a hub that is configured and not started."""
+    config = Config()
+    config.JupyterHub.db_url = "sqlite://"
+    config.JupyterHub.spawner_class = "gpuspawner.spawners.docker.GPUDockerSpawner"
+    config.Broker.database_url = f"sqlite:///{tmp_path}/gpuspawner.sqlite"
+    config.Broker.device_source = "simulated:1xT4"
+    config.DockerSpawner.client_kwargs = {"base_url": engine.url}
+    config.DockerSpawner.update(settings)
+    return open_hub(config).spawner
+
+
+async def test_the_helper_for_certificates_is_created_as_it_is(
+    clean_engine: PrivateEngine, images: Any, tmp_path: Path
+) -> None:
+    """As ``internal_ssl`` asks for it, before the server's own container."""
+    spawner = spawner_on(clean_engine, tmp_path)
+    binds = {"certificates": {"bind": "/certs", "mode": "rw"}}
+    host = spawner.client.create_host_config(binds=binds)
+    helper = await spawner.docker(
+        "create_container", images.SILENT, volumes=["/certs"], host_config=host
+    )
+    made = clean_engine.client.inspect_container(helper["Id"])
+    assert made["Config"]["Image"] == images.SILENT
+    assert made["HostConfig"]["Binds"] == ["certificates:/certs:rw"]
+    assert not any(label.startswith("gpuspawner") for label in made["Config"]["Labels"] or ())
+
+
+async def test_a_call_is_under_way_when_nobody_awaits_it(
+    clean_engine: PrivateEngine, images: Any, tmp_path: Path
+) -> None:
+    """A synchronous hook may start a call and go on, as with DockerSpawner."""
+    spawner = spawner_on(clean_engine, tmp_path)
+    call = spawner.docker("create_volume", "made-by-a-hook")
+    assert asyncio.isfuture(call)
+    while not call.done():
+        await asyncio.sleep(0.01)
+    assert clean_engine.client.inspect_volume("made-by-a-hook")["Name"] == "made-by-a-hook"
