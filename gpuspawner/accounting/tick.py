@@ -276,7 +276,8 @@ class Tick:
         said = f"{type(error).__name__}: {error}" if trace else str(error)
         if self._trouble.get(part) != said:
             self._trouble[part] = said
-            self.log.warning("%s: %s", part, said, exc_info=error if trace else None)
+            line = " ".join(said.split())  # one record, one line, for whoever searches the log
+            self.log.warning("%s: %s", part, line, exc_info=error if trace else None)
 
     def well(self, part: str) -> None:
         """Say once that a part answers again."""

@@ -12,6 +12,7 @@ from traitlets import Bool
 from traitlets.config import Configurable
 
 from ..broker import Broker
+from ..broker.hub import hub_broker
 from ..broker.view import Overview
 from ..catalog import Catalog, DeviceLimits, Environment
 from ..catalog.watched import watched
@@ -90,10 +91,7 @@ class CatalogPages(Configurable):
     @property
     def broker(self) -> Broker:
         """The hub's, which its spawners use too."""
-        if "gpuspawner_broker" not in self.settings:
-            self.settings["gpuspawner_broker"] = Broker(config=self.config)
-        found: Broker = self.settings["gpuspawner_broker"]
-        return found
+        return hub_broker(self.settings, self.config, self.settings["log"])
 
     async def refresh_catalog(self) -> None:
         """Read a change of the catalog's file, if there is one, off the event loop."""

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import MutableMapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -14,11 +13,11 @@ from traitlets import Any as AnyTrait
 from traitlets import default
 
 from ..broker import Broker, Terms
+from ..broker.hub import hub_broker
 from ..catalog import Environment
 from ..errors import MemberGone, ServerHasLease, TicketEnded
 from ..ledger.payers import check_payer
 from ..model import Lease, Request, ServerRef, Ticket
-from ..store.identity import identity_file, make_identity
 from .form import GPUSpawnerForm
 from .progress import Progress
 from .queueing import Queueing
@@ -32,23 +31,7 @@ class Acquiring(GPUSpawnerForm):
 
     @default("broker")
     def _default_broker(self) -> Broker:
-        return self.shared("gpuspawner_broker", self._open_broker)
-
-    def _open_broker(self) -> Broker:
-        """The broker of this hub, which knows the hub's identity."""
-        broker = Broker(config=self.config)
-        path = Path(broker.hub_id_file or identity_file(self.config))
-        try:
-            broker.granter.identity = make_identity(path)
-        except OSError as error:
-            self.log.warning(
-                "The hub's id cannot be kept in %s (%s): name another file with "
-                "c.Broker.hub_id_file. Until then another hub on the same database could take "
-                "this one's leases for its own.",
-                path,
-                error.strerror,
-            )
-        return broker
+        return hub_broker(self.hub_settings, self.config, self.log)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -75,14 +75,20 @@ class Granter:
     def take(self) -> bool:
         """Whether this process may grant; the first one that asks may, and goes on so.
 
-        Raises NotTheOwner while the leases or tickets of another hub are open.
+        False while another hub runs on the database. Raises NotTheOwner when none runs, but the
+        leases or tickets of another one are open.
         """
         with self._taking:
             if self.sure:
                 return True
             try:
                 if self._held is None or not self._still_there():
-                    self.require_owner()
+                    try:
+                        self.require_owner()
+                    except NotTheOwner:
+                        if self.holder():
+                            return False
+                        raise
                     self._held = self._try()
                     self._own()
             except (sa.exc.DBAPIError, sa.exc.TimeoutError, OSError) as error:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from traitlets.config import Config
 
 from gpuspawner.broker import Broker, Terms
+from gpuspawner.broker.hub import hub_broker
 from gpuspawner.errors import AnotherHubGrants, ConfigError, NotTheOwner
 from gpuspawner.model import Request, ServerRef
+from gpuspawner.pages.site import CatalogPages
 from gpuspawner.store.granter import Granter
 from gpuspawner.store.identity import identity_file, make_identity, read_identity
 from tests.support.processes import REPO, wait_for
@@ -66,6 +71,20 @@ def test_without_a_setting_it_is_beside_the_hub(
     assert identity_file(Config()) == tmp_path / "gpuspawner_hub_id"
 
 
+def test_pages_and_spawners_share_a_broker_that_knows_the_hub(
+    tmp_path: Path, database_url: str
+) -> None:
+    """A page may be the first to ask: a catalog that is public, say."""
+    file = tmp_path / "gpuspawner_hub_id"
+    config = Config({"Broker": {"database_url": database_url, "hub_id_file": str(file)}})
+    settings: dict[str, Any] = {"config": config, "log": logging.getLogger(__name__)}
+    settings["users"] = SimpleNamespace(settings=settings)
+    broker = CatalogPages.of(settings).broker
+    assert broker is hub_broker(settings, config, settings["log"])
+    assert broker.granter.identity == read_identity(file) != ""
+    broker.store.close()
+
+
 def test_a_damaged_identity_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "gpuspawner_hub_id"
     path.write_text("half of an i")
@@ -106,6 +125,17 @@ def test_a_database_from_before_belongs_to_the_first_hub(broker: Broker) -> None
     take_and_let_go(broker, B)
     with pytest.raises(NotTheOwner):
         Granter(broker.store, A).take()
+
+
+def test_while_the_owner_runs_another_hub_is_told_so(broker: Broker) -> None:
+    broker.acquire(ADA, Request(devices=1), engine="local")
+    one, two = Granter(broker.store, A), Granter(broker.store, B)
+    assert one.take()
+    assert not two.take() and not two.sure
+    one.give_up()
+    wait_for(lambda: one.holder() == "", "the lock to be let go of")
+    with pytest.raises(NotTheOwner):
+        two.take()
 
 
 def test_two_that_start_at_once_are_not_both_owners(broker: Broker) -> None:
