@@ -157,7 +157,9 @@ def munged(
 def mariadb(folder: Path, port: int, password: str) -> Daemon:
     """A MariaDB with a data folder and a port of its own and an empty database, started."""
     data = folder_of("mysql", folder / "mariadb")
-    common = ["--no-defaults", f"--datadir={data}"]
+    # One that starts removes the temporary tables of every other in the same folder.
+    temporary = folder_of("mysql", folder / "mariadb-tmp")
+    common = ["--no-defaults", f"--datadir={data}", f"--tmpdir={temporary}"]
     install = ["mariadb-install-db", *common, "--user=mysql", "--skip-test-db"]
     install.append("--auth-root-authentication-method=normal")
     processes.run(as_root(install), env=dict(os.environ, PATH=processes.system_path()))
