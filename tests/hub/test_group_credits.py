@@ -38,7 +38,9 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
     nothing, and a GPU costs one credit a second."""
     with ExitStack() as stack:
         folder = tmp_path_factory.mktemp("groups") / "hub"
-        hub = PayingHub(folder, GROUPS + "c.Broker.opening_grant = 0")
+        # Enough for a minute is held: what is asked for just after a start is still there.
+        config = "c.Broker.opening_grant = 0\nc.Broker.hold_minutes = 1\n"
+        hub = PayingHub(folder, GROUPS + config)
         stack.callback(hub.stop)
         hub.start()
         hub.broker.opening_grant = 0
