@@ -254,11 +254,20 @@ class HubProcess:
 
     def failure(self, user: str, server: str = "") -> str:
         """Why the last spawn failed, in the words of its progress page."""
+
+        def told() -> list[dict[str, Any]] | None:
+            try:
+                return self.progress(user, server, timeout=10)
+            except requests.HTTPError as error:
+                if error.response.status_code != 400:
+                    raise
+                return None  # it has failed, and is still being cleared away: "is not starting"
+
         try:
-            events = self.progress(user, server, timeout=10)
+            events = wait_for(told, "the words", timeout=10)
         except (requests.RequestException, TimeoutError) as e:
             return str(e)
-        return str(events[-1].get("message", "")) if events else "no event"
+        return str(events[-1].get("message", "")) or "no event"
 
     def progress(self, user: str, server: str = "", timeout: float = 60.0) -> list[dict[str, Any]]:
         """The events of a spawn, up to the one that says ready or failed."""
