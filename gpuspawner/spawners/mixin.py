@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, cast
@@ -32,7 +32,7 @@ from ..broker import Terms
 from ..catalog import Environment
 from ..engines import Engine
 from ..errors import GPUSpawnerError, StartFailed
-from ..model import LeaseState, Request, format_credits
+from ..model import Lease, LeaseState, Request, format_credits
 from . import claims
 from .acquiring import Acquiring
 from .answering import answers
@@ -147,25 +147,23 @@ class GPUSpawnerMixin(Acquiring):
     # 2. Start.
 
     async def start(self) -> Any:
-        """Start the server, wait until it answers, and confirm the lease."""
+        """Start the server, wait until it answers, and confirm the lease.
+
+        As with other spawners ``start_timeout`` limits the engine's part, and ``http_timeout`` the
+        wait that follows. We wait here and not only in the Hub, so that a server that dies early
+        fails at once, with its reason.
+        """
         if self.lease is None:
             raise spawn_exception(StartFailed(cause="it holds no lease"))
         began = time.monotonic()
         try:
             url = await super().start()
             self.said.say("Waiting for the server to answer", 80)
-            await self._wait_ready(url)
-            lease = self.lease
-            self.lease = await self.broker.run(
-                self.broker.confirm, lease.id, self.engine_ref(), devices=lease.devices
-            )
-            if self.lease.state is LeaseState.ENDED:
-                raise StartFailed(cause="its lease was ended before it answered")
+            await self._outlast_start_timeout(self._confirm_ready(url), began)
         except GPUSpawnerError as error:
             raise spawn_exception(error) from error
         except asyncio.CancelledError:
-            # The Hub cancels a start that takes too long, and one that its member stops.
-            if time.monotonic() - began < self.start_timeout - 1:
+            if not self._is_start_timeout(began):
                 raise
             raise spawn_exception(await self._too_slow()) from None
         finally:
@@ -174,6 +172,44 @@ class GPUSpawnerMixin(Acquiring):
         self.said.say("The server answers", 95)
         self.watch_claim()
         return url
+
+    def _is_start_timeout(self, began: float) -> bool:
+        """Return True if a cancellation now is the Hub's, of a start that takes too long.
+
+        It also cancels one that its member stops.
+        """
+        return time.monotonic() - began >= self.start_timeout - 1
+
+    async def _outlast_start_timeout(self, steps: Coroutine[Any, Any, None], began: float) -> None:
+        """Run the steps to their end, also after ``start_timeout``.
+
+        The Hub then cancels the start once and, as ``asyncio.wait_for`` does, takes what still
+        comes of it. Any other cancellation, and the end of the Hub's own task, ends the steps.
+        """
+        task = asyncio.ensure_future(steps)
+        try:
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if not self._is_start_timeout(began):
+                    raise
+                spawn = {self._spawn} if self._spawn is not None else set()
+                await asyncio.wait({task, *spawn}, return_when=asyncio.FIRST_COMPLETED)
+                if not task.done():
+                    raise  # Python before 3.12 does not pass on that the member stopped it
+                task.result()
+        finally:
+            task.cancel()
+
+    async def _confirm_ready(self, url: Any) -> None:
+        """Wait until the server answers at ``url``, and confirm its lease."""
+        await self._wait_ready(url)
+        lease = cast("Lease", self.lease)
+        self.lease = await self.broker.run(
+            self.broker.confirm, lease.id, self.engine_ref(), devices=lease.devices
+        )
+        if self.lease.state is LeaseState.ENDED:
+            raise StartFailed(cause="its lease was ended before it answered")
 
     async def cleared(self) -> None:
         """Wait while a start that failed is being cleared away: for the ``poll`` of an engine.

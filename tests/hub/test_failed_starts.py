@@ -32,9 +32,18 @@ environments:
   - slug: silent
     image: {silent}
     spawner_override: {{http_timeout: 2}}
-  - slug: slow
-    image: {silent}
-    spawner_override: {{start_timeout: 5, http_timeout: 60}}
+  - slug: late
+    image: {instant}
+    spawner_override:
+      start_timeout: 10
+      http_timeout: 300
+      cmd: [sh, -c, "until [ -e /tmp/go ]; do sleep 0.1; done; exec instant", "--"]
+  - slug: dies
+    image: {instant}
+    spawner_override:
+      start_timeout: 10
+      http_timeout: 300
+      cmd: [sh, -c, "until [ -e /tmp/go ]; do sleep 0.1; done; exit 4", "--"]
   - slug: patient
     image: {silent}
     spawner_override: {{start_timeout: 60, http_timeout: 60}}
@@ -199,17 +208,42 @@ def test_server_never_answers(hub: GPUHub, member: str) -> None:
     assert_next_start_works(hub, member)
 
 
-@pytest.mark.parametrize(
-    "environment, stage",
-    [("slow", "Waiting for the server to answer"), ("crawling", "Pulling 127.0.0.1:")],
-)
-def test_start_times_out(hub: GPUHub, member: str, environment: str, stage: str) -> None:
-    status, sentence = fails(hub, member, environment)
+def test_start_times_out(hub: GPUHub, member: str) -> None:
+    status, sentence = fails(hub, member, "crawling")
     start = "Your server did not start: it was not up within 5 seconds (it got as far as: "
-    assert status == 500 and sentence.startswith(start + stage), sentence
+    assert status == 500 and sentence.startswith(f"{start}Pulling 127.0.0.1:"), sentence
     assert sentence.endswith("). Nothing was charged.")
     assert_cost_nothing(hub, member)
     assert_next_start_works(hub, member)
+
+
+def test_server_may_answer_or_die_after_the_start_timeout(
+    hub: GPUHub, member: str, engine: PrivateEngine
+) -> None:
+    """``start_timeout`` ends with the container's start; then ``http_timeout`` counts."""
+    other, third = f"{member}-dies", f"{member}-is-stopped"
+    _in_background(hub, member, {"environment": "late", "gpus": 1})
+    dying = _in_background(hub, other, {"environment": "dies", "gpus": 0})
+    _in_background(hub, third, {"environment": "late", "gpus": 0})
+
+    def long_ago() -> bool:
+        running = [c for c in hub.containers() if c["State"] == "running"]
+        return len(running) == 3 and all(time.time() - c["Created"] > 13 for c in running)
+
+    wait_for(long_ago, "the servers to be older than their start_timeout")
+    assert [lease.state for lease in hub.open_leases(member)] == [LeaseState.GRANTED]
+    hub.stop_server(third)
+    wait_for(lambda: not hub.open_leases(third), "the release of the one that was stopped")
+    assert hub.leases(third)[0].started_at is None
+    for container in hub.containers():
+        made = engine.client.exec_create(container["Id"], ["touch", "/tmp/go"])
+        engine.client.exec_start(made["Id"])
+    hub.wait_server(member)
+    assert [lease.state for lease in hub.open_leases(member)] == [LeaseState.RUNNING]
+    dying.join()
+    wait_for(lambda: not hub.open_leases(other), "the release of the one that died")
+    assert "exit code 4" in hub.leases(other)[0].end_reason
+    hub.stop_server(member)
 
 
 def failure_page(hub: GPUHub, member: str) -> str:
@@ -232,7 +266,7 @@ def events_of(hub: GPUHub, member: str) -> list[dict[str, Any]]:
     [
         ("exits", "it exited at once with code 3"),
         ("silent", "it did not answer within 2 seconds"),
-        ("slow", "it was not up within 5 seconds"),
+        ("crawling", "it was not up within 5 seconds"),
         ("absent", "pulling is off"),
     ],
 )
