@@ -23,6 +23,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError
@@ -85,10 +86,13 @@ def add_services(
 
     ``name`` is the service's place on the hub (``/services/gpu/``), ``url`` where it listens:
     a free port of this machine. Servers without activity for ``cull_idle_after`` seconds are
-    stopped, but for those whose GPUs work. Call it after the settings of ``SECTIONS``, and once.
+    stopped, but for those whose GPUs work. Call it after the settings of ``SECTIONS`` and after
+    ``c.JupyterHub.internal_ssl``, and once.
     """
     if cull_idle_after is not None and cull_idle_after <= 0:
         raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
+    if c.JupyterHub.get("internal_ssl"):
+        _require_loopback(url)
     if "hub_id_file" not in c.Broker:
         c.Broker.hub_id_file = str(identity_file(c))
     _add_templates(c)
@@ -115,9 +119,29 @@ def add_services(
         _add_service(c, _culler(c, cull_idle_after), CULLER_SCOPES)
 
 
+def _require_loopback(url: str) -> None:
+    """Raise ConfigError unless the service is at a plain address that no network carries.
+
+    JupyterHub waits for an https service with a TLS context that is made for a server, which
+    never succeeds, and then ends.
+    """
+    parsed = urlsplit(url)
+    if parsed.scheme == "http" and parsed.hostname in ("127.0.0.1", "::1", "localhost"):
+        return
+    what = (
+        f"add_services has url={url!r}; with c.JupyterHub.internal_ssl it has to be "
+        'http://127.0.0.1 and a port, such as "http://127.0.0.1:10190": the Hub and its proxy '
+        "reach the service on this machine, and JupyterHub cannot wait for an https service"
+    )
+    raise ConfigError(what=what)
+
+
 def _culler(c: Config, idle_after: int) -> dict[str, Any]:
     """JupyterHub's own culler, which asks us about servers that hold GPUs, if these are sampled."""
     command = [sys.executable, "-m", "jupyterhub_idle_culler", f"--timeout={idle_after}"]
+    if c.JupyterHub.get("internal_ssl"):
+        certificates = os.path.abspath(c.JupyterHub.get("internal_certs_location", "internal-ssl"))
+        command += ["--ssl-enabled=True", f"--internal-certs-location={certificates}"]
     if not c.get("Accounting", {}).get("sample_seconds", True):
         return {"name": CULLER, "command": command}
     kept = {name: text for name, text in _environment(c).items() if _is_for_database(name)}

@@ -352,7 +352,10 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
                 web.read_cookie_secret, tick.broker.database_url, tick.log
             ),
         )
-        server = web.make_server(app, self._ssl(ssl.Purpose.CLIENT_AUTH))
+        # JupyterHub gives certificates to every service with ``internal_ssl``, and waits over plain
+        # HTTP for one whose address says so.
+        is_https = address.scheme == "https"
+        server = web.make_server(app, self._ssl(ssl.Purpose.CLIENT_AUTH) if is_https else None)
         while True:
             try:
                 server.listen(port, address.hostname)

@@ -43,4 +43,6 @@ async def answers(url: str, ssl_context: SSLContext | None) -> bool:
     except (HTTPClientError, OSError, UnsatisfiableReadError):
         # Refused, too slow, no HTTP, or closed by Docker's proxy: nobody listens behind it yet.
         return False
+    except ValueError:  # Tornado's word for one that was closed before TLS could begin
+        return False
     return answer.code < 500

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from certipy import Certipy
 from jupyterhub.utils import make_ssl_context
+from tornado.iostream import IOStream
 
 from gpuspawner.spawners import answering
 from gpuspawner.spawners.answering import answers
@@ -154,3 +155,20 @@ async def test_a_server_with_the_hubs_own_certificates_and_one_with_others(tmp_p
     assert not await asked(
         ok, there, make_ssl_context(other_key, other_cert, cafile=other_authority)
     )
+
+
+async def test_a_connection_that_is_closed_before_tls_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Docker's proxy, while nobody listens behind it yet."""
+    start_tls = IOStream.start_tls
+
+    def closed_meanwhile(stream: IOStream, *args: Any, **kwargs: Any) -> Any:
+        stream.close()
+        return start_tls(stream, *args, **kwargs)
+
+    monkeypatch.setattr(IOStream, "start_tls", closed_meanwhile)
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        context = ssl.create_default_context()
+        assert not await answers(f"https://127.0.0.1:{port}/user/anna/api", context)

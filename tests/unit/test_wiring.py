@@ -190,6 +190,28 @@ def test_the_idle_culler_comes_when_asked() -> None:
     assert service_of(c, "idle-culler")["command"] == classic
 
 
+def test_the_idle_culler_gets_the_certificates_of_internal_ssl() -> None:
+    c = Config()
+    c.JupyterHub.internal_ssl = True
+    c.JupyterHub.internal_certs_location = "/srv/certificates"
+    add_services(c, cull_idle_after=3600)
+    command = service_of(c, "idle-culler")["command"]
+    assert command[3:6] == [
+        *("--timeout=3600", "--ssl-enabled=True"),
+        "--internal-certs-location=/srv/certificates",
+    ]
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:10190", "http://10.0.0.5:10190", "127.0.0.1"])
+def test_a_service_that_internal_ssl_does_not_reach_is_refused(url: str) -> None:
+    c = Config()
+    add_services(c, url=url)  # whatever it is without internal_ssl
+    c = Config()
+    c.JupyterHub.internal_ssl = True
+    with pytest.raises(ConfigError, match="internal_ssl"):
+        add_services(c, url=url)
+
+
 def test_mistakes_are_sentences() -> None:
     c = Config()
     with pytest.raises(ConfigError, match="cull_idle_after is 0"):
