@@ -77,12 +77,15 @@ def check(arguments: argparse.Namespace, settings: Settings) -> int:
 def findings(settings: Settings, *, containers: bool = True) -> Iterator[Finding]:
     """Every check in the order in which one leans on the other."""
     # JupyterHub is imported here, after the first words of the other commands: it is slow.
+    from .check_class import check_spawner_class
     from .check_hub import check_proxy, check_services
     from .check_servers import check_docker, check_local
     from .check_slurm import check_slurm
 
     finding, hub = _configuration(settings)
     yield finding
+    if settings.file is not None and hub is not None and hub.leases_gpus:
+        yield from _whatever_happens("spawner class", check_spawner_class(settings.file, hub))
     catalog = None
     if hub is not None and hub.leases_gpus:
         finding, catalog = _catalog(hub)

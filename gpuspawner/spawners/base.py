@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Awaitable, Mapping
 from datetime import datetime
 from typing import Any
 
 from jupyterhub.spawner import Spawner, SpawnException
 from jupyterhub.traitlets import Callable
 from traitlets import Any as AnyTrait
-from traitlets import Integer, Unicode, Union, default
+from traitlets import Integer, List, Unicode, Union, default
 
 from ..broker import Terms
 from ..catalog import Catalog, DeviceLimits, Environment
@@ -20,6 +21,7 @@ from ..model import Request
 from . import options
 from .data import with_data
 from .hours import Hours
+from .subclass import defines_form, defines_options
 
 
 class GPUSpawnerBase(Hours, Spawner):
@@ -55,6 +57,20 @@ class GPUSpawnerBase(Hours, Spawner):
 
             c.GPUSpawnerMixin.gpu_limit = 2
             c.GPUSpawnerMixin.gpu_limit = lambda spawner: 4 if spawner.user.admin else 1
+        """,
+    )
+
+    extra_options = List(
+        Unicode(),
+        config=True,
+        help="""
+        Fields of ``user_options`` that only your own hooks and callables read, such as
+        ``pre_spawn_hook`` or a callable in ``environment``.
+
+        They come by REST or by a form and are handed on as they are, unchecked. Others are
+        refused, unless you have a form of your own. Example::
+
+            c.GPUSpawnerMixin.extra_options = ["course"]
         """,
     )
 
@@ -117,10 +133,26 @@ class GPUSpawnerBase(Hours, Spawner):
         """Traits that, once configured, put the spawner's own form above ours."""
         return ("options_form",)
 
+    def shows_own_form(self) -> bool:
+        """Return True if the form of the admin's configuration or class goes above ours."""
+        return not self._configured.isdisjoint(self.own_form_traits) or defines_form(type(self))
+
     def takes_foreign_options(self) -> bool:
-        """Whether the admin's own configuration reads options of its own."""
+        """Return True if the admin's configuration or class reads options of its own."""
         names = (*self.own_form_traits, "options_from_form", "apply_user_options")
-        return not self._configured.isdisjoint(names)
+        return not self._configured.isdisjoint(names) or defines_options(type(self))
+
+    def parse_options(self, fields: Mapping[str, Any]) -> options.Choice:
+        """Our part of ``user_options``. Raises InvalidRequest for fields that nobody reads."""
+        foreign = self.takes_foreign_options()
+        try:
+            return options.parse(fields, foreign=foreign, extra=self.extra_options)
+        except InvalidRequest as error:
+            self.log.info(
+                "%s (If a hook of yours reads it, name it in c.GPUSpawnerMixin.extra_options.)",
+                error.message,
+            )
+            raise
 
     def is_configured(self, trait: str) -> bool:
         """Whether the admin set a trait, on this class or one that it is made from."""
@@ -141,8 +173,11 @@ class GPUSpawnerBase(Hours, Spawner):
             )
         return kept[of_class]
 
-    def run_options_from_form(self, form_data: Mapping[str, list[Any]]) -> dict[str, Any]:
-        """``user_options`` from the form: our fields checked, others as the admin says."""
+    def run_options_from_form(self, form_data: Mapping[str, list[Any]]) -> Any:
+        """``user_options`` from the form: our fields checked, others as the admin says.
+
+        Returns a dictionary, or an awaitable of one where ``options_from_form`` gives that.
+        """
         ours = {name: form_data[name] for name in options.FIELDS if name in form_data}
         rest = {
             name: value
@@ -151,12 +186,19 @@ class GPUSpawnerBase(Hours, Spawner):
         }
         try:
             choice = options.parse(ours)
-            if not self.takes_foreign_options():
-                options.parse(rest)
-                return choice.as_user_options()
+            self.parse_options(rest)
         except GPUSpawnerError as error:
             raise spawn_exception(error) from None
-        return {**super().run_options_from_form(rest), **choice.as_user_options()}
+        extra = {
+            name: rest[name][0] if len(rest[name]) == 1 else rest[name]
+            for name in self.extra_options
+            if name in rest
+        }
+        ours = choice.as_user_options()
+        if not self.takes_foreign_options():
+            return {**extra, **ours}
+        own = super().run_options_from_form(rest)
+        return _joined(extra, own, ours) if inspect.isawaitable(own) else {**extra, **own, **ours}
 
     def resolve_options(self) -> tuple[Environment, Request]:
         """The environment and the request of this start, from ``user_options``.
@@ -164,7 +206,7 @@ class GPUSpawnerBase(Hours, Spawner):
         They may come from the form, from REST, or from the last start: none is trusted.
         """
         catalog = self.load_catalog()
-        choice = options.parse(self.user_options or {}, foreign=self.takes_foreign_options())
+        choice = self.parse_options(self.user_options or {})
         groups = self.group_names
         if choice.environment:
             environment = catalog.get_for(choice.environment, groups)
@@ -181,7 +223,7 @@ class GPUSpawnerBase(Hours, Spawner):
     def terms(self, environment: Environment, request: Request) -> Terms:
         """On which terms this start asks for its devices. Raises TooMuchAsked, or NotAllowed for
         an account that the member may not draw on."""
-        choice = options.parse(self.user_options or {}, foreign=self.takes_foreign_options())
+        choice = self.parse_options(self.user_options or {})
         seconds = None
         if request.devices:
             hours = self.session_hours(environment)
@@ -197,6 +239,12 @@ class GPUSpawnerBase(Hours, Spawner):
             wait=choice.wait is not False,
             shown_at=datetime.fromisoformat(choice.shown_at) if choice.shown_at else None,
         )
+
+
+async def _joined(
+    extra: dict[str, Any], own: Awaitable[dict[str, Any]], ours: dict[str, Any]
+) -> dict[str, Any]:
+    return {**extra, **await own, **ours}
 
 
 def spawn_exception(error: GPUSpawnerError) -> SpawnException:

@@ -20,7 +20,7 @@ from ..pages.waits import wait_tables
 from . import options
 from .data import DataChoice, data_choices
 from .hours import hour_choices, length, usual_label
-from .links import GPUSpawnerLinks
+from .links import GPUSpawnerLinks, names_in
 from .payers import payer_choices
 
 _templates = Templates(
@@ -73,7 +73,8 @@ class GPUSpawnerForm(GPUSpawnerLinks):
 
     async def get_options_form(self) -> str:
         """The admin's own form, if there is one, then environments, GPUs and the balance."""
-        own = await super().get_options_form() if self.shows_own_form() else ""
+        own = (await super().get_options_form() if self.shows_own_form() else "") or ""
+        own += self._note_of_link(own)
         await self.refresh_catalog()
         try:
             catalog = self.load_catalog()
@@ -85,11 +86,18 @@ class GPUSpawnerForm(GPUSpawnerLinks):
         except GPUSpawnerError as error:
             return own + _templates.get_template("unavailable.html").render(message=error.message)
 
-    def shows_own_form(self) -> bool:
-        """Whether JupyterHub's or DockerSpawner's form goes above ours."""
-        return any(self.is_configured(name) for name in self.own_form_traits)
-
     # Steps of the above.
+
+    def _note_of_link(self, own: str) -> str:
+        """What a link says of the admin's own fields; empty for none.
+
+        Those that have no place in the admin's form go along with ours.
+        """
+        shown = self.asked_of(names_in(own))
+        hidden = self.asked_of(set(self.extra_options) - shown.keys())
+        if not shown and not hidden:
+            return ""
+        return _templates.get_template("own_fields.html").render(shown=shown, hidden=hidden)
 
     def _make_form(self, limits: Limits, user: str, groups: frozenset[str]) -> str:
         # Off the event loop: nothing below asks the Hub's own database.

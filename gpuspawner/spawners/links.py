@@ -6,15 +6,17 @@ may stand in a course page, or come from somebody who likes others to spend thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
+from html.parser import HTMLParser
 from typing import Any
 
 from jupyterhub.handlers.pages import SpawnHandler
 from jupyterhub.spawner import SpawnException
 from jupyterhub.utils import maybe_future
 from traitlets import Any as AnyTrait
+from traitlets import Dict
 
 from ..errors import GPUSpawnerError
 from ..ledger.payers import check_payer
@@ -24,6 +26,9 @@ from .data import with_data
 
 PREFIX = "opt-"
 
+_NOT_SET_BY_LINKS = ("hidden", "file", "password", "submit", "button", "image", "reset")
+"""Types of fields that no link fills in."""
+
 _LIMITS = ("gpu_limit", "default_hours", "most_hours", "workspace_quota")
 """Traits that decide what the form offers."""
 
@@ -32,6 +37,10 @@ class GPUSpawnerLinks(GPUSpawnerBase):
     """The part of the mixin that reads links. Use :class:`GPUSpawnerMixin`, not this."""
 
     asked = AnyTrait(None, allow_none=True, help="What the link chose by which the form is open.")
+
+    asked_beside = Dict(
+        help="What the link says beside that: texts by name, of the admin's fields."
+    )
 
     async def run_auth_state_hook(self, auth_state: Any) -> None:
         """The admin's hook; when the form is asked for, the link's choice is taken then.
@@ -47,6 +56,7 @@ class GPUSpawnerLinks(GPUSpawnerBase):
         query = handler.request.query_arguments
         self.asked = None
         fields = _fields(query)
+        self.asked_beside = _fields_beside(query)
         try:
             if fields:
                 choice = self._choice_of(fields)
@@ -56,6 +66,10 @@ class GPUSpawnerLinks(GPUSpawnerBase):
             return
         for name in [name for name in query if name not in ("next", "display_name")]:
             del query[name]
+
+    def asked_of(self, names: Collection[str]) -> dict[str, list[str]]:
+        """Return what the link says of these fields of the admin's."""
+        return {name: texts for name, texts in self.asked_beside.items() if name in names}
 
     async def options_from_query(self, query_data: Mapping[str, list[Any]]) -> dict[str, Any]:
         """Never options: why what a link chose cannot be had."""
@@ -68,9 +82,9 @@ class GPUSpawnerLinks(GPUSpawnerBase):
         sentence = "Look at what the link chose, and press Start."
         raise SpawnException(sentence, reason="link", status_code=400)
 
-    def run_options_from_form(self, form_data: Mapping[str, list[Any]]) -> dict[str, Any]:
+    def run_options_from_form(self, form_data: Mapping[str, list[Any]]) -> Any:
         """What the member chose now counts, and no link any more."""
-        self.asked = None
+        self.asked, self.asked_beside = None, {}
         return super().run_options_from_form(form_data)
 
     def last_choice(self) -> options.Choice:
@@ -88,7 +102,7 @@ class GPUSpawnerLinks(GPUSpawnerBase):
 
     def _choice_of(self, fields: Mapping[str, list[Any]]) -> options.Choice:
         """What a link chose of ours; what else it says, an admin's own form may read."""
-        return options.parse(fields, foreign=self.takes_foreign_options())
+        return self.parse_options(fields)
 
     async def _check_choice(self, choice: options.Choice) -> None:
         """Whether this member may have it here, at all and not now. Raises Refused."""
@@ -146,3 +160,32 @@ def _fields(query: MutableMapping[str, list[bytes]]) -> dict[str, list[str]]:
     ours = {name[len(PREFIX) :]: said[name] for name in said if name.startswith(PREFIX)}
     # Without the prefix only what is known: mail programs and course pages add things.
     return ours or {name: said[name] for name in said if name in options.FIELDS}
+
+
+def _fields_beside(query: Mapping[str, list[bytes]]) -> dict[str, list[str]]:
+    """The fields of an address that are not ours, with or without the prefix."""
+    said = {
+        name.removeprefix(PREFIX): [value.decode("utf-8", "replace") for value in values]
+        for name, values in query.items()
+    }
+    return {name: texts for name, texts in said.items() if name not in options.FIELDS}
+
+
+def names_in(form: str) -> set[str]:
+    """Return the names of the fields of a form, which is HTML."""
+    reader = _FieldNames()
+    reader.feed(form)
+    return reader.names
+
+
+class _FieldNames(HTMLParser):
+    """Collects the names of the controls that a member can set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in ("select", "input", "textarea") and given.get("type") not in _NOT_SET_BY_LINKS:
+            self.names.add(given.get("name") or "")

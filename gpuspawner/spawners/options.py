@@ -8,7 +8,7 @@ at every start, as text that a stranger wrote. Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NoReturn
@@ -82,22 +82,26 @@ class Choice:
         return found
 
 
-def parse(fields: Mapping[str, Any], *, foreign: bool = False) -> Choice:
+def parse(
+    fields: Mapping[str, Any], *, foreign: bool = False, extra: Collection[str] = ()
+) -> Choice:
     """The member's choice.
 
-    A field may be a value or, as in a form, a list of one. ``foreign`` lets fields pass
-    that an admin's own form reads. Raises InvalidRequest naming the field.
+    A field may be a value or, as in a form, a list of one. ``foreign`` lets all fields pass
+    that are not ours, for an admin's own form, and ``extra`` those of these names. Raises
+    InvalidRequest naming the field.
     """
     if not isinstance(fields, Mapping):
         raise InvalidRequest("The options must be fields with values.", field="user_options")
     if not fields:
         return Choice()
     if not foreign:
-        unknown = [str(name) for name in fields if name not in FIELDS + IGNORED]
+        unknown = [str(n) for n in fields if n not in FIELDS + IGNORED and n not in extra]
         if unknown:
+            known = ", ".join((*FIELDS, *extra))
             raise InvalidRequest(
-                f"{unknown[0][:60]!r} is nothing that you can choose. "
-                f"The fields are {', '.join(FIELDS)}.",
+                f"{unknown[0][:60]!r} is nothing that you can choose. The fields are {known}. "
+                "An admin of this hub can allow others.",
                 field=unknown[0],
             )
     environment = _text(fields, "environment")

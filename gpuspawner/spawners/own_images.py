@@ -13,7 +13,6 @@ from ..catalog.own import OwnImages, check_contents, check_own_image, own_images
 from ..engines.images import LocalImage, local, offered, remove
 from ..errors import GPUSpawnerError, NotAllowed
 from ..model import Request
-from . import options
 from .files import GPUDockerFiles
 
 _templates = Templates(
@@ -46,8 +45,7 @@ class GPUDockerOwnImages(GPUDockerFiles):
     @property
     def own_image(self) -> str:
         """The image of the member's own that this start asks for; empty for none."""
-        foreign = self.takes_foreign_options()
-        return options.parse(self.user_options or {}, foreign=foreign).own_image or ""
+        return self.parse_options(self.user_options or {}).own_image or ""
 
     def resolve_options(self) -> tuple[Environment, Request]:
         """Also whether the member may bring the image. Raises NotAllowed."""
