@@ -13,6 +13,8 @@ sign-in only.
 
 c = get_config()
 c.JupyterHub.authenticator_class = "gpu-members-microsoft"
+# For the usernames of a hub that used AzureAdOAuthenticator, and not the ones people sign in with:
+# c.MemberMicrosoftOAuthenticator.username_claim = "name"
 c.MemberMicrosoftOAuthenticator.manage_groups = True
 c.MemberMicrosoftOAuthenticator.group_names = {  # the ids of Entra's groups; no others
     "4f1c2a7e-3b0e-4f5d-9a51-0e2f6c1d7b90": "gpu-members",
