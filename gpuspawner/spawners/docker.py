@@ -1,4 +1,4 @@
-"""DockerSpawner with leases: every trait of DockerSpawner keeps its meaning."""
+"""DockerSpawner with leases; docs/compatibility.md names each of its settings that changes."""
 
 from __future__ import annotations
 
