@@ -245,7 +245,7 @@ class MemberMixin(Rules):
         if not self.roster:
             return None
         try:
-            asked = self.broker.run(self.broker.roster_member, username)
+            asked = self.broker.read(self.broker.roster_member, username)
             said: OnRoster = await within(OPEN_ACCOUNT_SECONDS, asked)
         except (GPUSpawnerError, asyncio.TimeoutError) as failure:
             self.log.warning("The roster cannot be read: %s", failure or "it took too long")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -51,6 +52,9 @@ from .watch import Look, Watch
 
 T = TypeVar("T")
 
+OUTSIDE = 8
+"""How many calls to engines, registries, Slurm and file systems run at the same time."""
+
 
 def utcnow() -> datetime:
     """The only clock of the broker; tests put their own in its place."""
@@ -89,6 +93,7 @@ class Broker(
         self.granter = Granter(self.store)
         self.engine_ids: dict[str, str] = {}
         """The identity of each engine as it last answered, by the name of the engine."""
+        self._outside = ThreadPoolExecutor(OUTSIDE, thread_name_prefix="gpuspawner-outside")
 
     def source(self) -> DeviceSource:
         """The device source that ``device_source`` names, or who gives devices in our place."""
@@ -97,12 +102,26 @@ class Broker(
         return open_source(self.device_source)
 
     async def run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a method of the broker off the event loop.
+        """Call a method of the broker off the event loop, in the threads for changes.
 
         Cancelling the caller does not cancel the work: a transaction runs to its end.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.store.executor, partial(work, *args, **kwargs))
+        return await _run_in(self.store.executor, partial(work, *args, **kwargs))
+
+    async def read(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Do as :meth:`run`, in the threads for what a page or a form needs."""
+        return await _run_in(self.store.read_executor, partial(work, *args, **kwargs))
+
+    async def report(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Do as :meth:`run`, in the threads for reports and exports, which may take long."""
+        return await _run_in(self.store.report_executor, partial(work, *args, **kwargs))
+
+    async def run_outside(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Do as :meth:`run`, in threads for calls to an engine, a registry, Slurm or a file system.
+
+        They may hang, and must not block the threads that use the store.
+        """
+        return await _run_in(self._outside, partial(work, *args, **kwargs))
 
     # Devices.
 
@@ -385,6 +404,10 @@ class Broker(
             with self.store.write() as connection:
                 for lease_id in lease_ids:
                     leases.update(connection, lease_id, seen_at=now)
+
+
+async def _run_in(executor: Executor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(executor, work)
 
 
 def _end_of(lease: Lease, ended_at: datetime | None, now: datetime) -> datetime:

@@ -92,7 +92,7 @@ class Delegating(Machines, Controllers):
         """The threads for who asks for devices. Another scheduler may take its time over each:
         nobody who stops a server waits behind all who start one."""
         if self.delegate is None:
-            return self.store.executor
+            return self.store.ask_executor
         if self._asking is None:
             self._asking = ThreadPoolExecutor(ASKING, thread_name_prefix="gpuspawner-asking")
         return self._asking

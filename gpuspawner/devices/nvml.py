@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LookTimeout
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import combinations
@@ -26,6 +29,15 @@ REOPEN_AFTER = timedelta(seconds=60)
 """While a device does not answer, NVML is opened anew this often: only then it learns of a GPU
 that was reset or given back."""
 
+LOOK_SECONDS = 10.0
+"""How long one look may take. After that every GPU is unknown until the driver answers. Opening
+NVML takes seconds on a machine with many GPUs and no persistence daemon."""
+
+HANGING = (
+    f"The NVIDIA driver has not answered for {LOOK_SECONDS:.0f} seconds: run nvidia-smi, and "
+    "restart the machine if that hangs too."
+)
+
 PARENT_REASON = "It is in MIG mode: its instances are leased instead."
 
 _COMPUTE_MODES = {
@@ -42,11 +54,16 @@ class NVMLDevices:
     A device that fails to answer is unknown, with the reason, and hides no other. So is one
     that answered before and cannot be found any more. A GPU that never gave its UUID cannot be
     named: it is left out, and the log says so. An instance has the index of its GPU.
+
+    Each look runs in a thread of its own, so that a driver call that hangs blocks nothing else.
     """
 
     name = "nvml"
 
     def __init__(self) -> None:
+        self._pending: Future[Inventory] | None = None
+        self._pending_since = 0.0
+        self._pending_lock = threading.Lock()
         self._lock = threading.Lock()
         self._opened_at: datetime | None = None
         self._openings = 0
@@ -58,7 +75,31 @@ class NVMLDevices:
         self._logged: dict[int, str] = {}
 
     def observe(self, now: datetime) -> Inventory:
-        """Look once; see :class:`gpuspawner.devices.base.DeviceSource`."""
+        """Look once; see :class:`gpuspawner.devices.base.DeviceSource`.
+
+        Returns after at most :data:`LOOK_SECONDS`, and at once while an earlier look has hung for
+        longer than that.
+        """
+        with self._pending_lock:
+            if self._pending is None or self._pending.done():
+                self._pending, self._pending_since = Future(), time.monotonic()
+                # A daemon thread: a driver that hangs must not keep the process from ending.
+                threading.Thread(
+                    target=self._look_into,
+                    args=(self._pending, now),
+                    name="gpuspawner-nvml",
+                    daemon=True,
+                ).start()
+            pending, since = self._pending, self._pending_since
+        try:
+            return pending.result(max(0.0, since + LOOK_SECONDS - time.monotonic()))
+        except LookTimeout:
+            return Inventory(devices=(), observed_at=now, source=self.name, error=HANGING)
+
+    def _look_into(self, pending: Future[Inventory], now: datetime) -> None:
+        pending.set_result(self._observe(now))
+
+    def _observe(self, now: datetime) -> Inventory:
         with self._lock:
             try:
                 self._open(now)

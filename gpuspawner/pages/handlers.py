@@ -94,7 +94,7 @@ class Handler(DropsBody, BaseHandler):
     async def ask(self, work: Any, *args: Any) -> Any:
         """Ask off the event loop; what the broker refuses becomes the page's sentence."""
         try:
-            return await self.site.broker.run(work, *args)
+            return await self.site.broker.read(work, *args)
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code, "%s", error.message) from None
 
@@ -198,7 +198,7 @@ class Logo(Handler):
     async def get(self, slug: str) -> None:
         environment = self.environment(slug)
         try:
-            content, kind = await self.site.broker.run(logo_file, self.catalog(), environment)
+            content, kind = await self.site.broker.read(logo_file, self.catalog(), environment)
         except ValueError:
             raise web.HTTPError(404, "This environment has no logo.") from None
         self.set_header("Content-Type", kind)

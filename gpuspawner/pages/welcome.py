@@ -111,7 +111,7 @@ class FirstWelcome(Welcome):
         """Whether somebody is still to be welcomed. Who cannot be told goes on."""
         broker = self.site.broker
         try:
-            return await broker.run(broker.welcome_due, user)
+            return await broker.read(broker.welcome_due, user)
         except GPUSpawnerError as error:
             self.log.warning("Whether %r is new cannot be told: %s", user, error.message)
             return False

@@ -114,7 +114,9 @@ class GPUDockerFiles(GPUSpawnerMixin):
         if not GPUDockerFiles.looks_first(self, request):
             return
         quota = self.quota_bytes
-        use = await self.broker.run(self.broker.use_of, self.workspace_source, quota, PATIENCE)
+        use = await self.broker.run_outside(
+            self.broker.use_of, self.workspace_source, quota, PATIENCE
+        )
         if use is not None and use.full:
             raise WorkspaceFull(used=format_bytes(use.used), limit=format_bytes(quota))
 
@@ -129,7 +131,7 @@ class GPUDockerFiles(GPUSpawnerMixin):
         if not quota or not self.workspace_source.startswith("/"):
             return ""
         try:
-            use = await self.broker.run(self.broker.use_of, self.workspace_source, quota)
+            use = await self.broker.run_outside(self.broker.use_of, self.workspace_source, quota)
         except GPUSpawnerError:
             return ""  # the form itself says what does not answer
         told = _templates.get_template("files.html")

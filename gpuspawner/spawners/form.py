@@ -82,7 +82,7 @@ class GPUSpawnerForm(GPUSpawnerLinks):
             with self._set_for_now(await self._limits_of_groups()):
                 limits = self._limits(catalog, usual)
             user, groups = self.user.name, self.group_names
-            return own + await self.broker.run(self._make_form, limits, user, groups)
+            return own + await self.broker.read(self._make_form, limits, user, groups)
         except GPUSpawnerError as error:
             return own + _templates.get_template("unavailable.html").render(message=error.message)
 

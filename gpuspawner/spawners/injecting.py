@@ -26,7 +26,7 @@ async def injection_mode(spawner: GPUDockerSpawner, uuids: Sequence[str]) -> str
         return str(spawner.gpu_injection)
     if not uuids:
         return "none"
-    look = await spawner.broker.run(spawner.broker.look)
+    look = await spawner.broker.read(spawner.broker.look)
     if look.inventory.source == "simulated":
         return "none"
     lock = spawner.of_engine(f"{KEY}_lock", asyncio.Lock)

@@ -121,7 +121,7 @@ class GPUSpawnerLinks(GPUSpawnerBase):
             if request.devices:
                 options.session_seconds(choice, self.session_hours(environment), environment)
         if choice.gpus:
-            await self.broker.run(self.broker.must_fit, request)
+            await self.broker.read(self.broker.must_fit, request)
 
     # What group_overrides will set.
 

@@ -62,7 +62,7 @@ class GPUDockerOwnImages(GPUDockerFiles):
         """Also whether its registry has the member's own image. Raises ImageUnavailable."""
         await super().look_at_files(request)
         if own := self.own_image:
-            await self.broker.run(self._look_for, own)
+            await self.broker.run_outside(self._look_for, own)
 
     def _own_rules(self) -> list[OwnImages]:
         """None where containers are kept: what is kept belongs to the environment's image."""
@@ -85,7 +85,7 @@ class GPUDockerOwnImages(GPUDockerFiles):
         """After the pull: size and labels; what may not be used does not stay. Raises
         NotAllowed."""
         if own := self.own_image:
-            await self.broker.run(self._judge_here, own)
+            await self.broker.run_outside(self._judge_here, own)
 
     def _judge_here(self, reference: str) -> None:
         client = self.connect()

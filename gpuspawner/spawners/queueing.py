@@ -179,7 +179,7 @@ class Queueing:
         watched = {i: waiter.said for i, waiter in self._waiters.items() if waiter.said.followed}
         if not watched:
             return
-        sentences = await self.broker.run(self._sentences, list(watched))
+        sentences = await self.broker.read(self._sentences, list(watched))
         for number, (ticket_id, sentence) in enumerate(sentences.items(), start=1):
             waiter = self._waiters.get(ticket_id)
             if waiter and not waiter.turn.done():

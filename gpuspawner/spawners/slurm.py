@@ -207,7 +207,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         if self.lease is None or not self.lease.ticket_id:
             return None
         try:
-            turns = await self.broker.run(self.delegate.turns, NOW)
+            turns = await self.broker.run_outside(self.delegate.turns, NOW)
         except Unavailable:
             return None
         turn = turns.get(self.lease.ticket_id)
@@ -242,7 +242,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
     async def _over(self, ticket_id: str, age: float = NOW) -> Proof | None:
         """How the job of a ticket ended; None while it lives. Raises EngineUnavailable."""
         try:
-            turns = await self.broker.run(self.delegate.turns, age)
+            turns = await self.broker.run_outside(self.delegate.turns, age)
         except Unavailable as error:
             raise EngineUnavailable() from error
         turn = turns.get(ticket_id)
@@ -253,7 +253,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
     async def _end_job(self, ticket_id: str) -> Proof:
         """Cancel the job and wait until Slurm has cleared away behind it."""
         try:
-            await self.broker.run(self.delegate.cancel, ticket_id)
+            await self.broker.run_outside(self.delegate.cancel, ticket_id)
         except Unavailable as error:
             raise EngineUnavailable() from error
         deadline = asyncio.get_running_loop().time() + ENDING

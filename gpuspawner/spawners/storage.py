@@ -96,7 +96,7 @@ class Storage:
     async def _keep_quota(self, source: str, quota: int) -> None:
         broker = self.spawner.broker
         try:
-            await broker.run(broker.keep_quota, source, quota or None)
+            await broker.run_outside(broker.keep_quota, source, quota or None)
         except QuotaUnavailable as error:  # an admin's matter, and no reason to keep a member out
             self.spawner.log.error("%s Until then nothing limits %s.", error.message, source)
 

@@ -48,7 +48,7 @@ class Watched:
             return
         spawner = next(iter(by_lease.values()))
         engine = spawner.shared("gpuspawner_nodes", spawner.broker.delegated_engine)
-        running = await spawner.broker.run(engine.running)
+        running = await spawner.broker.run_outside(engine.running)
         for lease_id, each in by_lease.items():
             if lease_id not in running and each.active and not each.pending:
                 each.log.info("%s is not there any more: asking after it", each.server_ref)

@@ -69,7 +69,11 @@ class Store:
         self.write_engine = _beginning_with(self.engine, writes)
         # SQLite has one writer at a time: more threads would only wait for one another.
         workers = 4 if self.dialect == "sqlite" else 8
-        self.executor = ThreadPoolExecutor(workers, thread_name_prefix="gpuspawner-store")
+        # Separate threads, so that a release waits neither for requests nor for pages and reports.
+        self.executor = _threads(workers, "change")
+        self.ask_executor = _threads(4, "ask")
+        self.read_executor = _threads(4, "read")
+        self.report_executor = _threads(2, "report")
         # Who waits for SQLite's own lock looks again and again; who waits for this one sleeps.
         self._turn = threading.Lock() if self.dialect == "sqlite" else None
         self._migrated = False
@@ -88,7 +92,13 @@ class Store:
         with self._opening:
             if self._open.get(self.url) is self:
                 del self._open[self.url]
-        self.executor.shutdown(wait=True)
+        for executor in (
+            self.executor,
+            self.ask_executor,
+            self.read_executor,
+            self.report_executor,
+        ):
+            executor.shutdown(wait=True)
         self.engine.dispose()
 
     def run(self, work: Callable[[sa.Connection], T], *, write: bool = False) -> T:
@@ -139,6 +149,10 @@ class Store:
                 self._migrated = True
 
 
+def _threads(count: int, name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix=f"gpuspawner-store-{name}")
+
+
 def default_url() -> str:
     """The database named by ``GPUSPAWNER_DATABASE_URL``, else a file in this directory."""
     return os.environ.get("GPUSPAWNER_DATABASE_URL") or "sqlite:///gpuspawner.sqlite"
@@ -154,10 +168,10 @@ def _create_engine(url: str) -> sa.Engine:
                 parsed = parsed.set(drivername="postgresql+psycopg2")
             return sa.create_engine(
                 parsed,
-                pool_size=8,  # as many as the executor has threads
-                # For all others: asyncio's own threads, which are as many as cores and four more,
-                # and whoever streams a long answer. A hub and its service may then take half of
-                # the hundred that PostgreSQL allows unless somebody says otherwise.
+                pool_size=8,  # as many as the executor for changes has threads
+                # For all others: the other executors, and asyncio's own threads, which are as many
+                # as cores and four more. A hub and its service may then take half of the hundred
+                # that PostgreSQL allows unless somebody says otherwise.
                 max_overflow=16,
                 pool_timeout=BUSY_SECONDS,
                 pool_pre_ping=True,
@@ -196,7 +210,7 @@ def _create_sqlite(url: sa.URL) -> sa.Engine:
     engine = sa.create_engine(
         url.set(database=path),
         pool_size=8,
-        max_overflow=4,
+        max_overflow=16,
         pool_use_lifo=True,  # the connection that was used last has its pages in memory
         connect_args={"timeout": BUSY_SECONDS},
     )

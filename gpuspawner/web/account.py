@@ -89,7 +89,7 @@ class CSVHandler(Page):
         """Send the table; the rows come in portions, each read off the event loop."""
         self.write(table([columns]))
         while True:
-            portion = await self.broker.run(next, rows, None)
+            portion = await self.broker.report(next, rows, None)
             if portion is None:
                 return
             self.write(table(portion))
@@ -202,7 +202,7 @@ async def may_see(handler: Handler, lease_id: str) -> Lease:
     """
     lease: Lease | None = None
     try:
-        lease = await handler.broker.run(handler.broker.lease, lease_id)
+        lease = await handler.broker.read(handler.broker.lease, lease_id)
     except UnknownLease as error:
         if handler.reach(READ_ACCOUNTS).everybody:
             raise web.HTTPError(404) from error

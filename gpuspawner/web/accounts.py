@@ -119,7 +119,7 @@ class GrantForm(AccountPage):
                 access.must_take(self, account)
             reason = checked_reason(self.field("reason"), needed=True)
             until = date_of(typed["until"], "until", self.broker.rate_zone)
-            before = await self.broker.run(self.broker.account, account)
+            before = await self.broker.read(self.broker.account, account)
             if not self.confirmed:
                 self._ask(account, amount, reason, before.balance, until)
                 return

@@ -68,7 +68,7 @@ class FolderAPI(ChangingAPI):
             else:
                 _text(sent, name, 1000)
         try:
-            folder = await self.broker.run(self._visible, folder_id)
+            folder = await self.broker.read(self._visible, folder_id)
             await self.broker.run(work_of(self, folder, action, sent.get))
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code) from error

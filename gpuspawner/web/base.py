@@ -230,7 +230,14 @@ class Handler(HubOAuthenticated, web.RequestHandler):
     async def read(self, work: Callable[..., T], *args: Any) -> T:
         """Ask the broker off the event loop; what it refuses becomes the page's sentence."""
         try:
-            return await self.broker.run(work, *args)
+            return await self.broker.read(work, *args)
+        except GPUSpawnerError as error:
+            raise web.HTTPError(error.status_code, "%s", error.message) from error
+
+    async def report(self, work: Callable[..., T], *args: Any) -> T:
+        """Do as :meth:`read` for what may take long, so that no page waits for it."""
+        try:
+            return await self.broker.report(work, *args)
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code, "%s", error.message) from error
 

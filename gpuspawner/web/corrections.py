@@ -27,7 +27,7 @@ DONE = {
 async def find_transfer(handler: Handler, transfer_id: str) -> Transfer:
     """One transfer. Raises HTTPError 404."""
     try:
-        found: Transfer = await handler.broker.run(handler.broker.transfer, transfer_id)
+        found: Transfer = await handler.broker.read(handler.broker.transfer, transfer_id)
     except InvalidRequest:
         raise web.HTTPError(404) from UnknownTransfer(transfer=transfer_id)
     except GPUSpawnerError as error:

@@ -75,7 +75,7 @@ class FolderPage(FoldersPage):
     @web.authenticated
     async def post(self, folder_id: str, action: str) -> None:
         try:
-            folder = await self.broker.run(self._visible, folder_id)
+            folder = await self.broker.read(self._visible, folder_id)
             if action in ("leave", "hand-on", "delete", "uninvite") and not self.confirmed:
                 self._ask(folder, action)
                 return

@@ -149,7 +149,7 @@ class Live:
     async def _take(self) -> Frame:
         sights = {viewer.sight for viewer in self._viewers}
         try:
-            return await self._broker.run(take, self._broker, self._recent, sights)
+            return await self._broker.read(take, self._broker, self._recent, sights)
         except GPUSpawnerError as error:
             trouble = error.message
         except Exception:  # whatever goes wrong, the next picture is tried

@@ -65,7 +65,7 @@ class Page(Handler):
             raise web.HTTPError(403) from InvalidRequest(OLD_FORM)
         if self.current_user:
             with suppress(GPUSpawnerError):  # whoever needs the store says that it is gone
-                self.paused = (await self.broker.run(self.broker.closures)).get(GRANTING)
+                self.paused = (await self.broker.read(self.broker.closures)).get(GRANTING)
 
     @property
     def xsrf(self) -> Markup:

@@ -66,7 +66,7 @@ class RefillsPage(FormPage):
         typed = {name: self.field(name).strip()[:2000] for name in FIELDS}
         try:
             plan = partial(self.broker.plan_refill, actor=self.actor, **_wanted(typed))
-            planned = await self.broker.run(plan, key=self.key if self.confirmed else "")
+            planned = await self.broker.read(plan, key=self.key if self.confirmed else "")
             if not self.confirmed:
                 await self._ask(planned, typed)
                 return
@@ -78,7 +78,7 @@ class RefillsPage(FormPage):
 
     async def _ask(self, planned: Refill, typed: dict[str, str]) -> None:
         members = {group: await access.members_of(self, group) for group in planned.groups}
-        coming, gifts = await self.broker.run(self.broker.preview_refill, planned, members)
+        coming, gifts = await self.broker.read(self.broker.preview_refill, planned, members)
         now = self.broker.clock()
         facts: list[tuple[str, Any]] = [
             ("Rule", f"{planned.recurrence.rule} ({planned.recurrence.zone})"),
@@ -108,7 +108,7 @@ class EndRefillPage(RefillsPage):
     async def post(self, refill_id: str) -> None:
         self.need_admin()
         try:
-            found = await self.broker.run(self.broker.refill, refill_id)
+            found = await self.broker.read(self.broker.refill, refill_id)
             if not self.confirmed:
                 self.ask(
                     "End this refill?",

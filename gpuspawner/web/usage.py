@@ -100,8 +100,8 @@ def report(broker: Broker, by: str, first: date, last: date) -> Report:
 async def remember(broker: Broker) -> None:
     """Have at hand what pages tell of the past, before anybody asks: what the line learns from it,
     and totals of what has ended since the last time, a few leases at once: a hub waits for none."""
-    await broker.run(broker.standings)
-    while await broker.run(broker.add_up) == AT_ONCE:
+    await broker.report(broker.standings)
+    while await broker.report(broker.add_up) == AT_ONCE:
         await asyncio.sleep(PAUSE)
 
 
@@ -121,7 +121,7 @@ class UsageHandler(Handler):
             first, last = weeks.period(since, until, self.broker.clock())
         except InvalidRequest as error:
             raise web.HTTPError(400) from error
-        return await self.read(report, self.broker, by, first, last)
+        return await self.report(report, self.broker, by, first, last)
 
 
 class UsagePage(UsageHandler, Page):

@@ -117,7 +117,7 @@ class WorkedHandler(Handler):
                 raise InvalidRequest(sentence, field="from")
         except InvalidRequest as error:
             raise web.HTTPError(400) from error
-        return await self.read(report, self.broker, by, first, last)
+        return await self.report(report, self.broker, by, first, last)
 
 
 class WorkedPage(WorkedHandler, Page):

@@ -3,14 +3,20 @@ driver's library is a stand-in, compiled here."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuspawner.devices import base
+from gpuspawner.devices.nvml import HANGING
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine, links, reasons, statuses
 from tests.support.nvml.nvml_library import gpus, mig_gpu
@@ -306,3 +312,112 @@ def test_closing_lets_go_and_the_next_look_opens_again(machine: Machine) -> None
     assert "not loaded" in machine.look()["error"]
     machine.has(*gpus(1))
     assert machine.look()["error"] == ""
+
+
+# A driver that hangs.
+
+HUB = """
+import asyncio, json, sys
+from gpuspawner.broker import Broker
+from gpuspawner.devices import nvml
+from gpuspawner.errors import GPUSpawnerError
+from gpuspawner.model import Request, ServerRef
+
+broker = Broker(database_url=sys.argv[1], device_source="nvml", refresh_seconds=0)
+pages = []
+
+async def do(word, rest):
+    if word == "patience":
+        nvml.LOOK_SECONDS = float(rest)
+    if word == "ask":
+        request = Request(devices=1, environment="pytorch")
+        try:
+            lease = await broker.run(broker.acquire, ServerRef(rest), request, engine="docker")
+        except GPUSpawnerError as error:
+            return error.message
+        await broker.run(broker.confirm, lease.id, "container")
+        return {"lease": lease.id, "uuids": lease.uuids}
+    if word == "pages":
+        pages.extend(asyncio.ensure_future(broker.read(broker.overview)) for _ in range(int(rest)))
+        await asyncio.sleep(0)
+    if word == "unanswered":
+        return sum(not page.done() for page in pages)
+    if word == "answers":
+        told, pages[:] = await asyncio.gather(*pages), []
+        return [[{d.device.uuid: d.state for d in one.devices}, one.error] for one in told]
+    if word == "release":
+        return (await broker.run(broker.release, rest, reason="stopped")).state
+
+async def main():
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        word, _, rest = line.strip().partition(" ")
+        print(json.dumps(await do(word, rest)), flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_driver_that_hangs_holds_up_no_release_and_recovers(
+    library: Path, tmp_path: Path
+) -> None:
+    """Pages that wait for the driver block nothing; after the time-out its devices are unknown."""
+    fleet, shown = tmp_path / "fleet", gpus(2)
+    nvml.write_fleet(fleet, shown)
+    log = tmp_path / "log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HUB, f"sqlite:///{tmp_path / 'hub.sqlite'}"],
+            env=os.environ | nvml.environment(library, fleet),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+
+    def tell(command: str) -> Any:
+        assert process.stdin and process.stdout
+        process.stdin.write(command + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        assert answer, log.read_text()
+        return json.loads(answer)
+
+    try:
+        first, second = tell("ask ada"), tell("ask grace")
+        nvml.write_fleet(fleet, shown, hangs=["nvmlDeviceGetCount_v2"])
+        tell("patience 600")
+        tell("pages 10")
+        assert tell(f"release {first['lease']}") == "ended"
+        assert tell("unanswered") == 10
+        nvml.write_fleet(fleet, shown)
+        healthy = {gpu.uuid: "free" for gpu in shown}
+        healthy[second["uuids"][0]] = "leased"
+        tell("answers")
+        tell("pages 1")
+        assert tell("answers") == [[healthy, ""]]
+
+        nvml.write_fleet(fleet, shown, hangs=["nvmlDeviceGetCount_v2"])
+        tell("patience 1")
+        for _ in range(2):  # while it hangs, and again while the same call still hangs
+            tell("pages 10")
+            for statuses_now, error in tell("answers"):
+                assert error == HANGING
+                assert "free" not in statuses_now.values()
+        assert "not answer" in tell("ask edsger")
+        assert tell(f"release {second['lease']}") == "ended"
+        tell("pages 1")
+        [[statuses_now, _]] = tell("answers")
+        assert set(statuses_now.values()) == {"unknown"}
+
+        nvml.write_fleet(fleet, shown)
+        tell("patience 600")
+        tell("pages 1")
+        assert tell("answers") == [[{gpu.uuid: "free" for gpu in shown}, ""]]
+        assert tell("ask edsger")["uuids"]
+    finally:
+        nvml.write_fleet(fleet, shown)
+        assert process.stdin
+        process.stdin.close()
+        process.wait(timeout=120)
+        print(log.read_text())

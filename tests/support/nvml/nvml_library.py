@@ -143,16 +143,19 @@ def write_fleet(
     levels: Mapping[tuple[int, int], int] | None = None,
     fails: Mapping[str, int] | None = None,
     spins: Mapping[str, int] | None = None,
+    hangs: Sequence[str] = (),
 ) -> None:
     """Show this fleet from now on.
 
     ``levels`` are nearest common ancestors by index (nvmlGpuTopologyLevel_t), ``fails`` what
-    functions answer whatever the device, ``spins`` the microseconds that they compute. The file
-    is replaced at once, never half-written.
+    functions answer whatever the device, ``spins`` the microseconds that they compute, and
+    ``hangs`` those that answer only after the next call of this. The file is replaced at once,
+    never half-written.
     """
     lines = [f"driver {driver}", f"cuda {cuda}"]
     lines += [f"level {a} {b} {level}" for (a, b), level in (levels or {}).items()]
     lines += _rules("fail", fails or {}) + _rules("spin", spins or {})
+    lines += _rules("hang", dict.fromkeys(hangs, 1))
     for gpu in fleet:
         lines += [f"gpu {gpu.uuid}", f"name {gpu.name}", f"memory {gpu.memory_bytes}"]
         lines += [f"bus {gpu.bus}", f"mode {gpu.mode}"]

@@ -21,6 +21,7 @@
  *   lanes NOW MOST              of PCIe                limits NOW USUAL (milliwatts)
  *   xid SERIAL CODE             an error that is reported once, by serial numbers that only grow
  *   spin FUNCTION MICROSECONDS  how long it computes, as drivers do
+ *   hang FUNCTION 1             it answers only after this file was replaced
  *
  * How often NVML is open is written to the file's name with ".opened" added.
  */
@@ -37,7 +38,7 @@ enum {
     INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, TIMED_OUT = 10, GPU_IS_LOST = 15,
     MOST_GPUS = 64, MOST_PARTS = 8, MOST_PROCESSES = 32, MOST_LINKS = 18, MOST_RULES = 128,
     MOST_XIDS = 16,
-    DRIVER = -1, TEXT = 96, FAIL = 0, DELAY = 1, SPIN = 2
+    DRIVER = -1, TEXT = 96, FAIL = 0, DELAY = 1, SPIN = 2, HANG = 3
 };
 
 typedef int nvmlReturn_t;
@@ -99,7 +100,8 @@ static int part_of(nvmlDevice_t handle) { return ((int)(size_t)handle - 1) % 16 
 
 static void read_setting(const char *key, const char *rest, device *at, int gpu, int part) {
     unsigned int one, other;
-    int value, kind = !strcmp(key, "delay") ? DELAY : !strcmp(key, "spin") ? SPIN : FAIL;
+    int value, kind = !strcmp(key, "delay") ? DELAY
+        : !strcmp(key, "spin") ? SPIN : !strcmp(key, "hang") ? HANG : FAIL;
     char text[TEXT];
     process found;
     xid reported;
@@ -161,9 +163,16 @@ static void read_setting(const char *key, const char *rest, device *at, int gpu,
     }
 }
 
+/* The file as it was read last, and whether that is still the one that is there. */
+static struct stat last;
+static int is_read(const struct stat *found) {
+    return found->st_ino == last.st_ino && found->st_size == last.st_size &&
+        found->st_mtim.tv_sec == last.st_mtim.tv_sec &&
+        found->st_mtim.tv_nsec == last.st_mtim.tv_nsec;
+}
+
 /* Whether there is a fleet to be read. One that was read and not replaced is not read again. */
 static int read_fleet(void) {
-    static struct stat last;
     const char *path = getenv("GPUSPAWNER_STANDIN_NVML");
     struct stat found;
     FILE *file;
@@ -174,9 +183,7 @@ static int read_fleet(void) {
         memset(&last, 0, sizeof last);
         return 0;
     }
-    if (found.st_ino == last.st_ino && found.st_size == last.st_size &&
-        found.st_mtim.tv_sec == last.st_mtim.tv_sec &&
-        found.st_mtim.tv_nsec == last.st_mtim.tv_nsec) return 1;
+    if (is_read(&found)) return 1;
     if (!(file = fopen(path, "r"))) return 0;
     last = found;
     memset(&fleet, 0, sizeof fleet);
@@ -205,6 +212,13 @@ static void spin(int microseconds) {
     while ((now.tv_sec - began.tv_sec) * 1000000 + (now.tv_nsec - began.tv_nsec) / 1000 < microseconds);
 }
 
+/* Hold the caller, and with the lock everybody else, until the fleet is another one. */
+static void hang(void) {
+    const char *path = getenv("GPUSPAWNER_STANDIN_NVML");
+    struct stat found;
+    while (path && !stat(path, &found) && is_read(&found)) usleep(10 * 1000);
+}
+
 /* What a rule says about this function for this device, or for the driver; 0 is nothing. */
 static int ruled(const char *function, int gpu, int part) {
     int answer = SUCCESS, at;
@@ -214,6 +228,7 @@ static int ruled(const char *function, int gpu, int part) {
         if (!meant || strcmp(each->function, function)) continue;
         if (each->kind == DELAY) usleep((useconds_t)each->value * 1000);
         else if (each->kind == SPIN) spin(each->value);
+        else if (each->kind == HANG) hang();
         else answer = each->value;
     }
     return answer;
