@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -134,6 +135,30 @@ class Files(FileSettings, Core):
         if not source.startswith("/"):
             return None
         project = self.store.run(lambda c: workspaces.project_of(c, source))
+        return self._use_of(source, quota, project, patience)
+
+    def files_of(self, user: str) -> list[Held]:
+        """A member's workspaces with what they hold."""
+        return self.held_in(self.workspaces_of(user))
+
+    def workspaces_of(self, user: str) -> list[tuple[Workspace, int | None]]:
+        """Return a member's workspaces, each with its project at the file system, if it has one."""
+        with self.store.read() as connection:
+            found = workspaces.of_user(connection, user)
+            return [(each, workspaces.project_of(connection, each.source)) for each in found]
+
+    def held_in(self, some: Iterable[tuple[Workspace, int | None]]) -> list[Held]:
+        """Return what workspaces hold. Asks the file system, so call it outside transactions."""
+        return [
+            Held(each, self._use_of(each.source, each.quota, project, GLANCE))
+            for each, project in some
+        ]
+
+    def _use_of(
+        self, source: str, quota: int | None, project: int | None, patience: float
+    ) -> Use | None:
+        if not source.startswith("/"):
+            return None
         if quota and project is not None:
             try:
                 found = self.quotas.use(source, project)
@@ -142,11 +167,6 @@ class Files(FileSettings, Core):
                 self.log.debug("%s", error.message)
         used = measure(source, patience)
         return None if used is None else Use(used, quota or None)
-
-    def files_of(self, user: str) -> list[Held]:
-        """A member's workspaces with what they hold."""
-        known = self.store.run(lambda connection: workspaces.of_user(connection, user))
-        return [Held(some, self.use_of(some.source, some.quota)) for some in known]
 
     def workspaces(self) -> list[Workspace]:
         """Every workspace that a server ever got."""

@@ -54,6 +54,34 @@ _OURS = (IntegrityError, ProgrammingError, DataError)
 _ABSENT = (DBAPIError, PoolTimeout, PendingRollbackError, OSError)
 
 
+class NestedWrite(RuntimeError):
+    """A write transaction was begun within another one of the same thread: a mistake of ours."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a write transaction was begun within another one of the same thread; "
+            "pass the connection on instead"
+        )
+
+
+class _Current(threading.local):
+    """What the current thread does with one store."""
+
+    view: sa.Connection | None = None
+    writing: bool = False
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise StoreUnavailable for whatever the database says when it is locked, full or gone."""
+    try:
+        yield
+    except _OURS:
+        raise
+    except _ABSENT as error:
+        raise StoreUnavailable() from error
+
+
 class Store:
     """One database. Thread-safe; share one a process through :meth:`open`."""
 
@@ -76,6 +104,7 @@ class Store:
         self.report_executor = _threads(2, "report")
         # Who waits for SQLite's own lock looks again and again; who waits for this one sleeps.
         self._turn = threading.Lock() if self.dialect == "sqlite" else None
+        self._current = _Current()
         self._migrated = False
         self._migrating = threading.Lock()
 
@@ -109,32 +138,52 @@ class Store:
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """A read transaction: one consistent view."""
+        if (shared := self._current.view) is not None:
+            with _own_errors():
+                yield shared
+            return
         with self._transaction(self.read_engine) as connection:
             yield connection
 
     @contextmanager
+    def view(self) -> Iterator[None]:
+        """Within this, all reads of the same thread are one transaction with one view.
+
+        Do not ask an engine, a driver or a file system meanwhile.
+        """
+        with self._transaction(self.read_engine) as connection:
+            self._current.view = connection
+            try:
+                yield
+            finally:
+                self._current.view = None
+
+    @contextmanager
     def write(self) -> Iterator[sa.Connection]:
         """A write transaction; all of it happens or none. Writers come one at a time: no
-        deadlocks between accounts, no lost race."""
+        deadlocks between accounts, no lost race.
+
+        Raises NestedWrite within another one of the same thread, which it would wait for in vain.
+        """
+        if self._current.writing:
+            raise NestedWrite()
         if self._turn and not self._turn.acquire(timeout=BUSY_SECONDS):
             raise StoreUnavailable()
+        self._current.writing = True
         try:
             with self._transaction(self.write_engine) as connection:
                 yield connection
         finally:
+            self._current.writing = False
             if self._turn:
                 self._turn.release()
 
     @contextmanager
     def _transaction(self, engine: sa.Engine) -> Iterator[sa.Connection]:
-        try:
+        with _own_errors():
             self._migrate()
             with engine.begin() as connection:
                 yield connection
-        except _OURS:
-            raise
-        except _ABSENT as error:
-            raise StoreUnavailable() from error
 
     def _migrate(self) -> None:
         """Bring the schema up to date, once a process."""

@@ -195,7 +195,15 @@ def whole_line(broker: Broker) -> WholeLine:
 
 def own_tickets(broker: Broker, user: str) -> OwnTickets:
     """A member's tickets: those that wait, and the last ones that ended."""
-    found = broker.tickets_of(user, TICKETS)
+    return with_standings(broker, broker.tickets_of(user, TICKETS), len(broker.waiting()))
+
+
+def with_standings(broker: Broker, found: Sequence[Ticket], of: int) -> OwnTickets:
+    """These tickets of a member, newest first, with their places among ``of`` that wait.
+
+    The line has its own view of the store and may ask another scheduler: call it outside
+    transactions.
+    """
     waiting = [ticket for ticket in found if not ticket.outcome]
     # Who does not wait needs no estimate, for which the line learns from thousands of sessions.
     standings = broker.standings() if waiting else {}
@@ -203,7 +211,7 @@ def own_tickets(broker: Broker, user: str) -> OwnTickets:
         now=broker.clock(),
         waiting=tuple((ticket, standings.get(ticket.id)) for ticket in reversed(waiting)),
         ended=tuple(ticket for ticket in found if ticket.outcome),
-        of=len(standings) if waiting else len(broker.waiting()),
+        of=len(standings) if waiting else of,
     )
 
 

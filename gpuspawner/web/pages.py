@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from datetime import datetime, timedelta
 from typing import Any
 from urllib.parse import quote
@@ -18,10 +19,10 @@ from ..broker import DeviceView
 from ..broker.sessions import end_clock
 from ..broker.view import clock
 from ..errors import GPUSpawnerError, InvalidRequest
-from ..model import LeasedDevice, format_credits, member_account
+from ..model import LeasedDevice, format_credits
 from ..store.closures import GRANTING, Closure
 from ..workspaces.sizes import format_bytes
-from . import credits, curves, figures, files
+from . import credits, figures, member
 from .api import instant
 from .base import Handler
 from .chart import Chart, chart
@@ -58,12 +59,15 @@ class Page(Handler):
     paused: Closure | None = None
     """Why no GPUs are given out just now: every page says so."""
 
+    reads_pause = True
+    """Whether the page is told so at its beginning; others learn it with what they show."""
+
     async def prepare(self) -> None:
         await super().prepare()
         # A token proves nothing here: forms are sent by a browser, from a page of ours.
         if self.request.method not in ("GET", "HEAD", "OPTIONS") and not self.has_xsrf_proof:
             raise web.HTTPError(403) from InvalidRequest(OLD_FORM)
-        if self.current_user:
+        if self.current_user and self.reads_pause:
             with suppress(GPUSpawnerError):  # whoever needs the store says that it is gone
                 self.paused = (await self.broker.read(self.broker.closures)).get(GRANTING)
 
@@ -92,6 +96,8 @@ class Page(Handler):
 class MemberPage(Page):
     """My balance, my servers, the devices, my sessions, my statement."""
 
+    reads_pause = False
+
     @web.authenticated
     async def get(self) -> None:
         await self.show_mine()
@@ -100,40 +106,25 @@ class MemberPage(Page):
         """Send the page; ``refusal``: why what was asked for on it was not done."""
         if refusal:
             self.set_status(refusal.status_code)
-        mine = await self.read(figures.member, self.broker, self.user, self.context.warn_minutes)
-        overview, found = await self.read(figures.devices, self.broker, self.user, False)
-        tickets = await self.read(figures.own_tickets, self.broker, self.user)
-        past = await self.read(credits.of_account, self.broker, member_account(self.user))
-        had, offered = await self.read(files.folders_of, self.broker, self.user)
+        warn_minutes = self.context.warn_minutes
+        seen = await self.read(member.look, self.broker, self.user, self.groups, warn_minutes)
+        self.paused = seen.overview.paused
         self.show(
             "member.html",
             user=self.user,
             admin=self.admin,
-            mine=mine,
-            ended=await self.read(self.broker.membership_end, self.user),
-            past=past,
-            files=await self.read(self.broker.files_of, self.user),
-            folders=had,
-            offered=offered,
-            lasting=credits.lasting(mine.funds, overview, mine.now),
-            payers=await self.read(self.broker.payers, self.user, self.groups),
+            lasting=credits.lasting(seen.mine.funds, seen.overview, seen.mine.now),
             kept=self.get_query_argument("kept", ""),
             stopped=self.get_query_argument("stopped", ""),
-            overview=overview,
-            devices=found,
-            tickets=tickets,
             given_up=self.get_query_argument("given_up", ""),
             extended=self.get_query_argument("extended", ""),
-            resting=await self.read(self.broker.resting, self.user),
-            sick=await self.read(self.broker.sick_of, self.user),
-            lost=await self.read(self.broker.lost_of, self.user),
             restarted=self.get_query_argument("restarted", ""),
             snoozed=self.get_query_argument("snoozed", ""),
-            ending=figures.ending(mine, self.context.session_warn_minutes),
-            curves=await self.read(curves.of_leases, self.broker, [x.lease for x in mine.running]),
+            ending=figures.ending(seen.mine, self.context.session_warn_minutes),
             refusal=refusal.message if refusal else "",
             xsrf=self.xsrf,
             credits_help=self.broker.credits_help,
+            **{field.name: getattr(seen, field.name) for field in fields(seen)},
         )
 
 

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from gpuspawner.errors import StoreUnavailable
 from gpuspawner.store import Store
+from gpuspawner.store.store import NestedWrite
 
 things = sa.Table("things", sa.MetaData(), sa.Column("name", sa.Text, primary_key=True))
 parts = sa.Table(
@@ -186,3 +187,46 @@ def test_a_transaction_that_does_not_begin_leaves_nothing_behind(
     try_it()
     assert names(store) == names(impatient) == ["mine"]
     impatient.close()
+
+
+def test_a_write_within_a_write_raises_at_once_and_undoes_both(run: Run, store: Store) -> None:
+    def nested() -> None:
+        with store.write() as connection:
+            add(connection, "outer")
+            with store.write() as inner:
+                add(inner, "inner")
+
+    with pytest.raises(NestedWrite, match="within another one of the same thread"):
+        run(nested)
+    assert names(store) == []
+    run(lambda: store.run(lambda connection: add(connection, "later"), write=True))
+    assert names(store) == ["later"]
+
+
+def test_reads_within_a_view_share_it(run: Run, store: Store) -> None:
+    def nested() -> list[list[str]]:
+        with store.view():
+            seen = [store.run(all_of)]
+            other = threading.Thread(
+                target=lambda: store.run(lambda c: add(c, "meanwhile"), write=True)
+            )
+            other.start()
+            other.join()
+            seen.append(store.run(all_of))
+            with store.write() as own:
+                add(own, "by itself")
+            seen.append(store.run(all_of))
+        return [*seen, store.run(all_of)]
+
+    assert run(nested) == [[], [], [], ["by itself", "meanwhile"]]
+
+
+def test_a_database_error_within_a_view_becomes_store_unavailable(run: Run, store: Store) -> None:
+    def nested() -> None:
+        with store.view(), store.read() as connection:
+            connection.exec_driver_sql("SELECT 1").all()
+            raise sa.exc.OperationalError("SELECT 1", None, Exception("gone"))
+
+    with pytest.raises(StoreUnavailable):
+        run(nested)
+    assert names(store) == []
