@@ -19,7 +19,7 @@ from ..ledger import rules
 from ..ledger.entries import Transfer, TransferKind, group_account
 from ..ledger.lots import Lot
 from ..model import Lease, LeaseState, format_credits
-from ..store import book, closures, leases, lots, totals
+from ..store import book, chain, closures, leases, lots, totals
 from .admin import checked_reason
 from .core import Core
 
@@ -183,6 +183,7 @@ class Giving(Core):
         changes = {"charged": left, "refunded": lease.refunded + amount, "outcome": outcome}
         totals.take_out(connection, lease)
         leases.update(connection, lease.id, **changes)
+        chain.seal_lease(connection, lease.id)
         subject = f"lease {lease.id} of {lease.server}"
         detail = f"{format_credits(amount)} credits to {lease.account}: {reason}"
         self._note(connection, actor, "refund", subject, detail, now)

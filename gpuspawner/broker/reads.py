@@ -6,7 +6,7 @@ from datetime import datetime
 
 from ..errors import UnknownAccount
 from ..model import Account, Lease, ServerRef, Ticket, member_account
-from ..store import Store, book, closures, history, invariants, leases, tickets
+from ..store import Store, book, chain, closures, history, invariants, leases, tickets
 from ..store.book import Line
 from ..store.closures import Change, Closure
 
@@ -59,6 +59,14 @@ class Reads:
     def audit(self) -> tuple[list[invariants.Finding], dict[str, int]]:
         """Every invariant held against every row, and how many rows there are, by table."""
         return self.store.run(lambda c: (list(invariants.audit(c)), invariants.sizes(c)))
+
+    def chain_head(self) -> str:
+        """Return the head of the audit chain, to be noted elsewhere."""
+        return self.store.run(chain.head)
+
+    def knows_head(self, noted: str) -> bool:
+        """Return True if a head of the audit chain that was noted earlier is still in it."""
+        return self.store.run(lambda connection: chain.knows(connection, noted))
 
     def account(self, name: str) -> Account:
         """Balance and holds of an account. Raises UnknownAccount."""

@@ -188,7 +188,10 @@ def parser() -> argparse.ArgumentParser:
     )
     changes = add("trail", trail, "Show who changed what, from the audit trail.")
     changes.add_argument("--limit", type=_positive, default=50, metavar="N", help=_NEWEST)
-    add("audit", audit, "Prove the books: hold every invariant against every row.")
+    proving = add("audit", audit, "Prove the books: hold every invariant against every row.")
+    proving.add_argument(
+        "--head", default="", help="a head of the chain that an earlier audit or backup printed"
+    )
     copying = add("backup", backup, "Copy the database into a file, while the hub goes on.")
     copying.add_argument("file", metavar="FILE", help="the copy: one SQLite file")
     copying.add_argument("--overwrite", action="store_true", help="replace the file")

@@ -10,12 +10,29 @@ from ..store.invariants import Finding
 from .config import Settings
 from .output import count, printable, show
 
+UNKNOWN_HEAD = "rows up to it were changed or deleted by hand, or it is of another database."
+
 
 def audit(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Hold every invariant against every row; 1 when one is broken."""
-    findings, rows = settings.open_broker().audit()
-    show(arguments.json, plain(findings, rows), text(findings, rows))
-    return 0 if holds(findings) else 1
+    """Hold every invariant against every row; 1 when one is broken.
+
+    Also 1 when the chain does not have the head that was noted earlier.
+    """
+    broker, noted = settings.open_broker(), arguments.head
+    with broker.store.view():
+        findings, rows = broker.audit()
+        head = broker.chain_head() if holds(findings) else ""
+        known = not (noted and head) or broker.knows_head(noted)
+    value = plain(findings, rows) | {"head": head or None}
+    said = text(findings, rows)
+    if head:
+        said += f"\nHead of the audit chain, to be kept elsewhere: {head}"
+    if noted:
+        value["knows_head"] = known
+        if not known:
+            said += f"\nThe chain does not have the head {printable(noted)}: {UNKNOWN_HEAD}"
+    show(arguments.json, value, said)
+    return 0 if holds(findings) and known else 1
 
 
 def holds(findings: Sequence[Finding]) -> bool:

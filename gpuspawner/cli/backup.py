@@ -18,7 +18,9 @@ def backup(arguments: argparse.Namespace, settings: Settings) -> int:
     size = copies.back_up(store, file, overwrite=arguments.overwrite)
     text = f"Copied the database to {file} ({size / 1_000_000:.1f} MB, for its owner only)."
     text += f" Prove it with: gpuspawner restore --check {file}"
-    show(arguments.json, {"file": str(file), "bytes": size}, text)
+    head = copies.head(file)
+    text += f"\nHead of its audit chain, to be kept elsewhere: {head}"
+    show(arguments.json, {"file": str(file), "bytes": size, "head": head}, text)
     return 0
 
 

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import sqlalchemy as sa
 
 from ..errors import BackupRefused, GPUSpawnerError
-from . import invariants
+from . import chain, invariants
 from .granter import Granter
 from .migrate import VERSION_TABLE, upgrade
 from .schema import metadata
@@ -182,6 +182,13 @@ def prove(file: Path, copy: Path) -> dict[str, int]:
             return invariants.sizes(found)
     finally:
         store.close()
+
+
+def head(file: Path) -> str:
+    """Return the head of a copy's audit chain; see :func:`chain.head`."""
+    engine = sa.create_engine(f"sqlite:///{file}", poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        return chain.head(connection)
 
 
 def check(file: Path) -> dict[str, int]:

@@ -9,6 +9,7 @@ from urllib.parse import quote, unquote
 import sqlalchemy as sa
 
 from ..model import ServerRef
+from . import chain
 from .schema import audit, closures
 
 GRANTING = "granting"
@@ -23,6 +24,7 @@ LEAK = "leak"
 KEEPER = "restart:"
 """How the actor begins that keeps devices for a server which starts again; see :func:`keeper`."""
 
+_NOTE = sa.insert(audit).returning(audit.c.id)
 _ALL = sa.select(closures).order_by(closures.c.at, closures.c.subject)
 
 
@@ -93,7 +95,8 @@ def note(
 ) -> None:
     """Add a line to the audit trail, in the transaction of the change itself."""
     row = {"at": at, "actor": actor, "action": action, "subject": subject, "detail": detail}
-    connection.execute(sa.insert(audit).values(row))
+    line = connection.execute(_NOTE, row).scalar_one()
+    chain.seal_change(connection, line, [*row.values()])
 
 
 def trail(connection: sa.Connection, limit: int = 100) -> list[Change]:

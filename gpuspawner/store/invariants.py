@@ -18,7 +18,7 @@ from ..ledger import checks
 from ..ledger.checks import Books, PostingRow
 from ..ledger.entries import TransferKind, is_system
 from ..model import Account, LeaseState
-from . import batch, book, checked_totals
+from . import batch, book, chain, checked_totals
 from . import leases as lease_rows
 from .migrate import revision
 from .schema import (
@@ -271,6 +271,8 @@ CHECKS: dict[str, Check] = {
     "settlement of leases": _settled,
     "credits that ended": _lots,
     "refills": _refills,
+    "chain of transfers": chain.check_transfers,
+    "chain of the audit trail": chain.check_seals,
     "jobs beside servers": batch.check,
     "totals of use": checked_totals.use,
     "totals of credits": checked_totals.credits,

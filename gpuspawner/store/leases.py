@@ -11,6 +11,7 @@ from sqlalchemy.exc import IntegrityError
 
 from ..errors import NoDeviceFree, ServerHasLease, UnknownLease
 from ..model import Lease, LeasedDevice, LeaseState, Place, ServerRef, Ticket
+from . import chain
 from .schema import OPEN_LEASE, OPEN_PLACE, accounts, closures, lease_places, leases, lots
 
 _LEASE_FIELDS = tuple(n for n in Lease.__dataclass_fields__ if n not in ("server", "devices"))
@@ -243,10 +244,11 @@ def end(
     charged: int,
     waived: int = 0,
 ) -> None:
-    """Close a lease and free its places."""
+    """Close a lease, free its places and seal it."""
     changes: dict[str, Any] = {"ended_at": at, "end_reason": reason, "charged": charged}
     update(connection, lease_id, state=LeaseState.ENDED, waived=waived, **changes)
     connection.execute(_FREE_PLACES, {"lease": lease_id})
+    chain.seal_lease(connection, lease_id)
 
 
 def _leases(rows: Iterable[Sequence[Any]]) -> list[Lease]:

@@ -2,7 +2,7 @@
 
 * one open lease for each (device, slot) and one for each server: partial unique indexes;
 * one waiting ticket for each server: the same;
-* transfers, postings and the audit trail never change: triggers, in the migrations;
+* transfers, postings, the audit trail and its chain never change: triggers, in the migrations;
 * a transfer's idempotency key is unique;
 * an occurrence of a refill is given once: a primary key.
 """
@@ -19,6 +19,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     Table,
     Text,
@@ -63,6 +64,8 @@ accounts = Table(
     Column("name", Text, primary_key=True),
     Column("balance", BigInteger, nullable=False, default=0),
     Column("opened_at", UTCDateTime, nullable=False),
+    # That of its newest posting, if it has one; see store/chain.py.
+    Column("link", LargeBinary),
     # Beyond 64 bits SQLite would go on with a float, and lose microcredits without a word.
     CheckConstraint(f"balance BETWEEN {-MOST} AND {MOST}", name="accounts_balance"),
 )
@@ -216,6 +219,8 @@ postings = Table(
     Column("amount", BigInteger, nullable=False),
     # Whether it is no charge of a lease and no settlement of one: what its times do not tell.
     Column("apart", Boolean, nullable=False, default=False, server_default=false()),
+    # The hash of its transfer and of the transfer before it; see store/chain.py.
+    Column("link", LargeBinary),
 )
 APART: ColumnElement[bool] = literal_column("postings.apart")
 _apart: ColumnElement[bool] = literal_column("apart")
@@ -260,6 +265,18 @@ owner = Table(
     Column("since", UTCDateTime, nullable=False),
     CheckConstraint("id = 1", name="owner_one"),
 )
+
+chain = Table(
+    "chain",
+    metadata,
+    # Seals of lines of the audit trail and of ended leases, each with that before it.
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("kind", Text, nullable=False),
+    Column("ref", Text, nullable=False),
+    Column("facts", LargeBinary, nullable=False),
+    Column("link", LargeBinary, nullable=False),
+)
+Index("chain_by_ref", chain.c.kind, chain.c.ref)
 
 notices = Table(
     "notices",

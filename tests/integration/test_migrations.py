@@ -29,8 +29,15 @@ APPEND_ONLY = {
         "postings_never_delete",
         "audit_never_update",
         "audit_never_delete",
+        "chain_never_update",
+        "chain_never_delete",
     },
-    "postgresql": {"transfers_append_only", "postings_append_only", "audit_append_only"},
+    "postgresql": {
+        "transfers_append_only",
+        "postings_append_only",
+        "audit_append_only",
+        "chain_append_only",
+    },
 }
 
 

@@ -14,7 +14,7 @@ from gpuspawner.devices.simulated import SimulatedDevices
 from gpuspawner.ledger.checks import Books, PostingRow, check_all
 from gpuspawner.ledger.entries import TransferKind
 from gpuspawner.model import MICRO, Account, Lease, LeaseState, Request, ServerRef
-from gpuspawner.store import Store, leases
+from gpuspawner.store import Store, chain, leases
 from gpuspawner.store.schema import accounts, lease_places, postings, transfers
 
 T0 = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
@@ -117,6 +117,7 @@ def problems(store: Store, failed: Collection[str] = ()) -> list[str]:
     with store.read() as connection:
         whole = {row.transfer_id for row in seen.postings}
         bare = set(connection.execute(sa.select(transfers.c.id)).scalars()) - whole
+        found += [*chain.check_transfers(connection), *chain.check_seals(connection)]
         query = sa.select(lease_places.c.lease_id).where(lease_places.c.open).distinct()
         taken_by = set(connection.execute(query).scalars())
     found += [f"The transfer {name} has no postings." for name in bare]

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from gpuspawner.ledger.entries import SYSTEM_GRANTS, SYSTEM_USAGE
 from gpuspawner.ledger.rules import owed, transfer_id
 from gpuspawner.model import MICRO, Request, member_account
-from gpuspawner.store import Store
+from gpuspawner.store import Store, chain
 from gpuspawner.store.schema import accounts, lease_places, leases, postings, tickets, transfers
 from tests.support.brokers import T0
 
@@ -104,6 +104,7 @@ def write_year(store: Store, year: Year) -> dict[str, int]:
             connection.execute(
                 sa.update(accounts).where(accounts.c.name == name).values(balance=balance)
             )
+        chain.chain_existing(connection)
     return balances
 
 

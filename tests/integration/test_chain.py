@@ -1,0 +1,272 @@
+"""The audit chain: rows that somebody changed, deleted or put in by hand are found.
+
+Real: SQLite, PostgreSQL, the command. What is wrong is written with triggers and constraints taken
+away first, and is consistent with everything but the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.broker import Broker
+from gpuspawner.model import MICRO
+from gpuspawner.store import chain
+from gpuspawner.store.schema import postings
+from tests.support.brokers import Clock, open_broker, problems, running
+from tests.support.command import Command
+
+CHAINS = {"chain of transfers", "chain of the audit trail"}
+
+
+@pytest.fixture
+def broker(each_database_url: str) -> Iterator[Broker]:
+    clock = Clock()
+    broker = open_broker(each_database_url, clock, gpu_rates={"*": 4})
+    for user in ("anna", "bert"):
+        lease = running(broker, user, 2)
+        clock.forward(minutes=30)
+        broker.charge_all()
+        broker.release(lease.id, ended_at=clock.forward(minutes=7), reason="stopped")
+    broker.refund(lease.id, actor="root", reason="a broken fan", amount=MICRO // 2)
+    free = running(broker, "carl", 0)
+    broker.release(free.id, ended_at=clock.forward(minutes=1), reason="stopped")
+    uuid = broker.look().devices[0].uuid
+    broker.drain(uuid, actor="root", reason="new fan")
+    broker.undrain(uuid, actor="root")
+    broker.grant("member:anna", MICRO, actor="root", reason="prize")
+    running(broker, "dora")
+    clock.forward(minutes=1)
+    broker.charge_all()
+    yield broker
+    broker.store.close()
+
+
+@contextmanager
+def by_hand(broker: Broker) -> Iterator[sa.Connection]:
+    """A connection on which nothing is forbidden."""
+    with broker.store.engine.connect() as connection:
+        if broker.store.dialect == "sqlite":
+            connection.exec_driver_sql("PRAGMA foreign_keys=OFF")
+            triggers = "SELECT name FROM sqlite_master WHERE type = 'trigger'"
+            for name in connection.exec_driver_sql(triggers).scalars().all():
+                connection.exec_driver_sql(f"DROP TRIGGER {name}")
+        else:
+            connection.exec_driver_sql("SET session_replication_role = replica")
+        yield connection
+        connection.commit()
+        connection.invalidate()
+
+
+def broken(broker: Broker) -> dict[str, str]:
+    findings, _ = broker.audit()
+    return {finding.name: finding.problem for finding in findings if finding.problem}
+
+
+NEWEST = "(SELECT id FROM audit ORDER BY id DESC LIMIT 1)"
+OLDEST = "(SELECT min(id) FROM audit)"
+PAST = "(SELECT id FROM leases WHERE \"user\" = 'anna')"
+GRANT = "(SELECT id FROM transfers WHERE reason = 'prize')"
+
+CHANGED = {
+    "device of an ended lease": (
+        f"UPDATE lease_places SET uuid = 'GPU-other' WHERE lease_id = {PAST} AND \"index\" = 0",
+        "was changed by hand",
+    ),
+    "device of an ended lease deleted": (
+        f'DELETE FROM lease_places WHERE lease_id = {PAST} AND "index" = 0',
+        "was changed by hand",
+    ),
+    "device added to an ended lease": (
+        'INSERT INTO lease_places (lease_id, uuid, slot, "index", model, memory_bytes, open) '
+        "SELECT id, 'GPU-other', 0, 7, 'A100', 1, false FROM leases WHERE \"user\" = 'carl'",
+        "was changed by hand",
+    ),
+    "end of a free lease": (
+        "UPDATE leases SET end_reason = 'idle' WHERE \"user\" = 'carl'",
+        "was changed by hand",
+    ),
+    "member of an ended lease": (
+        "UPDATE leases SET \"user\" = 'eve' WHERE \"user\" = 'anna'",
+        "was changed by hand",
+    ),
+    "ended lease deleted": (
+        "DELETE FROM leases WHERE \"user\" = 'carl'",
+        "The ended lease",
+    ),
+    "reason of a transfer": (
+        "UPDATE transfers SET reason = 'because' WHERE reason = 'prize'",
+        "does not follow the one before it",
+    ),
+    "reason of the first transfer": (
+        "UPDATE transfers SET reason = 'because' WHERE id = "
+        "(SELECT transfer_id FROM postings ORDER BY id LIMIT 1)",
+        "does not follow the one before it",
+    ),
+    "time of a charge": (
+        "UPDATE transfers SET at = '2025-03-01 12:00:00.000001' WHERE id = "
+        "(SELECT transfer_id FROM postings ORDER BY id DESC LIMIT 1)",
+        "does not follow the one before it",
+    ),
+    "actor of a grant": (
+        "UPDATE transfers SET actor = 'eve' WHERE reason = 'prize'",
+        "does not follow the one before it",
+    ),
+    "line of the trail changed": (
+        f"UPDATE audit SET actor = 'eve' WHERE id = {OLDEST}",
+        "was changed by hand",
+    ),
+    "first line of the trail deleted": (f"DELETE FROM audit WHERE id = {OLDEST}", "is missing"),
+    "newest line of the trail deleted": (f"DELETE FROM audit WHERE id = {NEWEST}", "is missing"),
+    "line put into the trail": (
+        "INSERT INTO audit (at, actor, action, subject, detail) "
+        "VALUES ('2025-03-01 12:00:00', 'root', 'drain', 'GPU-x', '')",
+        "was put in by hand",
+    ),
+    "seal deleted": ("DELETE FROM chain WHERE id = (SELECT max(id) FROM chain)", "no seal"),
+    "first seal deleted": ("DELETE FROM chain WHERE id = 1", "does not follow the one before it"),
+    "seal changed": (
+        "UPDATE chain SET facts = link WHERE id = (SELECT max(id) FROM chain)",
+        "does not follow the one before it",
+    ),
+}
+"""Statements and what the audit says of them."""
+
+
+def test_a_row_that_was_changed_by_hand_is_named(broker: Broker) -> None:
+    assert broken(broker) == {}
+    with by_hand(broker) as connection:
+        connection.commit()
+        for what, (statement, sentence) in CHANGED.items():
+            assert connection.exec_driver_sql(statement).rowcount == 1, what
+            found = [*chain.check_transfers(connection), *chain.check_seals(connection)]
+            assert found and sentence in found[0], (what, found)
+            connection.rollback()
+    assert broken(broker) == {}
+
+
+FORGED = (
+    "INSERT INTO transfers (id, key, kind, at, actor, reason) "
+    "SELECT 'forged', 'grant:forged', kind, at, actor, 'a gift' FROM transfers WHERE id = {GRANT}",
+    "INSERT INTO postings (transfer_id, account, amount, apart, link) "
+    "SELECT 'forged', account, amount, apart, {link} FROM postings WHERE transfer_id = {GRANT}",
+    "UPDATE accounts SET balance = balance + 1000000, link = {own} WHERE name = 'member:anna'",
+    "UPDATE accounts SET balance = balance - 1000000, link = {own} WHERE name = 'system:grants'",
+)
+
+
+@pytest.mark.parametrize(
+    "link", ["NULL", "link", "(SELECT link FROM postings ORDER BY id DESC LIMIT 1)"]
+)
+def test_a_forged_grant_that_is_consistent_in_itself_is_found(broker: Broker, link: str) -> None:
+    own = "(SELECT link FROM postings ORDER BY id DESC LIMIT 1)"
+    with by_hand(broker) as connection:
+        for statement in FORGED:
+            text = statement.format(GRANT=GRANT, link=link, own=own)
+            assert connection.exec_driver_sql(text).rowcount >= 1
+    found = broken(broker)
+    assert "Transfer forged" in found.pop("chain of transfers")
+    assert set(found) <= {"totals of credits"}
+
+
+def test_the_newest_grant_deleted_with_all_that_it_did_is_found(broker: Broker) -> None:
+    broker.grant("member:anna", MICRO, actor="root", reason="last")
+    last = "(SELECT id FROM transfers WHERE reason = 'last')"
+    with by_hand(broker) as connection:
+        for statement in (
+            "UPDATE accounts SET balance = balance - 1000000 WHERE name = 'member:anna'",
+            "UPDATE accounts SET balance = balance + 1000000 WHERE name = 'system:grants'",
+            f"DELETE FROM postings WHERE transfer_id = {last}",
+            "DELETE FROM transfers WHERE reason = 'last'",
+        ):
+            assert connection.exec_driver_sql(statement).rowcount >= 1
+    sentence = broken(broker)["chain of transfers"]
+    assert sentence == "The newest transfer of member:anna is missing: it was deleted by hand."
+
+
+def test_what_is_changed_before_the_next_write_stays_found(broker: Broker) -> None:
+    with by_hand(broker) as connection:
+        connection.exec_driver_sql("UPDATE transfers SET actor = 'eve' WHERE reason = 'prize'")
+    broker.grant("member:anna", MICRO, actor="root", reason="later")
+    assert "does not follow" in broken(broker)["chain of transfers"]
+
+
+def test_writers_in_many_threads_make_one_chain(broker: Broker) -> None:
+    def write(number: int) -> None:
+        user = f"user{number}"
+        broker.open_account(user)
+        broker.grant(f"member:{user}", MICRO, actor="root", reason="course")
+        lease = running(broker, user, 0)
+        broker.release(lease.id, reason="stopped")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, range(24)))
+    assert problems(broker.store) == [] and broken(broker) == {}
+
+
+def test_a_write_that_fails_leaves_no_gap(broker: Broker) -> None:
+    with pytest.raises(ZeroDivisionError), broker.store.write() as connection:
+        broker._note(connection, "root", "drain", "GPU-x", "", Clock.of(broker).now)
+        raise ZeroDivisionError
+    broker.grant("member:anna", MICRO, actor="root", reason="later")
+    broker.pause(actor="root", reason="new fans")
+    assert broken(broker) == {}
+
+
+def test_a_head_that_was_noted_proves_what_was_before_it(broker: Broker) -> None:
+    noted = broker.chain_head()
+    assert broker.chain_head() == noted
+    broker.grant("member:anna", MICRO, actor="root", reason="later")
+    broker.pause(actor="root", reason="new fans")
+    assert broker.chain_head() != noted
+    assert broker.knows_head(noted) and broker.knows_head(broker.chain_head())
+    for wrong in ("", "x", "1.2", "1.2.3", noted[:-1], "9" * 40 + ".1.x", "-1.-1.x"):
+        assert not broker.knows_head(wrong)
+
+
+def test_the_command_prints_the_head_and_finds_it_again(
+    tmp_path_factory: pytest.TempPathFactory, database_url: str
+) -> None:
+    cli = Command(tmp_path_factory.mktemp("cli"), database_url)
+    broker = open_broker(database_url, Clock())
+    broker.open_account("anna")
+    told = cli.json("audit")
+    head = told["head"]
+    assert f"Head of the audit chain, to be kept elsewhere: {head}" in cli("audit").stdout
+    broker.grant("member:anna", MICRO, actor="root", reason="prize")
+    assert cli.json("audit", "--head", head)["knows_head"] is True
+    done = cli("audit", "--head", head.replace(".", ".1", 1), code=1)
+    assert "The chain does not have the head" in done.stdout
+    copy = tmp_path_factory.mktemp("copies") / "copy.sqlite"
+    saved = cli.json("backup", str(copy))
+    assert saved["head"] == cli.json("audit")["head"] != head
+    broker.store.close()
+
+
+def test_rows_without_a_chain_are_chained_by_the_migration(broker: Broker) -> None:
+    """The links are those that would have been written with the rows."""
+    links = sa.select(postings.c.link).order_by(postings.c.id)
+    with by_hand(broker) as connection:
+        before = connection.execute(links).scalars().all()
+        for statement in (
+            "UPDATE postings SET link = NULL",
+            "UPDATE accounts SET link = NULL",
+            "DELETE FROM chain",
+        ):
+            connection.exec_driver_sql(statement)
+        if broker.store.dialect == "sqlite":
+            connection.exec_driver_sql(
+                "CREATE TRIGGER postings_never_update BEFORE UPDATE ON postings BEGIN "
+                "SELECT RAISE(ABORT, 'append-only'); END"
+            )
+    assert set(broken(broker)) >= CHAINS
+    with broker.store.write() as connection:
+        chain.chain_existing(connection)
+        assert connection.execute(links).scalars().all() == before
+    assert broken(broker) == {}
+    with pytest.raises(sa.exc.DatabaseError, match="append-only"):
+        broker.store.run(lambda c: c.execute(sa.update(postings).values(link=None)), write=True)
