@@ -235,11 +235,11 @@ def all_transfers(connection: sa.Connection) -> list[Transfer]:
 
 
 def _move(
-    connection: sa.Connection, new: Sequence[Transfer], links: Sequence[bytes], too_much: str
+    connection: sa.Connection, new: Sequence[Transfer], links: Sequence[str], too_much: str
 ) -> None:
     """Add postings to the balances; the ledger's own accounts open by themselves."""
     sums: dict[str, int] = {}
-    newest: dict[str, bytes] = {}
+    newest: dict[str, str] = {}
     for transfer, link in zip(new, links, strict=True):
         for posting in transfer.postings:
             sums[posting.account] = sums.get(posting.account, 0) + posting.amount
@@ -257,7 +257,7 @@ def _move(
 
 
 def _add(
-    connection: sa.Connection, sums: dict[str, int], newest: dict[str, bytes], too_much: str
+    connection: sa.Connection, sums: dict[str, int], newest: dict[str, str], too_much: str
 ) -> int:
     """Add these sums to balances; how many of the accounts are there."""
     moves = [

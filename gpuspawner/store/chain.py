@@ -28,7 +28,7 @@ CHANGE = "change"
 LEASE = "lease"
 """The kind of a lease that has ended."""
 
-FIRST = bytes(32)
+FIRST = "0" * 64
 """What the first link of a chain follows."""
 
 ROWS = 10_000
@@ -36,7 +36,10 @@ ROWS = 10_000
 AT_ONCE = 500
 """Seals that are asked for at once."""
 
-HEAD = sa.select(postings.c.link).order_by(postings.c.id.desc()).limit(1).scalar_subquery()
+# As text: of a select SQLAlchemy makes a key for its cache each time, which takes longer than this.
+HEAD: sa.ColumnElement[str | None] = sa.literal_column(
+    "(SELECT link FROM postings ORDER BY id DESC LIMIT 1)", sa.Text
+)
 """The link of the newest transfer; none in an empty ledger."""
 
 _SEALED = sa.select(chain.c.link).order_by(chain.c.id.desc()).limit(1)
@@ -85,7 +88,7 @@ _ENDED = _LEASES.where(leases.c.ended_at.isnot(None))
 _ONE_LEASE = _LEASES.where(leases.c.id == sa.bindparam("lease"))
 
 
-def link_transfers(before: bytes | None, some: Iterable[Transfer]) -> Iterator[bytes]:
+def link_transfers(before: str | None, some: Iterable[Transfer]) -> Iterator[str]:
     """Yield the link of each transfer; ``before`` is that of the newest one in the ledger."""
     link = before or FIRST
     for each in some:
@@ -122,7 +125,7 @@ def head_at(connection: sa.Connection, posting: int, seal: int) -> str:
         if found is None and row:
             return ""
         links.append(found or FIRST)
-    return f"{posting}.{seal}.{sha256(b''.join(links)).hexdigest()}"
+    return f"{posting}.{seal}.{_hash(''.join(links))}"
 
 
 def knows(connection: sa.Connection, noted: str) -> bool:
@@ -136,7 +139,7 @@ def knows(connection: sa.Connection, noted: str) -> bool:
 
 def check_transfers(connection: sa.Connection) -> Iterator[str]:
     """Each transfer follows the one before it, and none was changed, deleted or put in since."""
-    newest: dict[str, bytes] = {}
+    newest: dict[str, str] = {}
     before = FIRST
     for transfer, moved, links in _chained(connection):
         expected = _link(before, _facts((*transfer, moved)))
@@ -155,7 +158,7 @@ def check_seals(connection: sa.Connection) -> Iterator[str]:
     before = FIRST
     columns = (chain.c.kind, chain.c.ref, chain.c.facts, chain.c.link)
     for kind, ref, facts, link in _stream(connection, sa.select(*columns).order_by(chain.c.id)):
-        before = _link(before, kind.encode(), ref.encode(), facts)
+        before = _link(before, kind, ref, facts)
         if link != before:
             yield _broken(f"The seal of {_named(kind, ref)}", {link})
     changes = ((str(line), _facts(row)) for line, *row in _stream(connection, _CHANGES))
@@ -198,7 +201,7 @@ def _not_append_only(connection: sa.Connection) -> Iterator[None]:
 
 def _chain_transfers(connection: sa.Connection) -> None:
     change = sa.update(postings).where(postings.c.transfer_id == sa.bindparam("transfer"))
-    before, newest, rows = FIRST, dict[str, bytes](), list[dict[str, Any]]()
+    before, newest, rows = FIRST, dict[str, str](), list[dict[str, Any]]()
     for transfer, moved, _ in _chained(connection):
         before = _link(before, _facts((*transfer, moved)))
         newest |= dict.fromkeys((account for account, _ in moved), before)
@@ -212,21 +215,25 @@ def _chain_transfers(connection: sa.Connection) -> None:
         connection.execute(sa.update(accounts).where(accounts.c.name == name).values(link=link))
 
 
-def _seal(connection: sa.Connection, kind: str, ref: str, facts: bytes) -> None:
-    facts = sha256(facts).digest()
+def _seal(connection: sa.Connection, kind: str, ref: str, facts: str) -> None:
+    facts = _hash(facts)
     before = connection.execute(_SEALED).scalar() or FIRST
-    link = _link(before, kind.encode(), ref.encode(), facts)
+    link = _link(before, kind, ref, facts)
     connection.execute(_SEAL, {"kind": kind, "ref": ref, "facts": facts, "link": link})
 
 
-def _link(before: bytes, *parts: bytes) -> bytes:
-    # No part has a zero byte in it but the last one.
-    return sha256(before + b"\0".join(parts)).digest()
+def _link(before: str, *parts: str) -> str:
+    # Only the last part can have a line break in it, and JSON has none.
+    return _hash("\n".join((before, *parts)))
 
 
-def _facts(values: Iterable[Any]) -> bytes:
+def _hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def _facts(values: Iterable[Any]) -> str:
     """The canonical form: JSON in ASCII, with times in UTC."""
-    return json.dumps([*values], separators=(",", ":"), default=_plain).encode()
+    return json.dumps([*values], separators=(",", ":"), default=_plain)
 
 
 def _plain(value: Any) -> str:
@@ -235,7 +242,7 @@ def _plain(value: Any) -> str:
     raise TypeError(value)
 
 
-def _transfer_facts(transfer: Transfer, moved: Sequence[tuple[str, int]]) -> bytes:
+def _transfer_facts(transfer: Transfer, moved: Sequence[tuple[str, int]]) -> str:
     return _facts(
         (
             transfer.id,
@@ -250,7 +257,7 @@ def _transfer_facts(transfer: Transfer, moved: Sequence[tuple[str, int]]) -> byt
     )
 
 
-def _leases(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[str, bytes]]:
+def _leases(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[str, str]]:
     """Yield the id and the facts of each lease; its places are in rows beside one another."""
     width = len(_LEASE_FIELDS)
     for lease_id, found in groupby(rows, key=lambda row: str(row[0])):
@@ -261,7 +268,7 @@ def _leases(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[str, bytes]]:
 
 def _chained(
     connection: sa.Connection,
-) -> Iterator[tuple[Sequence[Any], list[tuple[str, int]], set[bytes | None]]]:
+) -> Iterator[tuple[Sequence[Any], list[tuple[str, int]], set[str | None]]]:
     """Yield each transfer in the order of the ledger: its row, what it moved, and its links."""
     query = (
         sa.select(*_TRANSFERS, postings.c.account, postings.c.amount, postings.c.link)
@@ -271,7 +278,7 @@ def _chained(
     width = len(_TRANSFERS)
     current: Sequence[Any] | None = None
     moved: list[tuple[str, int]] = []
-    links: set[bytes | None] = set()
+    links: set[str | None] = set()
     for row in _stream(connection, query):
         if current is None or row[0] != current[0]:
             if current is not None:
@@ -284,7 +291,7 @@ def _chained(
 
 
 def _compared(
-    connection: sa.Connection, kind: str, some: Iterable[tuple[str, bytes]]
+    connection: sa.Connection, kind: str, some: Iterable[tuple[str, str]]
 ) -> Iterator[str]:
     """Hold the facts of each row against its newest seal."""
     rows = iter(some)
@@ -295,7 +302,7 @@ def _compared(
         for ref, facts in portion.items():
             if ref not in known:
                 yield f"{_named(kind, ref)} was put in by hand: it has no seal."
-            elif known[ref] != sha256(facts).digest():
+            elif known[ref] != _hash(facts):
                 yield f"{_named(kind, ref)} was changed by hand after it was written."
 
 
@@ -303,7 +310,7 @@ def _named(kind: str, ref: str) -> str:
     return f"Line {ref} of the audit trail" if kind == CHANGE else f"The ended lease {ref}"
 
 
-def _broken(what: str, links: set[bytes | None]) -> str:
+def _broken(what: str, links: set[str | None]) -> str:
     if None in links:
         return f"{what} was put in by hand: it has no link to the one before it."
     return (

@@ -19,7 +19,6 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
-    LargeBinary,
     MetaData,
     Table,
     Text,
@@ -65,7 +64,7 @@ accounts = Table(
     Column("balance", BigInteger, nullable=False, default=0),
     Column("opened_at", UTCDateTime, nullable=False),
     # That of its newest posting, if it has one; see store/chain.py.
-    Column("link", LargeBinary),
+    Column("link", Text),
     # Beyond 64 bits SQLite would go on with a float, and lose microcredits without a word.
     CheckConstraint(f"balance BETWEEN {-MOST} AND {MOST}", name="accounts_balance"),
 )
@@ -220,7 +219,7 @@ postings = Table(
     # Whether it is no charge of a lease and no settlement of one: what its times do not tell.
     Column("apart", Boolean, nullable=False, default=False, server_default=false()),
     # The hash of its transfer and of the transfer before it; see store/chain.py.
-    Column("link", LargeBinary),
+    Column("link", Text),
 )
 APART: ColumnElement[bool] = literal_column("postings.apart")
 _apart: ColumnElement[bool] = literal_column("apart")
@@ -273,8 +272,8 @@ chain = Table(
     Column("id", _Id, primary_key=True, autoincrement=True),
     Column("kind", Text, nullable=False),
     Column("ref", Text, nullable=False),
-    Column("facts", LargeBinary, nullable=False),
-    Column("link", LargeBinary, nullable=False),
+    Column("facts", Text, nullable=False),
+    Column("link", Text, nullable=False),
 )
 Index("chain_by_ref", chain.c.kind, chain.c.ref)
 

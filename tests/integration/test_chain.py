@@ -142,6 +142,8 @@ def test_a_row_that_was_changed_by_hand_is_named(broker: Broker) -> None:
     with by_hand(broker) as connection:
         connection.commit()
         for what, (statement, sentence) in CHANGED.items():
+            if broker.store.dialect == "sqlite":
+                connection.exec_driver_sql("BEGIN")
             assert connection.exec_driver_sql(statement).rowcount == 1, what
             found = [*chain.check_transfers(connection), *chain.check_seals(connection)]
             assert found and sentence in found[0], (what, found)
@@ -149,6 +151,7 @@ def test_a_row_that_was_changed_by_hand_is_named(broker: Broker) -> None:
     assert broken(broker) == {}
 
 
+NEWEST_LINK = "(SELECT link FROM postings ORDER BY id DESC LIMIT 1)"
 FORGED = (
     "INSERT INTO transfers (id, key, kind, at, actor, reason) "
     "SELECT 'forged', 'grant:forged', kind, at, actor, 'a gift' FROM transfers WHERE id = {GRANT}",
@@ -163,10 +166,9 @@ FORGED = (
     "link", ["NULL", "link", "(SELECT link FROM postings ORDER BY id DESC LIMIT 1)"]
 )
 def test_a_forged_grant_that_is_consistent_in_itself_is_found(broker: Broker, link: str) -> None:
-    own = "(SELECT link FROM postings ORDER BY id DESC LIMIT 1)"
     with by_hand(broker) as connection:
         for statement in FORGED:
-            text = statement.format(GRANT=GRANT, link=link, own=own)
+            text = statement.format(GRANT=GRANT, link=link, own=NEWEST_LINK)
             assert connection.exec_driver_sql(text).rowcount >= 1
     found = broken(broker)
     assert "Transfer forged" in found.pop("chain of transfers")

@@ -16,16 +16,16 @@ down_revision = "0015"
 
 
 def upgrade() -> None:
-    op.add_column("accounts", sa.Column("link", sa.LargeBinary))
-    op.add_column("postings", sa.Column("link", sa.LargeBinary))
+    op.add_column("accounts", sa.Column("link", sa.Text))
+    op.add_column("postings", sa.Column("link", sa.Text))
     number = sa.BigInteger().with_variant(sa.Integer, "sqlite")
     op.create_table(
         "chain",
         sa.Column("id", number, nullable=False, autoincrement=True),
         sa.Column("kind", sa.Text(), nullable=False),
         sa.Column("ref", sa.Text(), nullable=False),
-        sa.Column("facts", sa.LargeBinary(), nullable=False),
-        sa.Column("link", sa.LargeBinary(), nullable=False),
+        sa.Column("facts", sa.Text(), nullable=False),
+        sa.Column("link", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("id"),
     )
     op.create_index("chain_by_ref", "chain", ["kind", "ref"])
