@@ -294,7 +294,8 @@ class Batch(Admitting):
         groups: Mapping[str, Collection[str]],
     ) -> BatchJob:
         """Write a run down, with its price and who pays as of now: neither changes any more."""
-        assert run.started_at is not None
+        if run.started_at is None:
+            raise ValueError(f"job {run.label} has not started: there is nothing to charge")
         member = users.get(run.user)
         parts = parts_of(run, cluster)
         payer = self._usual_payer(connection, member, groups.get(member, ())) if member else None
@@ -320,7 +321,8 @@ class Batch(Admitting):
 
     def _debit(self, connection: sa.Connection, job: BatchJob, run: Run, now: datetime) -> int:
         """Charge one; the microcredits that moved."""
-        assert run.started_at is not None
+        if run.started_at is None:
+            raise ValueError(f"job {run.label} has not started: there is nothing to charge")
         if not _changes(job, run):
             return 0
         amount = _due(job, run)

@@ -310,5 +310,6 @@ class Delegating(Machines, Controllers):
         self.store.run(lambda connection: self.line.sync(connection, look, now))
 
     def _other(self) -> Delegate:
-        assert self.delegate is not None
+        if self.delegate is None:
+            raise RuntimeError("this hub gives out its devices itself: there is no other scheduler")
         return self.delegate

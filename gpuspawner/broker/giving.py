@@ -87,11 +87,10 @@ class Giving(Core):
         with self.store.write() as connection:
             lease = leases.get(connection, lease_id, lock=True)
             key = rules.refund_key(lease.id, key or secrets.token_hex(8))
-            if (earlier := book.of_key(connection, key)) and amount is None:
-                return lease
-            if earlier is None:
+            if book.of_key(connection, key) is None:
                 amount = _refundable(connection, lease, amount)
-            assert amount is not None
+            elif amount is None:
+                return lease
             self._refund(connection, lease, amount, key, now, actor=actor, reason=reason)
             return leases.get(connection, lease.id)
 

@@ -145,7 +145,8 @@ class Memberships(Sessions, MembershipSettings):
             self._note_membership(connection, user, "membership began", actor, "", now)
             return True
         known = memberships.find(connection, user, lock=True)
-        assert known is not None
+        if known is None:
+            raise RuntimeError(f"the membership of {user} cannot be read back")
         if known.ended_at is None and known.by_roster == by_roster:
             return False
         memberships.update(

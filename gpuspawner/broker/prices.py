@@ -224,7 +224,8 @@ def _local(moment: datetime, zone: str) -> str:
 
 def _takes_the_place(rate: Rate, other: Rate, now: datetime) -> bool:
     """Whether a rate is the other one, or began to hold after it for the same."""
-    assert rate.since and other.since
+    if rate.since is None or other.since is None:
+        return rate.id == other.id
     same = replace(rate, since=None).subject == replace(other, since=None).subject
     return rate.id == other.id or (same and other.since <= rate.since <= now)
 

@@ -174,8 +174,7 @@ class Sessions(Queue):
 
     def _must_delay_nobody(self, extended: Lease, now: datetime) -> None:
         """Raises CannotExtend; ``extended`` is the lease as it is to be."""
-        assert extended.ends_at is not None
-        end, at = extended.ends_at.timestamp(), now.timestamp()
+        end, at = _end_of(extended).timestamp(), now.timestamp()
         running = self.line.scheduler.running.values()
         mine = [x for x in running if x.member == extended.server.user]
         groups = [x for x in running if extended.group and x.group == extended.group]
@@ -296,17 +295,23 @@ def _longer(lease: Lease, now: datetime) -> int:
     return max(lease.extended, math.ceil((now - lease.started_at).total_seconds()))
 
 
+def _end_of(lease: Lease) -> datetime:
+    """When a session ends. Raises ValueError for one without an end."""
+    if lease.ends_at is None:
+        raise ValueError(f"the session of lease {lease.id} has no end")
+    return lease.ends_at
+
+
 # What members are told.
 
 _KEPT = "Your files are where you left them."
 
 
 def _ends_soon(lease: Lease, minutes: float, now: datetime) -> Notice:
-    assert lease.ends_at is not None
     until = _until(lease, now)
     return Notice(
         # With the end: after an extension it is told anew.
-        key=f"session_ends:{lease.id}:{lease.ends_at.timestamp():.0f}:{minutes:g}",
+        key=f"session_ends:{lease.id}:{_end_of(lease).timestamp():.0f}:{minutes:g}",
         user=lease.server.user,
         kind=NoticeKind.SESSION_ENDS,
         title=f"{_named(lease)} stops at {until}",
