@@ -13,6 +13,8 @@ check ruff check .
 check ruff format --check .
 check mypy
 check lint-imports
+# Each package that is imported is declared in setup.cfg.
+check fawltydeps --check-undeclared --code gpuspawner --deps setup.cfg
 # Not asked: asserts, which are for the type checker (B101), and programs that are started by a list
 # of words, found on PATH (B404, B603, B607). A shell is always asked about. Each other exception is
 # a "nosec" in its line, which says why.
