@@ -13,7 +13,6 @@ from sqlalchemy.exc import DataError, IntegrityError
 from ..errors import LedgerError, UnknownAccount
 from ..ledger.entries import MAX_AMOUNT, Posting, Transfer, TransferKind, is_system
 from ..model import Account
-from . import chain
 from . import leases as lease_rows
 from .schema import accounts, leases, postings, transfers
 
@@ -21,11 +20,10 @@ _HELD = lease_rows.HELD.where(leases.c.account == accounts.c.name).scalar_subque
 _ACCOUNT = sa.select(accounts.c.balance, _HELD).where(accounts.c.name == sa.bindparam("account"))
 _OPEN = sa.insert(accounts)
 _FIELDS = tuple(transfers.c.keys())
-# A key that is there already is found by its own index, and not by a question before. The head of
-# the chain comes with the answer, which spares a question of its own.
+# A key that is there already is found by its own index, and not by a question before.
 _INSERT = {
-    name: insert(transfers).on_conflict_do_nothing().returning(transfers.c.id, chain.HEAD)
-    for name, insert in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
+    "sqlite": sqlite.insert(transfers).on_conflict_do_nothing().returning(transfers.c.id),
+    "postgresql": postgresql.insert(transfers).on_conflict_do_nothing().returning(transfers.c.id),
 }
 _INSERT_POSTINGS = sa.insert(postings)
 _THERE = sa.select(accounts.c.name).where(
@@ -34,10 +32,7 @@ _THERE = sa.select(accounts.c.name).where(
 _MOVE = (
     sa.update(accounts)
     .where(accounts.c.name == sa.bindparam("account"))
-    .values(
-        balance=accounts.c.balance + sa.bindparam("amount", type_=accounts.c.balance.type),
-        link=sa.bindparam("newest", type_=accounts.c.link.type),
-    )
+    .values(balance=accounts.c.balance + sa.bindparam("amount", type_=accounts.c.balance.type))
 )
 _TOO_MUCH = "{name} would have more than an account can hold; use a smaller amount"
 _OF_KEY = (
@@ -123,20 +118,18 @@ def post_many(
     inserted = connection.execute(
         _INSERT[connection.dialect.name], rows if len(rows) > 1 else rows[0]
     )
-    heads = {row[0]: row[1] for row in inserted}
-    written = set(heads)
+    written = set(inserted.scalars())
     are_new = []
     for transfer in some:
         are_new.append(transfer.id in written)
         written.discard(transfer.id)  # the same one again is not new
     new = [transfer for transfer, is_new in zip(some, are_new, strict=True) if is_new]
     if new:
-        links = list(chain.link_transfers(heads[new[0].id], new))
-        _move(connection, new, links, too_much)
+        _move(connection, new, too_much)
         lines = [
             {"transfer_id": transfer.id, "account": p.account, "amount": p.amount}
-            | {"apart": transfer.apart, "link": link}
-            for transfer, link in zip(new, links, strict=True)
+            | {"apart": transfer.apart}
+            for transfer in new
             for p in transfer.postings
         ]
         connection.execute(_INSERT_POSTINGS, lines)
@@ -234,35 +227,27 @@ def all_transfers(connection: sa.Connection) -> list[Transfer]:
     ]
 
 
-def _move(
-    connection: sa.Connection, new: Sequence[Transfer], links: Sequence[str], too_much: str
-) -> None:
+def _move(connection: sa.Connection, new: Sequence[Transfer], too_much: str) -> None:
     """Add postings to the balances; the ledger's own accounts open by themselves."""
     sums: dict[str, int] = {}
-    newest: dict[str, str] = {}
-    for transfer, link in zip(new, links, strict=True):
+    for transfer in new:
         for posting in transfer.postings:
             sums[posting.account] = sums.get(posting.account, 0) + posting.amount
-            newest[posting.account] = link
     if any(abs(amount) > MAX_AMOUNT for amount in sums.values()):
         raise _overflow(sums, too_much)
-    if _add(connection, sums, newest, too_much) == len(sums):
+    if _add(connection, sums, too_much) == len(sums):
         return
     if missing := _missing(connection, list(sums)):
         for name in missing:
             if not is_system(name):
                 raise UnknownAccount(account=name)
             connection.execute(_OPEN, {"name": name, "balance": 0, "opened_at": new[0].at})
-        _add(connection, {name: sums[name] for name in missing}, newest, too_much)
+        _add(connection, {name: sums[name] for name in missing}, too_much)
 
 
-def _add(
-    connection: sa.Connection, sums: dict[str, int], newest: dict[str, str], too_much: str
-) -> int:
+def _add(connection: sa.Connection, sums: dict[str, int], too_much: str) -> int:
     """Add these sums to balances; how many of the accounts are there."""
-    moves = [
-        {"account": name, "amount": amount, "newest": newest[name]} for name, amount in sums.items()
-    ]
+    moves = [{"account": name, "amount": amount} for name, amount in sums.items()]
     try:
         return connection.execute(_MOVE, moves).rowcount
     except (IntegrityError, DataError):
