@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
@@ -13,6 +14,7 @@ from sqlalchemy.exc import DataError, IntegrityError
 from ..errors import LedgerError, UnknownAccount
 from ..ledger.entries import MAX_AMOUNT, Posting, Transfer, TransferKind, is_system
 from ..model import Account
+from . import chain
 from . import leases as lease_rows
 from .schema import accounts, leases, postings, transfers
 
@@ -21,10 +23,17 @@ _ACCOUNT = sa.select(accounts.c.balance, _HELD).where(accounts.c.name == sa.bind
 _OPEN = sa.insert(accounts)
 _FIELDS = tuple(transfers.c.keys())
 # A key that is there already is found by its own index, and not by a question before.
-_INSERT = {
-    "sqlite": sqlite.insert(transfers).on_conflict_do_nothing().returning(transfers.c.id),
-    "postgresql": postgresql.insert(transfers).on_conflict_do_nothing().returning(transfers.c.id),
+_NEW = {
+    "sqlite": sqlite.insert(transfers).on_conflict_do_nothing(),
+    "postgresql": postgresql.insert(transfers).on_conflict_do_nothing(),
 }
+_INSERT = {name: insert.returning(transfers.c.id) for name, insert in _NEW.items()}
+# The newest link of the chain comes with the answer, which spares one transfer a question of its
+# own. With many it would be looked up for each.
+_INSERT_ONE = {
+    name: insert.returning(transfers.c.id, chain.NEWEST_LINK[name]) for name, insert in _NEW.items()
+}
+_NEWEST_LINK = {name: sa.select(link) for name, link in chain.NEWEST_LINK.items()}
 _INSERT_POSTINGS = sa.insert(postings)
 _THERE = sa.select(accounts.c.name).where(
     accounts.c.name.in_(sa.bindparam("names", expanding=True))
@@ -114,11 +123,14 @@ def post_many(
         {name: getattr(transfer, name) for name in _FIELDS} | {"kind": transfer.kind.value}
         for transfer in some
     ]
-    # Of a list SQLAlchemy makes another statement each time, which takes longer than this one.
-    inserted = connection.execute(
-        _INSERT[connection.dialect.name], rows if len(rows) > 1 else rows[0]
-    )
-    written = set(inserted.scalars())
+    dialect = connection.dialect.name
+    if len(rows) == 1:
+        # Of a list SQLAlchemy makes another statement each time, which takes longer than this one.
+        inserted = connection.execute(_INSERT_ONE[dialect], rows[0]).all()
+        written, before = {row[0] for row in inserted}, inserted[0][1] if inserted else None
+    else:
+        written = set(connection.execute(_INSERT[dialect], rows).scalars())
+        before = connection.execute(_NEWEST_LINK[dialect]).scalar()
     are_new = []
     for transfer in some:
         are_new.append(transfer.id in written)
@@ -126,13 +138,7 @@ def post_many(
     new = [transfer for transfer, is_new in zip(some, are_new, strict=True) if is_new]
     if new:
         _move(connection, new, too_much)
-        lines = [
-            {"transfer_id": transfer.id, "account": p.account, "amount": p.amount}
-            | {"apart": transfer.apart}
-            for transfer in new
-            for p in transfer.postings
-        ]
-        connection.execute(_INSERT_POSTINGS, lines)
+        connection.execute(_INSERT_POSTINGS, _lines(new, chain.link_transfers(before, new)))
     for transfer, is_new in zip(some, are_new, strict=True):
         if not is_new:
             _check_known(connection, transfer)
@@ -225,6 +231,19 @@ def all_transfers(connection: sa.Connection) -> list[Transfer]:
         )
         for row in rows
     ]
+
+
+def _lines(new: Iterable[Transfer], links: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the rows of these transfers' postings; the last one of each carries the link."""
+    rows: list[dict[str, Any]] = []
+    for transfer, link in zip(new, links, strict=True):
+        name, apart = transfer.id, transfer.apart
+        for posting in transfer.postings:
+            row = {"transfer_id": name, "account": posting.account, "amount": posting.amount}
+            row["apart"], row["link"] = apart, None
+            rows.append(row)
+        row["link"] = link
+    return rows
 
 
 def _move(connection: sa.Connection, new: Sequence[Transfer], too_much: str) -> None:

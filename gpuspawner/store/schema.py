@@ -63,8 +63,6 @@ accounts = Table(
     Column("name", Text, primary_key=True),
     Column("balance", BigInteger, nullable=False, default=0),
     Column("opened_at", UTCDateTime, nullable=False),
-    # That of its newest posting, if it has one; see store/chain.py.
-    Column("link", Text),
     # Beyond 64 bits SQLite would go on with a float, and lose microcredits without a word.
     CheckConstraint(f"balance BETWEEN {-MOST} AND {MOST}", name="accounts_balance"),
 )
@@ -218,7 +216,8 @@ postings = Table(
     Column("amount", BigInteger, nullable=False),
     # Whether it is no charge of a lease and no settlement of one: what its times do not tell.
     Column("apart", Boolean, nullable=False, default=False, server_default=false()),
-    # The hash of its transfer and of the transfer before it; see store/chain.py.
+    # In the last posting of a transfer: the hash of it and of the transfer before it. See
+    # store/chain.py.
     Column("link", Text),
 )
 APART: ColumnElement[bool] = literal_column("postings.apart")
@@ -273,6 +272,8 @@ chain = Table(
     Column("kind", Text, nullable=False),
     Column("ref", Text, nullable=False),
     Column("facts", Text, nullable=False),
+    # The newest posting at that time; 0 if there was none.
+    Column("posting", BigInteger, nullable=False),
     Column("link", Text, nullable=False),
 )
 Index("chain_by_ref", chain.c.kind, chain.c.ref)

@@ -16,7 +16,6 @@ down_revision = "0015"
 
 
 def upgrade() -> None:
-    op.add_column("accounts", sa.Column("link", sa.Text))
     op.add_column("postings", sa.Column("link", sa.Text))
     number = sa.BigInteger().with_variant(sa.Integer, "sqlite")
     op.create_table(
@@ -25,6 +24,7 @@ def upgrade() -> None:
         sa.Column("kind", sa.Text(), nullable=False),
         sa.Column("ref", sa.Text(), nullable=False),
         sa.Column("facts", sa.Text(), nullable=False),
+        sa.Column("posting", sa.BigInteger(), nullable=False),
         sa.Column("link", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("id"),
     )
@@ -43,6 +43,10 @@ _SQLITE = (
     f"SELECT RAISE(ABORT, '{_SENTENCE}'); END",
 )
 _POSTGRESQL = (
+    # Its own statement is planned once a connection, and not each time that somebody asks.
+    "CREATE FUNCTION gpuspawner_newest_link() RETURNS text AS $$ "
+    "BEGIN RETURN (SELECT link FROM postings ORDER BY id DESC LIMIT 1); "
+    "END $$ LANGUAGE plpgsql STABLE",
     "CREATE FUNCTION gpuspawner_chain_append_only() RETURNS trigger AS $$ "
     f"BEGIN RAISE EXCEPTION '{_SENTENCE}' USING ERRCODE = 'integrity_constraint_violation'; "
     "END $$ LANGUAGE plpgsql",
