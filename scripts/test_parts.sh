@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the parts that tests run for real, and only those that are missing: a Docker Engine,
 # PostgreSQL, OpenLDAP, Chromium, nginx, Prometheus, a C compiler, debootstrap, a Linux kernel as a process with XFS,
-# Slurm with what it needs (munge, MariaDB), a clock that is not this machine's.
+# btrfs, Slurm with what it needs (munge, MariaDB), a clock that is not this machine's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/lib.sh
@@ -18,6 +18,7 @@ has setpriv || need util-linux
 has debootstrap || need debootstrap
 has linux.uml || need user-mode-linux
 has mkfs.xfs || need xfsprogs
+has mkfs.btrfs || need btrfs-progs
 has zstd || need zstd
 has slurmctld || need slurm-wlm
 has slurmdbd || need slurmdbd

@@ -41,6 +41,7 @@ LEANING_ON_HUB = (
     "image",
     "GPU injection",
     "hub API",
+    "disk limit",
     "workspace",
     "proxy",
     "accounting",

@@ -11,6 +11,7 @@ from docker.errors import DockerException, ImageNotFound, NotFound
 from requests import RequestException
 
 from ..catalog import Catalog, Mount
+from ..engines.disk import check_disk
 from ..engines.injection import candidates
 from ..engines.lost import check_cgroups
 from ..engines.preflight import check_engine, check_image, prove_injection
@@ -32,7 +33,7 @@ def check_docker(
     finding, client = check_engine(hub.connect, hub.engine_address)
     yield finding
     if client is None:
-        for name in ("image", "GPU injection", "hub API", "workspace"):
+        for name in ("image", "GPU injection", "hub API", "disk limit", "workspace"):
             yield Finding(name, Status.UNCHECKED, "The engine does not answer.")
         return
     images = images_of(hub, catalog)
@@ -49,6 +50,8 @@ def check_docker(
     else:
         yield Finding("GPU injection", Status.UNCHECKED, why)
         yield Finding("hub API", Status.UNCHECKED, why)
+    limit = int(getattr(hub.spawner, "disk_limit", 0))
+    yield check_disk(client, image, limit, is_local=hub.engine_is_local, why=why)
     yield _check_workspace(client, image, hub, why)
     yield from check_quotas(hub)
     if catalog is not None and (mounts := (*catalog.datasets, *catalog.shared_folders)):
@@ -57,7 +60,7 @@ def check_docker(
 
 def check_local(hub: Hub) -> Iterator[Finding]:
     """Everything about servers that run as processes beside the hub."""
-    for name in ("engine", "image", "GPU injection", "hub API"):
+    for name in ("engine", "image", "GPU injection", "hub API", "disk limit"):
         yield Finding(name, Status.UNCHECKED, "Servers run as local processes, for trying out.")
     root = Path(root_of(str(getattr(hub.spawner, "workspace", ""))) or ".").resolve()
     there = next(p for p in (root, *root.parents) if p.exists())

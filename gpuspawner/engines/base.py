@@ -11,7 +11,8 @@ LABEL_LEASE = "gpuspawner.lease"
 LABEL_MEMBER = "gpuspawner.member"
 LABEL_SERVER = "gpuspawner.server"
 LABEL_ENVIRONMENT = "gpuspawner.environment"
-LABELS = (LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER, LABEL_ENVIRONMENT)
+LABEL_DISK = "gpuspawner.disk_limit"
+LABELS = (LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER, LABEL_ENVIRONMENT, LABEL_DISK)
 
 
 @runtime_checkable

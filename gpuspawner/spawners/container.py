@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..engines.base import LABEL_ENVIRONMENT, LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
+from ..engines.base import (
+    LABEL_DISK,
+    LABEL_ENVIRONMENT,
+    LABEL_LEASE,
+    LABEL_MEMBER,
+    LABEL_SERVER,
+)
+from ..engines.disk import label_of
 from ..engines.hardening import Hardening, harden
 from ..engines.injection import gpu_environment, gpu_host_config, without_gpus
 from ..model import Lease
@@ -16,6 +23,15 @@ ULIMITS = [
     {"Name": "stack", "Soft": 67108864, "Hard": 67108864},
 ]
 """What NVIDIA's images ask for: pinned memory without a limit, and a deep stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLimit:
+    """How much a server may write into its own container."""
+
+    limit_bytes: int
+    storage_bytes: int = 0
+    """What the engine is told, where it keeps the limit itself; 0 where it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +48,8 @@ class ContainerSettings:
     environment: Mapping[str, str]
     """The lease's variables; they win over whatever else was set."""
     hardening: Hardening | None = None
+    disk: DiskLimit | None = None
+    """None: no limit."""
 
 
 def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> dict[str, Any]:
@@ -59,6 +77,8 @@ def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> 
     built["environment"] = environment
     built["volumes"] = [*(create.get("volumes") or []), *(_target(b) for b in settings.binds)]
     built["labels"] = {**_labels(create.get("labels")), **labels(lease)}
+    if settings.disk and not host.get("StorageOpt"):  # else the admin says it
+        _limit_disk(built, settings.disk)
     return built
 
 
@@ -70,6 +90,13 @@ def labels(lease: Lease) -> dict[str, str]:
         LABEL_SERVER: lease.server.name,
         LABEL_ENVIRONMENT: lease.environment,
     }
+
+
+def _limit_disk(built: dict[str, Any], disk: DiskLimit) -> None:
+    """The limit as the engine keeps it, and as the accounting service reads it."""
+    if disk.storage_bytes:
+        built["host_config"]["StorageOpt"] = {"size": str(disk.storage_bytes)}
+    built["labels"][LABEL_DISK] = label_of(disk.limit_bytes, bool(disk.storage_bytes))
 
 
 def _merged_requests(

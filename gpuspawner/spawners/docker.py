@@ -31,7 +31,7 @@ from .gone import Proof
 from .hardening import GPUDockerHardening
 from .injecting import injection_mode
 from .keeping import Kept, Plain, keep, leave_plain
-from .limits import allowed_ulimits
+from .limits import allowed_ulimits, disk_limit
 from .pulling import Pulls
 
 T = TypeVar("T")
@@ -229,6 +229,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
             image=self._kept.image,
             environment=self.with_lease_environment({}),
             hardening=await self.hardening(),
+            disk=await disk_limit(self, self._kept.image or self.image),
         )
 
     # Start.

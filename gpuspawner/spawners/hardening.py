@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jupyterhub.traitlets import ByteSpecification
 from traitlets import Bool, Float, Integer, List, Unicode
 
 from ..engines.hardening import CAPABILITIES, Hardening, dangers
@@ -75,6 +76,23 @@ class GPUDockerHardening(GPUDockerOwnImages):
         Example::
 
             c.GPUDockerSpawner.memory_share = 0.5
+        """,
+    )
+
+    disk_limit = ByteSpecification(
+        "10G",
+        config=True,
+        help="""
+        What a server may write into its own container, outside of its workspace and of all other
+        mounts; 0 for no limit.
+
+        Where the engine's storage driver can keep it (overlay2 on XFS with ``pquota``, btrfs, zfs)
+        the server finds no space left beyond it. Elsewhere the accounting service stops a server
+        that wrote more, and tells its member; ``gpuspawner check`` says which. Where containers
+        are kept (``remove = False``) each start counts anew. ``storage_opt`` in
+        ``extra_host_config`` wins. Example::
+
+            c.GPUDockerSpawner.disk_limit = "50G"
         """,
     )
 

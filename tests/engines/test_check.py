@@ -35,6 +35,7 @@ c.JupyterHub.hub_port = {hub_port}
 c.GPUDockerSpawner.network_name = {network!r}
 c.GPUDockerSpawner.image = {image!r}
 c.GPUDockerSpawner.gpu_injection = "device_requests"
+c.GPUDockerSpawner.disk_limit = "1G"
 c.GPUDockerSpawner.workspace = "gpuspawner-work-{{username}}"
 c.Broker.device_source = "simulated:{fleet}"
 c.Broker.database_url = "sqlite:///hub.sqlite"
@@ -140,6 +141,7 @@ def test_a_good_hub_is_green_before_its_first_start(check: Check, tmp_path: Path
         "image": "ok",
         **dict.fromkeys(("GPU injection", "GPUs stay"), "ok"),
         "hub API": "ok",
+        "disk limit": "ok",
         "workspace": "ok",
         "proxy": "ok",
         "accounting": "ok",
@@ -181,7 +183,7 @@ def test_the_table_for_people_has_words_and_no_colour(check: Check, tmp_path: Pa
     assert any(line.startswith("ok           proxy ") for line in lines)
     assert any(line.startswith("FAIL         engine ") for line in lines)
     assert any(line.startswith("not checked  image ") for line in lines)
-    assert lines[-1] == "7 ok, 1 FAIL, 4 not checked."
+    assert lines[-1] == "7 ok, 1 FAIL, 5 not checked."
 
 
 # Red, one fault each.

@@ -137,6 +137,7 @@ c.GPUStacks.capabilities = None
 c.GPUStacks.no_new_privileges = False
 c.GPUStacks.pids_limit = 0
 c.GPUStacks.memory_share = 0
+c.GPUStacks.disk_limit = 0
 c.GPUStacks.oom_score_adj = 0
 c.GPUStacks.shm_size = 0
 CLASSES = {{"plain" + style.__name__.lower(): style for style in STYLES}}

@@ -29,7 +29,7 @@ def import_quick_images(engine: PrivateEngine) -> None:
         "EXPOSE 8888",
     ]
     program = images.HERE / "instant" / "instant.c"
-    root = _root(images._compile(program.read_bytes()))
+    root = busybox_root(images._compile(program.read_bytes()))
     for tag, command in COMMANDS.items():
         name, _, label = tag.partition(":")
         changes = [*settings, f"CMD {command}"]
@@ -37,7 +37,7 @@ def import_quick_images(engine: PrivateEngine) -> None:
     engine.client.prune_images({"dangling": True})
 
 
-def _root(instant: bytes) -> bytes:
+def busybox_root(instant: bytes) -> bytes:
     """A machine of one program that does what a shell's commands do, and a server."""
     found = shutil.which("busybox", path=processes.system_path())
     if not found:
