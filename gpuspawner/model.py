@@ -207,7 +207,7 @@ class Lease:
     ``lost``: it went down with its hub before its member came, whose ticket waits again.
     ``failed``: its start failed, and it cost nothing. ``credits``: its account ran dry.
     ``member_gone``: its member is none any more. ``idle``: its GPUs rested. ``restart``: it
-    starts again with the same devices."""
+    starts again with the same devices. ``disk``: it wrote too much into its own container."""
     when_dry: str = "stop"
     """What becomes of it when its account runs dry, fixed at the grant: ``stop`` after a grace,
     let its ``session`` end, or go on into an ``overdraft``."""
@@ -298,6 +298,8 @@ class NoticeKind(str, Enum):
     """Your credits run low."""
     GPU_SICK = "gpu_sick"
     """A GPU of your server is sick."""
+    DISK_LOW = "disk_low"
+    """Your server has little room left in its own container."""
     TEST = "test"
     """A message that the member asked for, to try the channels; nothing to choose."""
 

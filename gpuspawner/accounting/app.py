@@ -32,6 +32,7 @@ from ..store.identity import make_identity
 from .ahead import PullsAhead
 from .batch import LooksAtCluster
 from .credits import Credits
+from .disk import disk_rounds
 from .hub import Hub
 from .leaving import Leaving
 from .lost import WatchesContainers
@@ -321,6 +322,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             (MEMBERS_EVERY, "Members", Members(tick, sessions.poke).round),
             (LEAVING_EVERY, "Folders", Leaving(tick).round),
             *self.cluster_rounds(tick),
+            *disk_rounds(tick, sessions.poke),
         ]
         await side_by_side(*(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds))
 

@@ -23,6 +23,7 @@ _TYPES = {
     NoticeKind.SESSION_ENDS: NotifyType.WARNING,
     NoticeKind.CREDITS_LOW: NotifyType.WARNING,
     NoticeKind.GPU_SICK: NotifyType.WARNING,
+    NoticeKind.DISK_LOW: NotifyType.WARNING,
     NoticeKind.STOPPED: NotifyType.WARNING,
 }
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")

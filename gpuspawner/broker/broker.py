@@ -37,6 +37,7 @@ from .admin import Admin
 from .bulk import BulkGrants
 from .cluster_audit import ClusterAudit
 from .devices_use import DevicesUse
+from .disk import DiskLimits
 from .dry import Dry
 from .folders import Folders
 from .grants import Grants
@@ -67,6 +68,7 @@ class Broker(
     Notices,
     Rosters,
     Restarts,
+    DiskLimits,
     Reports,
     Dry,
     BulkGrants,

@@ -39,6 +39,7 @@ WORDS = {
     NoticeKind.STOPPED: "My server was stopped",
     NoticeKind.CREDITS_LOW: "My credits run low",
     NoticeKind.GPU_SICK: "A GPU of my server is sick",
+    NoticeKind.DISK_LOW: "My server has little room left",
 }
 TOO_MANY = f"A test was sent a moment ago. Wait {TEST_EVERY} seconds before the next one."
 NO_CHANNEL = "Nothing is chosen yet, so there is nowhere to send a test. Choose and save first."
