@@ -32,7 +32,8 @@ def test_every_test_that_is_named_exists() -> None:
     for path, name in NAMED:
         assert (REPO / path).exists(), path
         tree = ast.parse((REPO / path).read_text(encoding="utf-8"))
-        found = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        found = {n.name for n in ast.walk(tree) if isinstance(n, kinds)}
         assert not name or name in found, f"{path} has no {name}"
 
 
@@ -50,7 +51,8 @@ def test_the_defaults_are_those_of_the_table() -> None:
     for name in CAPABILITIES:
         assert f"`{name}`" in TEXT
     traits = GPUDockerSpawner.class_traits(config=True)
-    for name in ("no_new_privileges", "pids_limit", "memory_share", "oom_score_adj"):
+    limits = ("pids_limit", "memory_share", "disk_limit", "oom_score_adj")
+    for name in ("no_new_privileges", *limits):
         [cell] = re.findall(rf"^\| `c\.GPUDockerSpawner\.{name}` \| (.*?) \|", TEXT, re.MULTILINE)
         default = traits[name].default()
         assert cell == "on" if default is True else f"`{default}`" in cell
