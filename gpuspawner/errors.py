@@ -204,6 +204,12 @@ class StoreUnavailable(Unavailable):
     reason = "store_unavailable"
 
 
+class ClockWasSet(Unavailable):
+    """The server's clock was set just now. Try again; nothing was changed."""
+
+    reason = "clock_was_set"
+
+
 class EngineUnavailable(Unavailable):
     """The container engine does not answer. Try again in a moment; nothing was charged."""
 

@@ -152,7 +152,7 @@ class LeaseState(str, Enum):
     GRANTED = "granted"
     """On disk; the server is not known to be up. Costs nothing."""
     RUNNING = "running"
-    """The server answered; charges run from ``started_at``."""
+    """The server answered or was adopted; it is charged from ``started_at``."""
     ENDED = "ended"
 
 
@@ -181,6 +181,9 @@ class Lease:
     another engine has no such server proves nothing."""
     granted_at: datetime
     started_at: datetime | None = None
+    """When the engine started the server; None until it answered or was adopted."""
+    answered_at: datetime | None = None
+    """When it answered or was adopted: its session begins then."""
     seen_at: datetime | None = None
     """When the engine last proved the server alive."""
     ended_at: datetime | None = None
@@ -221,6 +224,11 @@ class Lease:
     """The last warning that the credits run low which was given, in minutes left."""
 
     @property
+    def up_since(self) -> datetime | None:
+        """When the member could use the server; None before that."""
+        return self.answered_at or self.started_at
+
+    @property
     def length(self) -> timedelta | None:
         """The session length that was asked for; None when there is no end."""
         return None if self.seconds is None else timedelta(seconds=self.seconds)
@@ -230,15 +238,15 @@ class Lease:
         """The end of the session; before the server answers, the earliest that it can be."""
         if self.seconds is None:
             return None
-        start = self.started_at or self.granted_at
+        start = self.up_since or self.granted_at
         return start + timedelta(seconds=self.seconds + self.extended)
 
     @property
     def claim_by(self) -> datetime | None:
         """Until when the member must connect; None when they need not, or did."""
-        if self.claim_seconds is None or self.claimed_at or not self.started_at:
+        if self.claim_seconds is None or self.claimed_at or not self.up_since:
             return None
-        return self.started_at + timedelta(seconds=self.claim_seconds)
+        return self.up_since + timedelta(seconds=self.claim_seconds)
 
     @property
     def uuids(self) -> tuple[str, ...]:
@@ -330,6 +338,8 @@ class Sighting:
     server: ServerRef
     alive: bool
     created_at: datetime | None = None
+    started_at: datetime | None = None
+    """When it was started, if the engine knows. These times are of the engine's wall clock."""
     ended_at: datetime | None = None
     """When it exited, if the engine knows."""
     detail: str = ""

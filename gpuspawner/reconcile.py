@@ -29,6 +29,8 @@ class Confirm:
 
     lease: Lease
     ref: str
+    started_at: datetime | None = None
+    """When the engine started it, by the wall clock; None when nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,17 @@ def plan(
     servers: Mapping[ServerRef, HubState] | None,
     now: datetime,
     grace: timedelta,
+    skew: timedelta = timedelta(),
 ) -> list[Action]:
     """What to do, lease by lease, then for servers without an open lease.
 
     ``sightings`` maps an engine's name to what it runs, None when it did not answer.
     ``servers`` holds the servers that the Hub has, None when the Hub did not answer.
     Nothing younger than ``grace`` is ended only because the Hub does not name it: a
-    spawn may be on its way.
+    spawn may be on its way. ``skew``: wall clock less ``now``; an engine's times are of the wall
+    clock, before it was set or after.
     """
+    latest = now + min(skew, timedelta())
     actions: list[Action] = []
     open_ids = set()
     for lease in leases:
@@ -93,7 +98,7 @@ def plan(
         actions.append(_of_lease(lease, sightings, servers, now, grace))
     for engine, found in sightings.items():
         for sighting in found or ():
-            old = sighting.created_at is None or now - sighting.created_at >= grace
+            old = sighting.created_at is None or latest - sighting.created_at >= grace
             if sighting.alive and sighting.lease_id not in open_ids and old:
                 actions.append(Remove(engine, sighting, "its lease has ended"))
     return actions
@@ -120,7 +125,7 @@ def _of_lease(
             return Seen(lease)
         if hub is HubState.READY:
             confirmed = lease.state is LeaseState.RUNNING
-            return Seen(lease) if confirmed else Confirm(lease, alive.ref)
+            return Seen(lease) if confirmed else Confirm(lease, alive.ref, alive.started_at)
         if young:
             return Unknown(lease, "its server is on its way")
         return Remove(lease.engine, alive, "the Hub does not know its server any more")

@@ -47,6 +47,9 @@ from .watchdog import Watchdog
 PID = "GPUSPAWNER_HUB_PID"
 """The variable with the process id of the Hub that started the service."""
 
+CLOCK_EVERY = 2.0
+"""Seconds between two looks at whether the wall clock was set."""
+
 NOTICES_EVERY = 2.0
 """Seconds between two looks for notices to send."""
 
@@ -311,9 +314,11 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
     ) -> None:
         # What ended while the service was down is settled before anybody is charged, warned or
         # told that a session ended.
+        await tick.round("Clock", tick.keep_clock)
         await tick.round("Reconciliation", tick.reconcile)
         await tick.round("Charges", tick.charge)
         rounds: list[Round] = [
+            (CLOCK_EVERY, "Clock", tick.keep_clock),
             (self.reconcile_seconds, "Reconciliation", tick.reconcile),
             (tick.charge_pause, "Charges", tick.charge),
             (SESSIONS_EVERY, "Sessions", sessions.round),

@@ -15,13 +15,12 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
 
 from ..broker import Broker
-from ..broker.broker import utcnow
 from ..errors import GPUSpawnerError
 from ..model import Lease, ServerRef
 from ..store.idle import Watched
@@ -51,15 +50,14 @@ async def cull_arbiter(
     except GPUSpawnerError as error:
         log.warning("Whether the GPUs of %s rest is not known: %s", ref, error)
         return False
-    return lease is None or not lease.devices or _rest(lease, watched)
+    return lease is None or not lease.devices or _rest(lease, watched, _broker().clock())
 
 
-def _rest(lease: Lease, watched: Watched | None) -> bool:
+def _rest(lease: Lease, watched: Watched | None, now: datetime) -> bool:
     if lease.outcome:
         return True  # its stop was ordered
     if watched is None:
         return False
-    now = utcnow()
     if watched.state.stops_at is not None and now < watched.state.stops_at:
         return False  # its member was told when, or put it off
     return watched.state.credit <= 0 and watched.judged_until >= now - STALE

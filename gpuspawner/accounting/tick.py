@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from ..broker import Broker
+from ..broker.broker import clock_says
 from ..engines import Engine, Remembers
 from ..errors import AnotherHubGrants, EngineUnavailable, GPUSpawnerError, NotTheOwner, Unavailable
 from ..model import Lease, LeaseState, ServerRef, Sighting
@@ -96,6 +97,16 @@ class Tick:
     _stuck: set[str] = field(default_factory=set)
     """What the log says of the leases that wait for an admin."""
     _trouble: dict[str, str] = field(default_factory=dict)
+
+    async def keep_clock(self) -> None:
+        """Notice when the wall clock is set. Raises Unavailable while a step of it is doubted."""
+        verdict = await self.broker.run(self.broker.keep_clock)
+        if verdict is None:
+            return
+        if verdict.event in ("followed", "back"):
+            self.log.warning("%s", clock_says(verdict))
+        if verdict.offset.step:
+            raise Unavailable(clock_says(verdict))
 
     async def charge(self) -> None:
         """Charge every running lease whose time has come; after a pause that is all of them, in

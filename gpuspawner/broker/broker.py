@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from .. import reconcile
+from ..clock import Verdict, engine_time, to_datetime
 from ..devices.base import DeviceSource, open_source
-from ..errors import UnknownLease
+from ..errors import ClockWasSet, UnknownLease
 from ..ledger import dry, rules
 from ..ledger.dry import OVERDRAFT, Policies
 from ..model import (
@@ -31,6 +32,7 @@ from ..model import (
     member_account,
 )
 from ..store import Store, book, charging, closures, leases, tickets
+from ..store.clock import SteadyClock
 from ..store.granter import Granter
 from . import view
 from .admin import Admin
@@ -56,9 +58,12 @@ T = TypeVar("T")
 OUTSIDE = 8
 """How many calls to engines, registries, Slurm and file systems run at the same time."""
 
+ON_THIS_HOST = ("docker", "local")
+"""Engines whose servers end when this machine does."""
+
 
 def utcnow() -> datetime:
-    """The only clock of the broker; tests put their own in its place."""
+    """The wall clock, for looks that are not kept. Everything else asks :attr:`Broker.clock`."""
     return datetime.now(timezone.utc)
 
 
@@ -81,14 +86,15 @@ class Broker(
 ):
     """Grants leases, charges them and releases them."""
 
-    def __init__(self, *, clock: Callable[[], datetime] = utcnow, **kwargs: Any) -> None:
+    def __init__(self, *, clock: Callable[[], datetime] | None = None, **kwargs: Any) -> None:
+        """``clock``: tests put their own in the place of the store's."""
         super().__init__(**kwargs)
-        self.clock = clock
         self.configured = self.read_rates()
         self.policies = Policies.from_config(self.when_dry)
         self.read_idle_policies()  # a mistake is said at the start
         self.health_policy()
         self.store = Store.open(self.database_url)
+        self.clock = clock or self.store.clock
         self.delegate = self.make_delegate()
         self.watch = Watch(self.source(), self.store, timedelta(seconds=self.refresh_seconds))
         self.line = Line(self.make_scheduler())
@@ -106,7 +112,8 @@ class Broker(
     async def run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a method of the broker off the event loop, in the threads for changes.
 
-        Cancelling the caller does not cancel the work: a transaction runs to its end.
+        Cancelling the caller does not cancel the work: a transaction runs to its end. It is done
+        once more when the clock was set in between: nothing of it was written then.
         """
         return await _run_in(self.store.executor, partial(work, *args, **kwargs))
 
@@ -123,7 +130,40 @@ class Broker(
 
         They may hang, and must not block the threads that use the store.
         """
-        return await _run_in(self._outside, partial(work, *args, **kwargs))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._outside, partial(work, *args, **kwargs))
+
+    # The clock.
+
+    @property
+    def skew(self) -> timedelta:
+        """Wall clock less :attr:`clock` now; not zero while a step of the wall clock is doubted."""
+        return self.clock.skew if isinstance(self.clock, SteadyClock) else timedelta()
+
+    @property
+    def clock_version(self) -> int:
+        """Grows whenever times in the store were moved because the clock was set."""
+        return self.clock.offset.version if isinstance(self.clock, SteadyClock) else 0
+
+    @property
+    def clock_step(self) -> timedelta:
+        """By how much the wall clock was set, while that is doubted; else zero."""
+        step = self.clock.offset.step if isinstance(self.clock, SteadyClock) else 0
+        return timedelta(microseconds=step)
+
+    def keep_clock(self) -> Verdict | None:
+        """Notice when the wall clock is set; see :mod:`gpuspawner.clock`. None with a test's clock.
+
+        For the accounting service alone, every few seconds.
+        """
+        if not isinstance(self.clock, SteadyClock):
+            return None
+        verdict = self.clock.keep()
+        if verdict.event in ("stepped", "followed", "back"):
+            with self.store.write() as connection:
+                said = clock_says(verdict)
+                self._note(connection, "accounting", "clock", "wall clock", said, self.clock())
+        return verdict
 
     # Devices.
 
@@ -157,17 +197,25 @@ class Broker(
         lease_id: str,
         engine_ref: str = "",
         *,
+        started_at: datetime | None = None,
         devices: Sequence[LeasedDevice] | None = None,
     ) -> Lease:
-        """The server answered: charges run from now. Doing it twice changes nothing.
+        """The server answered, or was adopted. Doing it twice changes nothing.
 
+        It is charged from ``started_at`` by the engine's wall clock; from now if nobody knows.
         ``devices`` are those of the lease, where they are known: they never change.
         """
         now = self.clock().astimezone(timezone.utc)
+        skew = self.skew if started_at else timedelta()
         with self.store.write() as connection:
             row = leases.confirm(connection, lease_id, now, engine_ref)
             if row is None:
                 return leases.get(connection, lease_id)
+            lease = leases.from_row(row, ())
+            if started_at and lease.granted_at < now:
+                began = engine_time(started_at, lease.granted_at, now, skew, costs_least=max)
+                if began is not None:
+                    row = leases.began(connection, lease_id, began.astimezone(timezone.utc))
             if devices is None:
                 devices = leases.devices_of(connection, lease_id)
         return leases.from_row(row, devices)
@@ -213,6 +261,7 @@ class Broker(
         lease_id: str,
         *,
         ended_at: datetime | None = None,
+        stopped_at: datetime | None = None,
         reason: str,
         failed: bool = False,
         lost: bool = False,
@@ -220,18 +269,19 @@ class Broker(
     ) -> Lease:
         """Settle and free the devices. Only for a server that is proved gone.
 
-        ``ended_at`` is its proven end; None charges up to when it was last seen alive.
+        ``ended_at`` is its proven end by the engine's wall clock; else ``stopped_at`` by
+        :attr:`clock`; else it is charged up to when it was last seen alive.
         A start that failed costs nothing. Doing it twice changes nothing. ``still``: do it
         only if the lease is as it was when the proof was made; it may have started since.
         ``lost``: it went down with the hub that started it. If its member had not come to it
         yet, that costs nothing, and the ticket that it came from is back at its place in line.
         """
-        now = self.clock()
+        now, skew = self.clock(), self.skew
         with self.store.write() as connection:
             lease, newest = leases.get_to_end(connection, lease_id)
             if lease.state is LeaseState.ENDED or still not in (None, lease.state):
                 return lease
-            end = _end_of(lease, ended_at, now)
+            end = self._end_of(lease, ended_at, stopped_at, now, skew)
             # A server that nobody came to costs nothing, like one that did not start.
             back = lost and _awaited(lease) and tickets.reopen(connection, lease.ticket_id or "")
             if back:
@@ -310,7 +360,8 @@ class Broker(
         """
         now = self.clock()
         grace = timedelta(seconds=grace_seconds)
-        planned = reconcile.plan(self.open_leases(), sightings, servers, now, grace)
+        opened = self.open_leases()
+        planned = reconcile.plan(opened, sightings, servers, now, grace, self.skew)
         actions = [
             action
             for action in planned
@@ -319,8 +370,8 @@ class Broker(
         self._mark_seen([a.lease.id for a in actions if isinstance(a, reconcile.Seen)], now)
         for action in actions:
             match action:
-                case reconcile.Confirm(lease, ref):
-                    self.confirm(lease.id, ref)
+                case reconcile.Confirm(lease, ref, started_at):
+                    self.confirm(lease.id, ref, started_at=started_at)
                 case reconcile.Release(lease, ended_at, reason, lost):
                     self.release(
                         lease.id, ended_at=ended_at, reason=reason, lost=lost, still=lease.state
@@ -394,6 +445,23 @@ class Broker(
                 found |= dry.shares([lease for lease, _ in paid_for], paid_for[0][1], until)
         return found
 
+    def _end_of(
+        self,
+        lease: Lease,
+        ended_at: datetime | None,
+        stopped_at: datetime | None,
+        now: datetime,
+        skew: timedelta,
+    ) -> datetime:
+        """When a server ended that is proved gone; arguments as of :meth:`release`."""
+        end = end_of(lease, ended_at, stopped_at, now, skew)
+        if lease.engine in ON_THIS_HOST and isinstance(self.clock, SteadyClock):
+            # Docker says that what a crash of the machine ended, ended after its next boot.
+            before = self.clock.offset.before
+            if before is not None and _last_proof(lease) < to_datetime(before):
+                end = min(end, to_datetime(before))
+        return end
+
     def _is_ours(self, sighting: Sighting) -> bool:
         try:
             self.lease(sighting.lease_id)
@@ -409,16 +477,57 @@ class Broker(
 
 
 async def _run_in(executor: Executor, work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(executor, work)
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.run_in_executor(executor, work)
+    except ClockWasSet:
+        return await loop.run_in_executor(executor, work)
 
 
-def _end_of(lease: Lease, ended_at: datetime | None, now: datetime) -> datetime:
-    """When a server ended that is proved gone; ``ended_at`` if somebody knows."""
-    began = lease.started_at or lease.granted_at
-    last_proof = max(lease.seen_at or began, began)
+def clock_says(verdict: Verdict) -> str:
+    """What became of the wall clock, for admins, as a sentence."""
+    offset, day = verdict.offset, "%Y-%m-%d %H:%M:%S UTC"
+    if verdict.event == "back":
+        return "The wall clock is right again."
+    if verdict.event == "followed":
+        return (
+            f"The wall clock was set by {_apart(verdict.shift)} and stayed so: times follow "
+            "it now. What runs is charged for as long as it ran, and sessions keep their length."
+        )
+    return (
+        f"The wall clock was set by {_apart(offset.step)}. What runs is charged by the time since "
+        "boot, and nothing ends because of this. If the new time is wrong, correct it; else it is "
+        f"followed at {to_datetime(offset.follows_at()):{day}} by the old one."
+    )
+
+
+def _apart(micros: int) -> str:
+    return f"{micros / 1_000_000:+,.0f} s"
+
+
+def end_of(
+    lease: Lease,
+    ended_at: datetime | None,
+    stopped_at: datetime | None,
+    now: datetime,
+    skew: timedelta,
+) -> datetime:
+    """When a server ended that is proved gone; arguments as of :meth:`Broker.release`."""
+    began, last_proof = lease.started_at or lease.granted_at, _last_proof(lease)
     if now < last_proof:
-        return last_proof.astimezone(timezone.utc)  # the clock was set back
-    return min(max(ended_at or last_proof, began), now).astimezone(timezone.utc)
+        return last_proof.astimezone(timezone.utc)
+    end = None
+    if ended_at:
+        low = max(began, last_proof - timedelta(minutes=1))
+        end = engine_time(ended_at, low, now, skew, costs_least=min)
+    end = end or min(max(stopped_at or last_proof, began), now)
+    return end.astimezone(timezone.utc)
+
+
+def _last_proof(lease: Lease) -> datetime:
+    """When the server was last known to live."""
+    began = lease.started_at or lease.granted_at
+    return max(lease.seen_at or began, began)
 
 
 def _awaited(lease: Lease) -> bool:

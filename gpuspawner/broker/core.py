@@ -17,6 +17,7 @@ from .settings import BrokerSettings
 from .watch import Look, Watch
 
 if TYPE_CHECKING:
+    from ..scheduler import Scheduler
     from ..scheduler.delegated import Delegate
     from .queue import Terms
 
@@ -36,6 +37,16 @@ class Core(BrokerSettings, Prices, DryPolicies):
     engine_ids: dict[str, str]
 
     if TYPE_CHECKING:
+
+        @property
+        def skew(self) -> timedelta:
+            """Wall clock less :attr:`clock` now."""
+
+        @property
+        def clock_version(self) -> int:
+            """Grows whenever all times were moved."""
+
+        def make_scheduler(self) -> Scheduler: ...
 
         def look(self, *, fresh: bool = False) -> Look:
             """The newest look at the devices."""

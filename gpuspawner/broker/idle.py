@@ -63,6 +63,11 @@ class Idle(LoggingConfigurable):
     store: Store
     clock: Callable[[], datetime]
 
+    @property
+    def skew(self) -> timedelta:
+        """Wall clock less :attr:`clock` now."""
+        raise NotImplementedError
+
     when_idle = Dict(
         {},
         config=True,
@@ -106,6 +111,8 @@ class Idle(LoggingConfigurable):
         transaction, so whoever is killed has told and ordered everything or nothing.
         """
         now = self.clock()
+        # The Hub writes down what it sees by the wall clock, before it was set or after.
+        ahead = max(-self.skew, timedelta())
         policies = self.read_idle_policies()
         done: list[Idled] = []
         with self.store.write() as connection:
@@ -120,6 +127,7 @@ class Idle(LoggingConfigurable):
                 policy = policies.of(lease.group, lease.environment)
                 before = known.get(lease.id) or Watched(begin(policy), _first_minute(lease))
                 output = last_output[lease.server]
+                output = output and output + ahead
                 found = self._judge(connection, lease, policy, before, output, waiting, now)
                 if found is not None:
                     done.append(found)
@@ -225,7 +233,7 @@ def _changed(before: IdleState, after: IdleState) -> str:
 
 def _first_minute(lease: Lease) -> datetime:
     """The first minute that is all its own."""
-    began = lease.started_at or lease.granted_at
+    began = lease.up_since or lease.granted_at
     return began.replace(second=0, microsecond=0) + timedelta(minutes=1)
 
 

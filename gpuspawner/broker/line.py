@@ -62,11 +62,20 @@ class Line:
         self.supply = Supply(Fleet((), {}), {}, {})
         self.revision = 0
         """Grows with everything that may change an order, a place or an estimate."""
+        self.clock_version = 0
+        """That of the clock by which the scheduler knows all times."""
         self._alone: dict[str, datetime] = {}
         self._versions: dict[str, str] = {}
         self._leases: dict[str, str] = {}
         self._synced_at: datetime | None = None
         self._kinds = lru_cache(maxsize=4096)(self._find_kinds)
+
+    def begin_anew(self, scheduler: Scheduler) -> None:
+        """Read everything again: all times in the store were moved, because the clock was set."""
+        self.scheduler, self.tickets, self._synced_at = scheduler, {}, None
+        self._alone, self._versions, self._leases = {}, {}, {}
+        self.supply = Supply(Fleet((), {}), {}, {})
+        self.revision += 1
 
     @property
     def empty(self) -> bool:

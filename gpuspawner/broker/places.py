@@ -80,6 +80,10 @@ class Places(Delegating):
         """Bring the line up to date with the store."""
         look: Look = self.look()
         now = self.clock()
+        if self.clock_version != self.line.clock_version:
+            self.line.clock_version = self.clock_version
+            if self.line.synced:
+                self.line.begin_anew(self.make_scheduler())
         self.store.run(lambda connection: self.line.sync(connection, look, now))
         return look
 

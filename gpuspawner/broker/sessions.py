@@ -292,7 +292,7 @@ def _longer(lease: Lease, now: datetime) -> int:
         raise CannotExtend(why="its server is not up yet, and its time begins then")
     if lease.seconds is None:
         return lease.extended
-    return max(lease.extended, math.ceil((now - lease.started_at).total_seconds()))
+    return max(lease.extended, math.ceil((now - (lease.up_since or now)).total_seconds()))
 
 
 def _end_of(lease: Lease) -> datetime:

@@ -57,7 +57,8 @@ def release(arguments: argparse.Namespace, settings: Settings) -> int:
         raise Refused("Nothing was changed.")
     ended = broker.release(
         lease.id,
-        ended_at=broker.clock() if proof.fate is Fate.ALIVE else proof.ended_at,
+        ended_at=proof.ended_at,
+        stopped_at=broker.clock() if proof.fate is Fate.ALIVE else None,
         reason=f"released by hand by {default_actor()} ({proof.fate.value})",
     )
     text = f"Lease {ended.id} ended: {credits(ended.charged)} credits charged in all."
@@ -109,7 +110,7 @@ def _ask_docker(lease: Lease, settings: Settings) -> Proof:
         return Proof(Fate.UNKNOWN, f"the container {name}, of no lease, was given one of its GPUs.")
     found = _first([sighting_of(each) for each in holders])
     if found is None and lease.engine_ref:
-        died = engine.died_at(lease.engine_ref, lease.granted_at)
+        died = engine.died_at(lease.engine_ref)
         return _judged(lease, found, "container", died)
     return _judged(lease, found, "container")
 

@@ -155,18 +155,18 @@ class DockerEngine:
             if living:
                 more += [_of_lease(each, lease) for each in living]
             elif lease.id not in ended and lease.state is LeaseState.RUNNING and lease.engine_ref:
-                died = self.died_at(lease.engine_ref, lease.granted_at)
+                died = self.died_at(lease.engine_ref)
                 more.append(replace(gone, ended_at=died))
         return more
 
-    def died_at(self, ref: str, since: datetime) -> datetime | None:
+    def died_at(self, ref: str) -> datetime | None:
         """When a container that is removed by now died, if the engine's events still say so."""
 
         def ask(client: docker.APIClient) -> list[dict[str, Any]]:
             # docker-py would cut a datetime to the second, and with it what just happened.
             until = f"{datetime.now(timezone.utc).timestamp():.6f}"
             wanted = {"container": ref, "event": ["die"]}
-            return list(client.events(since=since, until=until, filters=wanted, decode=True))
+            return list(client.events(since=0, until=until, filters=wanted, decode=True))
 
         try:
             events = self.call(ask)
@@ -258,6 +258,7 @@ def sighting_of(container: dict[str, Any]) -> Sighting:
         server=ServerRef(labels.get(LABEL_MEMBER, ""), labels.get(LABEL_SERVER, "")),
         alive=alive,
         created_at=parse_time(container.get("Created", "")),
+        started_at=parse_time(state.get("StartedAt", "")),
         ended_at=None if alive else parse_time(state.get("FinishedAt", "")),
         detail=detail,
     )

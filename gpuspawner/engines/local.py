@@ -86,7 +86,7 @@ def _sighting(pid: int) -> Sighting | None:
     ref = process_ref(pid)
     if not ref or LEASE_VARIABLE not in values:
         return None
-    started = _started_at(ref)
+    started = started_at(ref)
     return Sighting(
         lease_id=values[LEASE_VARIABLE],
         ref=ref,
@@ -95,14 +95,12 @@ def _sighting(pid: int) -> Sighting | None:
         ),
         alive=True,
         created_at=started,
+        started_at=started,
     )
 
 
-def _started_at(ref: str) -> datetime | None:
+def started_at(ref: str) -> datetime | None:
+    """When a process was started, by the wall clock; ``ref`` as from :func:`process_ref`."""
     ticks = int(ref.partition(":")[2])
-    try:
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, ValueError):
-        return None
-    since_boot = ticks / os.sysconf("SC_CLK_TCK")
-    return datetime.fromtimestamp(time.time() - uptime + since_boot, tz=timezone.utc)
+    passed = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return datetime.fromtimestamp(time.time() - passed, tz=timezone.utc)

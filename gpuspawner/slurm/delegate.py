@@ -335,7 +335,8 @@ class SlurmDelegate(Tending, SamplesNodes):
 
 
 def _is_old(ticket: Ticket) -> bool:
-    return datetime.now(timezone.utc) - ticket.created_at > OLD
+    # Either way: the wall clock may have been set since.
+    return abs(datetime.now(timezone.utc) - ticket.created_at) > OLD
 
 
 def _with_devices(job: Job, before: Job | None) -> Job:

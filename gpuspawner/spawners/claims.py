@@ -30,7 +30,9 @@ async def watch(spawner: GPUSpawnerMixin) -> None:
     records: HubRecords = spawner.shared(KEY, HubRecords)
     while (lease := spawner.lease) is not None and lease.claim_by is not None:
         try:
-            if await records.has_connected(spawner, lease.started_at or lease.granted_at):
+            # The Hub writes down what it sees by the wall clock.
+            since = (lease.up_since or lease.granted_at) + min(broker.skew, timedelta())
+            if await records.has_connected(spawner, since):
                 spawner.lease = await broker.run(broker.claim, lease.id)
                 return
             if broker.clock() >= lease.claim_by:

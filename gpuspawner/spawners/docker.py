@@ -316,6 +316,20 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         """Stop the container; what comes after, its removal, is not the member's time."""
         await super().stop_object()
         self.stopped_at = self.broker.clock()
+        if (container := await self._inspected()) is not None:
+            self.finished_at = sighting_of(container).ended_at
+
+    async def engine_started_at(self) -> datetime | None:
+        container = await self._inspected()
+        return sighting_of(container).started_at if container else None
+
+    async def _inspected(self) -> dict[str, Any] | None:
+        """The container as the engine describes it; None when it is gone, or nobody can say."""
+        try:
+            found: dict[str, Any] = await self._call("inspect_container", self.container_id)
+        except (DockerException, requests.RequestException, OSError):
+            return None
+        return found
 
     async def create_plain(self, plain: Plain) -> None:
         """Create the container as DockerSpawner alone would, and do not start it."""
@@ -455,8 +469,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         lease = self.lease
         if lease is None or not lease.engine_ref or self.stopped_at:
             return None
-        since = self.seen_alive_at or lease.started_at or lease.granted_at
-        return await self._ask_engine(self.server_engine().died_at, lease.engine_ref, since)
+        return await self._ask_engine(self.server_engine().died_at, lease.engine_ref)
 
     async def end_leftover(self) -> None:
         """End every container of this server that lives, by its id; what only shares a device with

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from jupyterhub.spawner import SimpleLocalProcessSpawner
 from traitlets import Unicode, default
 
 from ..engines import LocalEngine
-from ..engines.local import lives, process_ref
+from ..engines.local import lives, process_ref, started_at
 from ..model import Sighting
 from .gone import Proof
 from .mixin import GPUSpawnerMixin
@@ -42,11 +44,43 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
         name = self.user.escaped_name if self.user else ""
         return os.path.abspath(self.workspace.format(username=name))
 
+    _noted = 0
+    """The process whose end will be noted."""
+
     def engine(self) -> LocalEngine:
         return LocalEngine()
 
     def engine_ref(self) -> str:
         return process_ref(self.pid) if self.pid else ""
+
+    async def engine_started_at(self) -> datetime | None:
+        self._note_exit()
+        ref = self.engine_ref()
+        return started_at(ref) if ref else None
+
+    async def poll(self) -> Any:
+        status = await super().poll()
+        if status is None:
+            self._note_exit()
+        return status
+
+    def _note_exit(self) -> None:
+        """Note when the process ends, and not only when somebody looks."""
+        if not self.pid or self.pid == self._noted:
+            return
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except OSError:
+            return  # it has ended
+        loop, self._noted = asyncio.get_running_loop(), self.pid
+
+        def ended() -> None:
+            self.finished_at = datetime.now(timezone.utc)
+            self._noted = 0
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+        loop.add_reader(descriptor, ended)
 
     def with_lease_environment(self, env: dict[str, str]) -> dict[str, str]:
         """Without a container, CUDA itself has to be told; an empty list is no GPU."""

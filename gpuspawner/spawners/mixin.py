@@ -65,11 +65,14 @@ class GPUSpawnerMixin(Acquiring):
         super().__init__(*args, **kwargs)
         self.seen_alive_at: datetime | None = None
         self.stopped_at: datetime | None = None
+        self.finished_at: datetime | None = None
+        """When the server ended, by the engine's wall clock, if it said so."""
         self._spawn: asyncio.Task[Any] | None = None
         """The Hub's, which also clears away what a start leaves that fails."""
         self._is_starting = False
         """Whether that task is still on its way to a server that answers."""
         self._claim: asyncio.Task[None] | None = None
+        self._adopting: asyncio.Task[None] | None = None
         self._looked_up = False
 
     # What an engine says. A Spawner's metaclass is not that of abstract classes: whoever forgets
@@ -104,7 +107,7 @@ class GPUSpawnerMixin(Acquiring):
         if self.catalog_is_due():
             return self._refresh_then_hook()
         self.said = Progress()
-        self.stopped_at = None
+        self.stopped_at = self.finished_at = None
         self._spawn = asyncio.current_task()
         self._is_starting = True
         try:
@@ -203,10 +206,14 @@ class GPUSpawnerMixin(Acquiring):
 
     async def _confirm_ready(self, url: Any) -> None:
         """Wait until the server answers at ``url``, and confirm its lease."""
-        await self._wait_ready(url)
+        started_at, _ = await asyncio.gather(self.engine_started_at(), self._wait_ready(url))
         lease = cast("Lease", self.lease)
         self.lease = await self.broker.run(
-            self.broker.confirm, lease.id, self.engine_ref(), devices=lease.devices
+            self.broker.confirm,
+            lease.id,
+            self.engine_ref(),
+            started_at=started_at,
+            devices=lease.devices,
         )
         if self.lease.state is LeaseState.ENDED:
             raise StartFailed(cause="its lease was ended before it answered")
@@ -232,16 +239,44 @@ class GPUSpawnerMixin(Acquiring):
         return status
 
     async def _remember(self) -> None:
-        """The lease of a server that ran before this hub did; once, it is in the store. And under
-        the name that its member has by now."""
+        """Find the lease of a server that ran before this hub did; once, it is in the store. And
+        give the lease the name that its member has by now."""
         with suppress(GPUSpawnerError):  # the next poll asks again
-            if self.lease is None and self.lease_id and not self._looked_up:
+            if self.lease is None and self._spawn is None and not self._looked_up:
                 leases = await self.broker.run(self.broker.open_leases)
-                self.lease = next((each for each in leases if each.id == self.lease_id), None)
+                self.lease = next((each for each in leases if self._is_mine(each)), None)
                 self._looked_up = True
+                if self.lease is not None:
+                    self.lease_id = self.lease.id
             if self.lease is not None and self.lease.server != self.server_ref:
                 follow = self.broker.follow_rename
                 self.lease = await self.broker.run(follow, self.lease.id, self.server_ref)
+        lease, is_earlier = self.lease, self._spawn is None
+        if lease and lease.state is LeaseState.GRANTED and is_earlier and self._adopting is None:
+            self._adopting = asyncio.ensure_future(self._adopt(lease))
+
+    def _is_mine(self, lease: Lease) -> bool:
+        """Return True for the lease in the Hub's state, or in its absence that of this name: a hub
+        that was killed while it started a server had no time to keep the state."""
+        return lease.id == self.lease_id if self.lease_id else lease.server == self.server_ref
+
+    async def _adopt(self, lease: Lease) -> None:
+        """Confirm the lease of a server that an earlier hub was starting, when it answers.
+
+        The accounting service does the same when it looks next; the member may stop it before.
+        """
+        try:
+            await self._wait_ready(await self.get_url())
+            started_at = await self.engine_started_at()
+            confirm = self.broker.confirm
+            confirmed = await self.broker.run(
+                confirm, lease.id, self.engine_ref(), started_at=started_at
+            )
+        except (GPUSpawnerError, OSError) as error:
+            self.log.warning("%s is not adopted yet: %s", self.server_ref, error)
+            return
+        if self.lease is lease:
+            self.lease = confirmed
 
     def watch_claim(self) -> None:
         """See to it that the member of a server from the queue comes in time."""
@@ -258,6 +293,10 @@ class GPUSpawnerMixin(Acquiring):
     def engine_ref(self) -> str:
         """The engine's own name of this server."""
         return ""
+
+    async def engine_started_at(self) -> datetime | None:
+        """When the engine started this server, by its wall clock; None when nobody knows."""
+        return None
 
     async def _wait_ready(self, url: Any) -> None:
         """Wait until the server answers or has provably ended: one that ends early fails at once,
@@ -373,17 +412,18 @@ class GPUSpawnerMixin(Acquiring):
             why = f" ({proof.detail})" if proof.detail else ""
             self.log.warning("%s is not proved gone: its lease stays%s", self.server_ref, why)
             return False
-        # A busy engine answers long after the end, and knows when that was.
-        ended = proof.ended_at or self.stopped_at or self.seen_alive_at
         await self.broker.run(
             self.broker.release,
             self.lease_id,
-            ended_at=ended,
+            # A busy engine answers long after the end, and knows when that was.
+            ended_at=proof.ended_at or self.finished_at,
+            stopped_at=self.stopped_at or self.seen_alive_at,
             reason=proof.detail or reason,
             # An earlier hub's process started it, and nobody stopped it.
             lost=self._acquiring is None and self.stopped_at is None,
         )
         self.lease, self.lease_id, self.seen_alive_at = None, "", None
+        self.finished_at = None
         self.queueing.kick()
         return True
 

@@ -221,14 +221,21 @@ def update(connection: sa.Connection, lease_id: str, **values: Any) -> None:
 def confirm(
     connection: sa.Connection, lease_id: str, at: datetime, engine_ref: str
 ) -> Sequence[Any] | None:
-    """Write that the server of a lease answered, and from when it is charged: its row for
-    :func:`from_row`, and None when no lease of this id waits for that."""
+    """Write that the server of a lease answered, and is charged: its row for :func:`from_row`,
+    and None when no lease of this id waits for that."""
     values = {"state": LeaseState.RUNNING.value, "started_at": at, "seen_at": at}
+    values["answered_at"] = at
     if engine_ref:
         values["engine_ref"] = engine_ref
     waits = (leases.c.id == lease_id) & (leases.c.state == LeaseState.GRANTED.value)
     confirmed = sa.update(leases).where(waits).values(values)
     return connection.execute(confirmed.returning(*_SELECTED[:_AT_PLACE])).one_or_none()
+
+
+def began(connection: sa.Connection, lease_id: str, at: datetime) -> Sequence[Any]:
+    """Write from when the server of a lease is charged; the row as from :func:`confirm`."""
+    began = sa.update(leases).where(leases.c.id == lease_id).values(started_at=at)
+    return connection.execute(began.returning(*_SELECTED[:_AT_PLACE])).one()
 
 
 def devices_of(connection: sa.Connection, lease_id: str) -> tuple[LeasedDevice, ...]:

@@ -84,6 +84,8 @@ leases = Table(
     Column("engine_id", Text, nullable=False, default="", server_default=text("''")),
     Column("granted_at", UTCDateTime, nullable=False),
     Column("started_at", UTCDateTime),
+    # When the server answered, or was adopted; none where that is when it was started.
+    Column("answered_at", UTCDateTime),
     Column("seen_at", UTCDateTime),
     Column("ended_at", UTCDateTime),
     Column("end_reason", Text, nullable=False, default=""),

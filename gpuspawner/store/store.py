@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -31,6 +32,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import ConfigError, StoreUnavailable
+from .clock import SteadyClock
 from .migrate import upgrade
 
 T = TypeVar("T")
@@ -116,6 +118,11 @@ class Store:
                 cls._open[url] = Store(url)
             return cls._open[url]
 
+    @cached_property
+    def clock(self) -> SteadyClock:
+        """The clock of everybody in this process who uses this store."""
+        return SteadyClock(self)
+
     def close(self) -> None:
         """Close every connection and forget the store."""
         with self._opening:
@@ -163,7 +170,8 @@ class Store:
         """A write transaction; all of it happens or none. Writers come one at a time: no
         deadlocks between accounts, no lost race.
 
-        Raises NestedWrite within another one of the same thread, which it would wait for in vain.
+        Raises NestedWrite within another one of the same thread, which it would wait for in vain,
+        and StoreUnavailable or ClockWasSet.
         """
         if self._current.writing:
             raise NestedWrite()
@@ -172,6 +180,8 @@ class Store:
         self._current.writing = True
         try:
             with self._transaction(self.write_engine) as connection:
+                if "clock" in self.__dict__:
+                    self.clock.check(connection)
                 yield connection
         finally:
             self._current.writing = False

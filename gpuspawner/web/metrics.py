@@ -73,6 +73,11 @@ class Site(Collector):
             "For how long the running lease was not charged that waits longest for it",
             max((_uncharged(lease, now) for lease in opened), default=0.0),
         )
+        yield _gauge(
+            "gpuspawner_clock_step_seconds",
+            "By how much the wall clock was set, while times do not follow it",
+            self.broker.clock_step.total_seconds(),
+        )
         family = CounterMetricFamily(
             "gpuspawner_duty_rounds",
             "Finished rounds of each duty of the accounting service since it started",

@@ -3,20 +3,25 @@ containers."""
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 from playwright.sync_api import Browser, expect
 
+from gpuspawner.engines.local import started_at
 from gpuspawner.ledger.rules import owed
 from gpuspawner.model import MICRO, Lease, LeaseState
 from tests.support.browser import screenshot
@@ -76,6 +81,27 @@ def ended(hub: PayingHub, lease: Lease, timeout: float = 30.0) -> Lease:
     assert settled.ended_at is not None
     assert settled.charged == owed(settled.rate, settled.started_at, settled.ended_at)
     return settled
+
+
+def test_a_local_server_is_charged_from_its_start_to_its_end(paying_hub: Factory) -> None:
+    """However late the Hub notices that the process has ended."""
+    hub = paying_hub("c.Broker.opening_grant = 100\nc.Accounting.reconcile_seconds = 3600")
+    lease = hub.start_server("exact", gpus=1)
+    process = psutil.Process(int(lease.engine_ref.partition(":")[0]))
+    descriptor, began = os.pidfd_open(process.pid), started_at(lease.engine_ref)
+    assert began is not None
+    process.suspend()  # it does not end yet when the Hub asks it to
+    with ThreadPoolExecutor(1) as threads:
+        stopping = threads.submit(hub.stop_server, "exact")
+        wait_for(lambda: (hub.server("exact") or {}).get("pending") == "stop", "the stop")
+        hub.wait_rounds(3, "charges")
+        process.resume()
+        select.select([descriptor], [], [])
+        lived = (datetime.now(timezone.utc) - began).total_seconds()
+        stopping.result()
+    os.close(descriptor)
+    settled = ended(hub, lease)
+    assert settled.charged / MICRO == pytest.approx(lived, abs=0.5)
 
 
 def test_an_account_runs_dry(poor_hub: PayingHub) -> None:

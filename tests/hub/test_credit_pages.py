@@ -170,7 +170,13 @@ def test_a_receipt_tells_what_the_gpus_did(hub: PayingHub) -> None:
     some = past_lease(hub)
     assert "Mean use" not in words(hub.page("ada", f"leases/{some.id}"))
     began = some.granted_at.replace(minute=0, second=0, microsecond=0) - timedelta(days=2)
-    times = {"granted_at": began, "started_at": began, "seen_at": began, "ended_at": None}
+    times = {
+        "granted_at": began,
+        "started_at": began,
+        "answered_at": began,
+        "seen_at": began,
+        "ended_at": None,
+    }
     lease = replace(some, id="5" * 16, server=ServerRef("ada", "longer"), **times)
     lease = replace(lease, state=LeaseState.RUNNING, charged=0, waived=0)
     lease = replace(lease, devices=(replace(some.devices[0], model="L4"),))

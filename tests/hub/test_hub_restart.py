@@ -19,6 +19,7 @@ import requests
 from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.ledger.rules import owed
 from gpuspawner.model import MICRO, Lease, LeaseState
+from gpuspawner.store import Store
 from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
@@ -221,6 +222,32 @@ def test_killed_in_the_middle_of_a_start(hub: GPUHub, member: str, environment: 
     assert hub.balance(member) == GRANT * MICRO
     hub.spawn_and_wait(f"{member}-two", ALL)
     hub.spawn_and_wait(member, {"environment": "cpu"})
+
+
+def test_a_start_that_the_next_hub_adopts_is_charged_from_its_start(
+    hub: GPUHub, engine: PrivateEngine, member: str
+) -> None:
+    """There is no accounting service here: the hub itself sees that the server answers."""
+    since = time.time()
+    ask_and_go(hub, member, {"gpus": 1})
+    wait_for(hub.open_leases, "the lease")
+    store = Store(hub.database_url)
+    with store.write():  # so that the hub cannot write that the server answered
+        wait_for(lambda: any(c["State"] == "running" for c in hub.containers()), "a container")
+        hub.kill9()
+    store.close()
+    assert [lease.state for lease in hub.open_leases()] == [LeaseState.GRANTED]
+    hub.start()
+    hub.wait_server(member, timeout=30)
+    wait_for(lambda: hub.open_leases()[0].state is LeaseState.RUNNING, "the adoption")
+    [lease] = hub.open_leases()
+    assert lease.answered_at is not None and lease.started_at is not None
+    assert lease.started_at < lease.answered_at
+    hub.stop_server(member)
+    assert_paid_exactly(hub, lease)
+    [ended] = hub.leases(member)
+    lived = engine.lifetimes(since)[lease.id]
+    assert ended.charged / MICRO == pytest.approx(lived, abs=0.5)
 
 
 def test_nothing_is_granted_before_all_is_known(hub: GPUHub, member: str, gate: Gate) -> None:

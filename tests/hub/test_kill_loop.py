@@ -16,7 +16,7 @@ import pytest
 import requests
 
 from gpuspawner.engines.base import LABEL_LEASE
-from gpuspawner.model import Lease, LeaseState
+from gpuspawner.model import MICRO, Lease, LeaseState
 from gpuspawner.store import Store
 from tests.support.brokers import problems
 from tests.support.engine import PrivateEngine
@@ -31,6 +31,9 @@ c.Accounting.charge_seconds = 1
 c.Accounting.reconcile_seconds = 1
 import gpuspawner; gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """
+
+EXACT = 0.5
+"""Seconds between what is charged and what the engine's events say, at the most."""
 
 
 @pytest.fixture
@@ -87,6 +90,17 @@ def leaks(hub: GPUHub) -> list[str]:
     return found
 
 
+def assert_charged_exactly(hub: GPUHub, engine: PrivateEngine, since: float) -> None:
+    """A server that answered or was adopted paid from its start to its end, and others nothing."""
+    lived = engine.lifetimes(since)
+    for lease in [*hub.leases("victim"), *hub.leases("witness")]:
+        if lease.started_at is None:
+            assert lease.charged == 0, "a server that never answered costs nothing"
+        elif lease.id in lived:
+            seconds = lease.charged / MICRO
+            assert seconds == pytest.approx(lived[lease.id], abs=EXACT), lease
+
+
 def settle(hub: GPUHub, what: str) -> None:
     """Wait until nothing leaks; what leaks for good is named."""
     try:
@@ -121,7 +135,7 @@ def became_of(hub: GPUHub, before: set[str]) -> str:
 
 
 def test_nothing_leaks_wherever_the_hub_is_killed(
-    hub: GPUHub, rounds: Rounds, chance: random.Random
+    hub: GPUHub, engine: PrivateEngine, rounds: Rounds, chance: random.Random
 ) -> None:
     hub.spawn_and_wait("bystander", {"gpus": 1})
     [bystander] = hub.open_leases()
@@ -132,6 +146,7 @@ def test_nothing_leaks_wherever_the_hub_is_killed(
 
     for number in range(kills):
         before = {lease.id for lease in hub.leases("victim")}
+        since = time.time()
         moment = (number + chance.random()) / kills * 1.2 * lasts
         said = f"killed {moment:.3f} s into a spawn of {lasts:.3f} s"
         asking = ask_and_go(hub, "victim")
@@ -158,12 +173,10 @@ def test_nothing_leaks_wherever_the_hub_is_killed(
         for member in ("victim", "witness"):
             stop(hub, member)
         settle(hub, f"{said}, after the stops")
+        assert_charged_exactly(hub, engine, since)
         assert len(hub.taken()) == 1, "the other devices are free again"
 
     print(f"a spawn took {lasts:.2f} s; killed {kills} times:", dict(outcomes))
-    for lease in hub.leases("victim"):
-        if lease.started_at is None:
-            assert lease.charged == 0, "a server that never answered costs nothing"
     if SOAK:
         assert outcomes["adopted"] and len(outcomes) > 1, "some were too early, some were not"
     store.close()

@@ -376,7 +376,7 @@ def worked(hub: PayingHub, lease: Lease) -> None:
     """As if it had begun half an hour ago, and somebody else before it had worked too."""
     began = utcnow() - timedelta(minutes=30)
     with hub.broker.store.write() as connection:
-        leases.update(connection, lease.id, granted_at=began, started_at=began)
+        leases.update(connection, lease.id, granted_at=began, started_at=began, answered_at=began)
     counts = {"samples": 60, "known": 60, "busy": 60, "measured": 60, "memory_max": 8 * GB}
     minute = began.replace(second=0, microsecond=0)
     hub.broker.remember_use(

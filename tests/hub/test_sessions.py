@@ -138,7 +138,9 @@ def age(hub: PayingHub, lease: Lease, by: timedelta) -> None:
     """Move the session's whole time in the store into the past."""
     lease = hub.broker.lease(lease.id)
     assert lease.started_at is not None
+    assert lease.answered_at is not None
     moved = {"granted_at": lease.granted_at - by, "started_at": lease.started_at - by}
+    moved["answered_at"] = lease.answered_at - by
     with hub.broker.store.write() as connection:
         row = schema.leases.c.id == lease.id
         connection.execute(sa.update(schema.leases).where(row).values(moved))

@@ -13,6 +13,12 @@ from tests.support.slurm_node import Node
 LIBRARY = "faketime/libfaketimeMT.so.1"
 
 
+def wall_clock_apart(seconds: int) -> Callable[[list[str]], list[str]]:
+    """As :func:`apart`, as if somebody had set the clock: the time since boot stays as it is."""
+    around = apart(seconds)
+    return lambda command: around(["env", "FAKETIME_DONT_FAKE_MONOTONIC=1", *command])
+
+
 def apart(seconds: int) -> Callable[[list[str]], list[str]]:
     """Puts a command into a time that is so many seconds ahead of ours, and goes as fast.
 

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,7 @@ import docker.errors
 import psutil
 from docker.types import DeviceRequest
 
+from gpuspawner.engines.base import LABEL_LEASE
 from tests.support import parts, processes
 from tests.support.cdi import programs_with_cdi, write_specification
 from tests.support.processes import LIVE, alive, as_root, end_process, take_slot, wait_for
@@ -141,6 +143,18 @@ class PrivateEngine:
                 client.remove_network(network["Id"])
 
     # What tests do with it.
+
+    def lifetimes(self, since: float) -> dict[str, float]:
+        """Seconds from start to death of each container that died since then (seconds since
+        1970), by its lease's id: as the engine's own events have it."""
+        at: dict[str, dict[str, int]] = {}
+        filters = {"label": LABEL_LEASE, "event": ["start", "die"]}
+        times = {"since": f"{since:.6f}", "until": f"{time.time():.6f}"}
+        for event in self.client.events(**times, filters=filters, decode=True):
+            lease_id = event["Actor"]["Attributes"][LABEL_LEASE]
+            at.setdefault(lease_id, {})[event["Action"]] = event["timeNano"]
+        both = {lease_id: it for lease_id, it in at.items() if it.keys() == {"start", "die"}}
+        return {lease_id: (it["die"] - it["start"]) / 1e9 for lease_id, it in both.items()}
 
     def set_devices(self, uuids: Iterable[str], model: str = "Simulated GPU") -> None:
         """Say which devices the machine has; ``/dev/nvidiaN`` follows the order given."""

@@ -190,8 +190,10 @@ def test_an_end_that_nobody_saw_is_charged_up_to_the_last_proof_of_life(
 @pytest.mark.parametrize(
     ("said", "kept"),
     [
-        (timedelta(hours=9), timedelta(hours=1)),  # an engine whose clock is ahead
+        # An engine whose clock is wrong: up to when it was last seen alive.
+        (timedelta(hours=9), timedelta(0)),
         (-timedelta(hours=9), timedelta(0)),
+        (timedelta(hours=1, seconds=3), timedelta(hours=1)),  # one that is a little ahead
         (timedelta(minutes=30), timedelta(minutes=30)),
     ],
 )

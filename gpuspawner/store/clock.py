@@ -1,0 +1,201 @@
+"""The clock of all processes on one store: it reads the machine's clocks, and keeps their offset.
+
+See :mod:`gpuspawner.clock` for the rules.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timedelta
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+
+from .. import clock as rules
+from ..clock import Offset, Reading, Verdict, to_datetime
+from ..errors import ClockWasSet, GPUSpawnerError
+from .schema import OPEN_LEASE, OPEN_TICKET, closures, leases, tickets
+from .schema_clock import clock_offsets
+from .schema_health import UNSETTLED, sick_leases
+from .schema_use import idle
+
+if TYPE_CHECKING:
+    from .store import Store
+
+KEPT_EVERY = 10 * rules.SECOND
+"""How often it is written that this boot still lasts."""
+
+LOOK_AGAIN = 5.0
+"""Seconds between two looks in the store whether another process moved the clock."""
+
+_STEADY = 2_000_000
+"""Nanoseconds within which clocks are read at the same moment."""
+
+_SHIFTED = (
+    (leases, OPEN_LEASE, "granted_at started_at answered_at seen_at warned_at claimed_at"),
+    (tickets, OPEN_TICKET, "created_at"),
+    (sick_leases, UNSETTLED, "fault_at told_at"),
+    (idle, sa.true(), "judged_until warned_at stops_at"),
+    (closures, sa.true(), "at"),
+)
+"""What is open, and the times of it from which something is still counted."""
+
+
+class SteadyClock:
+    """Tells the time in UTC; see :mod:`gpuspawner.clock`. Thread-safe.
+
+    ``read`` reads the machine's clocks; tests put their own in its place.
+    """
+
+    def __init__(self, store: Store, read: Callable[[], Reading] | None = None) -> None:
+        self._store = store
+        self._read = read or read_clocks
+        self._offset: Offset | None = None
+        self._looked_at = 0.0
+
+    def __call__(self) -> datetime:
+        reading = self._read()
+        offset = self._known(reading)
+        if abs(reading.wall - offset.at(reading.since_boot)) > rules.TOLERATED:
+            self._look_again()
+        return to_datetime(offset.at(reading.since_boot))
+
+    @property
+    def skew(self) -> timedelta:
+        """Wall clock less steady time now."""
+        reading = self._read()
+        offset = self._known(reading)
+        return timedelta(microseconds=reading.wall - offset.at(reading.since_boot))
+
+    @property
+    def offset(self) -> Offset:
+        """The offset of this boot, as this process knows it."""
+        return self._known(self._read())
+
+    def keep(self) -> Verdict:
+        """Compare the clocks, follow what is to be followed, and write that this boot lasts.
+
+        For one process on a store, every few seconds. Raises StoreUnavailable.
+        """
+        reading = self._read()
+        known = self._known(reading)
+        verdict = rules.judge(known, reading)
+        late = reading.since_boot - known.kept_at >= KEPT_EVERY
+        if verdict.offset == known and not late:
+            return verdict
+        with self._store.write() as connection:
+            reading = self._read()
+            verdict = rules.judge(self._load(connection, reading), reading)
+            if verdict.shift:
+                shift_open(connection, timedelta(microseconds=verdict.shift))
+            offset = rules.kept(verdict.offset, reading)
+            _save(connection, offset)
+        self._offset = offset
+        return verdict
+
+    def check(self, connection: sa.Connection) -> None:
+        """For the begin of a transaction that writes. Raises ClockWasSet when another process
+        moved the clock: a time that was read before does not fit what is in the store now."""
+        known, reading = self._offset, self._read()
+        self._offset = offset = self._load(connection, reading)
+        if known is not None and known.version != offset.version:
+            raise ClockWasSet()
+
+    def _known(self, reading: Reading) -> Offset:
+        """The offset of this boot; from the store the first time."""
+        if self._offset is not None and self._offset.boot_id == reading.boot_id:
+            return self._offset
+        try:
+            with self._store.read() as connection:
+                found = _find(connection, reading.boot_id)
+                self._offset = found or rules.begin(reading, _last(connection))
+        except GPUSpawnerError:  # the store is away: nothing is charged or ended meanwhile
+            return rules.begin(reading, None)
+        return self._offset
+
+    def _load(self, connection: sa.Connection, reading: Reading) -> Offset:
+        """The offset of this boot, written now if it was not."""
+        if found := _find(connection, reading.boot_id):
+            return found
+        new = self._offset
+        if new is None or new.boot_id != reading.boot_id:
+            new = rules.begin(reading, _last(connection))
+        _save(connection, new)
+        return new
+
+    def _look_again(self) -> None:
+        """Learn in another thread whether another process moved the clock."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_AGAIN:
+            return
+        self._looked_at = now
+
+        def look() -> None:
+            with self._store.read() as connection:
+                found = _find(connection, self._read().boot_id)
+            known = self._offset
+            if found and known and found.version > known.version:
+                self._offset = found  # what was read meanwhile by others may be newer
+
+        with suppress(RuntimeError):  # the store was closed
+            self._store.executor.submit(look)
+
+
+def shift_open(connection: sa.Connection, shift: timedelta) -> None:
+    """Move everything open to the new steady time, so that no duration changes."""
+    for table, is_open, names in _SHIFTED:
+        some = [table.c[name] for name in names.split()]
+        primary = list(table.primary_key.columns)
+        rows = connection.execute(sa.select(*primary, *some).where(is_open)).all()
+        for row in rows:
+            this = sa.and_(*(column == row[i] for i, column in enumerate(primary)))
+            times = row[len(primary) :]
+            moved = {c.name: at + shift for c, at in zip(some, times, strict=True) if at}
+            if moved:
+                connection.execute(sa.update(table).where(this).values(moved))
+
+
+def read_clocks() -> Reading:
+    """Read the machine's clocks at the same moment. Linux only."""
+    for _ in range(5):
+        before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        wall = time.time_ns()
+        after = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        if after - before < _STEADY:  # else something else ran in between
+            break
+    return Reading(wall // 1000, (before + after) // 2000, _boot_id())
+
+
+@cache
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # a sandbox without it: every boot is taken for the same one
+        return "unknown"
+
+
+_NAMES = tuple(Offset.__dataclass_fields__)
+_BY_BOOT = sa.select(*(clock_offsets.c[name] for name in _NAMES)).where(
+    clock_offsets.c.boot_id == sa.bindparam("boot")
+)
+_LAST = sa.select(sa.func.max(clock_offsets.c.offset + clock_offsets.c.kept_at))
+
+
+def _find(connection: sa.Connection, boot_id: str) -> Offset | None:
+    row = connection.execute(_BY_BOOT, {"boot": boot_id}).first()
+    return Offset(*row) if row else None
+
+
+def _last(connection: sa.Connection) -> int | None:
+    """The last steady time that is known of any boot."""
+    return connection.execute(_LAST).scalar_one()
+
+
+def _save(connection: sa.Connection, offset: Offset) -> None:
+    row = {name: getattr(offset, name) for name in _NAMES}
+    connection.execute(sa.delete(clock_offsets).where(clock_offsets.c.boot_id == offset.boot_id))
+    connection.execute(sa.insert(clock_offsets).values(row))
