@@ -10,13 +10,16 @@ store (see :func:`gpuspawner.store.clock.shift_open`) moves with it: no duration
 correction is followed at once; a step only when it has lasted, because a wrong one would end
 memberships, credits and bookings.
 
+One duration only the wall clock can tell: how long the machine was off between two boots. When the
+wall clock is set soon after a boot, that duration was counted by a wrong clock and is counted anew.
+
 All times are whole microseconds: of the wall clock and the steady clock since 1970 in UTC, of the
 boot clock since the boot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 
@@ -34,6 +37,8 @@ LASTS_LONG = DAY
 """How long a larger step must last."""
 LONGEST_OFF = 30 * DAY
 """How long a machine may plausibly have been off; a wall clock further ahead is doubted."""
+SETTLES = 60 * MINUTE
+"""A wall clock that is set within this time after a boot was looked at first was wrong then."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MICROSECOND = timedelta(microseconds=1)
@@ -56,15 +61,27 @@ class Offset:
     offset: int
     """Steady time less time since boot."""
     kept_at: int
-    """Time since boot when this was written last."""
+    """Time since boot when this was looked at last, to a few seconds."""
     version: int = 1
     """Grows with each new offset, so that other processes notice."""
     step: int = 0
     """Wall clock less steady time, while a step is not followed; else 0."""
     stepped_at: int = 0
     """Time since boot when that was noticed."""
+    stepped_after: int = 0
+    """Time since boot when it was not so yet."""
     before: int | None = None
     """The last steady time known of an earlier boot; None when there was none."""
+    measured_at: int = 0
+    """Time since boot when the wall clock told how long the machine had been off."""
+    moved: int = 0
+    """By how much the steady time was moved last in this boot, after the wall clock."""
+    moved_at: int = 0
+    """Time since boot when it was noticed that the wall clock had been set by so much."""
+    moved_after: int = 0
+    """Time since boot when it had not been yet."""
+    raised: int = 0
+    """By how much it was moved forward in this boot, in all."""
 
     def at(self, since_boot: int) -> int:
         """The steady time at this time since boot."""
@@ -90,6 +107,9 @@ class Verdict:
     ``followed``: it has lasted, and was followed. ``back``: the wall clock is right again."""
     shift: int = 0
     """By how much the steady time was moved: everything open in the store moves with it."""
+    recount: int = 0
+    """By how much longer the machine was off before this boot than was counted; below zero:
+    shorter. What began before the boot moves by ``shift - recount``."""
 
 
 def begin(reading: Reading, last: int | None) -> Offset:
@@ -99,7 +119,10 @@ def begin(reading: Reading, last: int | None) -> Offset:
     long the machine was off. One that lies before ``last``, or too far after it, is doubted: then
     the steady time goes on from ``last`` by the time since boot, which is the least that passed.
     """
-    new = Offset(reading.boot_id, reading.wall - reading.since_boot, reading.since_boot)
+    since_boot = reading.since_boot
+    new = Offset(
+        reading.boot_id, reading.wall - since_boot, kept_at=since_boot, measured_at=since_boot
+    )
     if last is None:
         return new
     new = replace(new, before=last)
@@ -113,15 +136,20 @@ def judge(offset: Offset, reading: Reading) -> Verdict:
     skew = reading.wall - offset.at(reading.since_boot)
     if abs(skew) <= STEP:
         event = "back" if offset.step else ""
-        offset = replace(offset, step=0, stepped_at=0)
         if abs(skew) <= TOLERATED:
-            return Verdict(offset, event)
-        return Verdict(_moved(offset, skew), event or "corrected", skew)
+            return Verdict(replace(offset, step=0, stepped_at=0, stepped_after=0), event)
+        return _follow(offset, skew, reading, event or "corrected")
     if not offset.step or abs(skew - offset.step) > STEP:
-        return Verdict(replace(offset, step=skew, stepped_at=reading.since_boot), "stepped")
+        stepped = replace(
+            offset,
+            step=skew,
+            stepped_at=reading.since_boot,
+            stepped_after=_right_until(offset),
+        )
+        return Verdict(stepped, "stepped")
     if reading.since_boot - offset.stepped_at < patience(skew):
         return Verdict(offset)
-    return Verdict(_moved(offset, skew), "followed", skew)
+    return _follow(offset, skew, reading, "followed")
 
 
 def kept(offset: Offset, reading: Reading) -> Offset:
@@ -135,28 +163,59 @@ def patience(step: int) -> int:
 
 
 def engine_time(
-    at: datetime,
+    times: Sequence[datetime],
     low: datetime,
     high: datetime,
-    skew: timedelta,
     *,
     costs_least: Callable[[Iterable[datetime]], datetime],
 ) -> datetime | None:
-    """Return the steady time of an event that an engine stamped with the wall clock.
+    """Return the steady time of an event of which an engine told the time.
 
-    The wall clock may have been set before the event or after it: ``at`` is right either as it is
-    or less the skew. None when both are impossible: then it says nothing.
+    Another machine's clock may be up to a minute apart from ours, and so may be what is returned
+    from ``low`` and ``high``. None when every time is impossible: then the engine said nothing.
 
     Args:
-        at: the engine's time.
+        times: what the engine said may mean these; see :func:`possible_times`.
         low, high: steady times between which the event certainly lies.
-        skew: wall clock less steady time now.
         costs_least: which of several possible times costs the member least: ``max`` for a start,
             ``min`` for an end.
     """
-    slack = timedelta(microseconds=STEP)  # another machine's clock is never quite ours
-    possible = [x for x in (at - skew, at) if low - slack <= x <= high + slack]
-    return min(max(costs_least(possible), low), high) if possible else None
+    for slack in (timedelta(), timedelta(microseconds=STEP)):
+        if possible := [at for at in times if low - slack <= at <= high + slack]:
+            return costs_least(possible)
+    return None
+
+
+def possible_times(stamp: datetime, offset: Offset, reading: Reading) -> list[datetime]:
+    """Return the steady times that a time of the wall clock may mean.
+
+    It is one, unless the wall clock was set close to it, or was set back and told the same time
+    twice; and never none. The wall clock may have been set and not be followed, or it was set
+    after the event and is followed.
+    """
+    at, now = from_datetime(stamp), offset.at(reading.since_boot)
+    skew, first, last = reading.wall - now, offset.at(0), now
+    found = []
+    if abs(skew) > TOLERATED:
+        is_noticed = bool(offset.step)
+        set_after = offset.stepped_after if is_noticed else _right_until(offset)
+        if offset.at(set_after) <= at - skew <= now:
+            found.append(at - skew)
+        last = offset.at(offset.stepped_at) if is_noticed else now
+    if offset.moved:
+        if at + offset.moved <= offset.at(offset.moved_at):
+            found.append(at + offset.moved)
+        first = offset.at(offset.moved_after)
+    if first <= at <= last:
+        found.append(at)
+    return [to_datetime(each) for each in found] or [stamp]
+
+
+def stamp_error(offset: Offset, reading: Reading) -> timedelta:
+    """Return by how much an engine's time of an event in this boot may lie before its steady time
+    at the most."""
+    skew = reading.wall - offset.at(reading.since_boot)
+    return (offset.raised + max(0, -skew)) * _MICROSECOND
 
 
 def to_datetime(micros: int) -> datetime:
@@ -169,7 +228,35 @@ def from_datetime(moment: datetime) -> int:
     return (moment - _EPOCH) // _MICROSECOND
 
 
-def _moved(offset: Offset, skew: int) -> Offset:
-    return replace(
-        offset, offset=offset.offset + skew, version=offset.version + 1, step=0, stepped_at=0
+def _follow(offset: Offset, skew: int, reading: Reading, event: str) -> Verdict:
+    recount = _recount(offset, skew, reading)
+    moved = replace(
+        offset,
+        offset=offset.offset + skew,
+        version=offset.version + 1,
+        step=0,
+        stepped_at=0,
+        stepped_after=0,
+        before=None if offset.before is None else offset.before + skew - recount,
+        moved=skew,
+        moved_at=offset.stepped_at if offset.step else reading.since_boot,
+        moved_after=offset.stepped_after if offset.step else _right_until(offset),
+        raised=offset.raised + max(0, skew),
     )
+    return Verdict(moved, event, skew, recount)
+
+
+def _recount(offset: Offset, skew: int, reading: Reading) -> int:
+    """By how much longer the machine was off than was counted, if the wall clock is right now."""
+    set_at = offset.stepped_at if offset.step else reading.since_boot
+    if offset.before is None or set_at - offset.measured_at > SETTLES:
+        return 0
+    counted = offset.at(offset.measured_at) - offset.before
+    least = min(counted, offset.measured_at)
+    found = max(counted + skew, least)
+    return found - counted if found <= LONGEST_OFF else 0
+
+
+def _right_until(offset: Offset) -> int:
+    """Time since boot up to which the wall clock was as it is known; 0 if it never was."""
+    return 0 if offset.kept_at == offset.measured_at else offset.kept_at

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from .. import reconcile
-from ..clock import Verdict, engine_time, to_datetime
+from ..clock import Offset, Verdict, engine_time, to_datetime
 from ..devices.base import DeviceSource, open_source
 from ..errors import ClockWasSet, UnknownLease
 from ..ledger import dry, rules
@@ -42,6 +42,7 @@ from .devices_use import DevicesUse
 from .disk import DiskLimits
 from .dry import Dry
 from .folders import Folders
+from .giving import refundable
 from .grants import Grants
 from .health import Health
 from .idle import Idle
@@ -136,34 +137,68 @@ class Broker(
     # The clock.
 
     @property
+    def steady(self) -> SteadyClock | None:
+        """The store's clock; None where a test's clock is in its place."""
+        return self.clock if isinstance(self.clock, SteadyClock) else None
+
+    @property
     def skew(self) -> timedelta:
         """Wall clock less :attr:`clock` now; not zero while a step of the wall clock is doubted."""
-        return self.clock.skew if isinstance(self.clock, SteadyClock) else timedelta()
+        return self.steady.skew if self.steady else timedelta()
+
+    @property
+    def stamp_error(self) -> timedelta:
+        """By how much an engine's time may lie before that of :attr:`clock` at the most."""
+        return self.steady.stamp_error if self.steady else timedelta()
 
     @property
     def clock_version(self) -> int:
         """Grows whenever times in the store were moved because the clock was set."""
-        return self.clock.offset.version if isinstance(self.clock, SteadyClock) else 0
+        return self.steady.offset.version if self.steady else 0
 
     @property
     def clock_step(self) -> timedelta:
         """By how much the wall clock was set, while that is doubted; else zero."""
-        step = self.clock.offset.step if isinstance(self.clock, SteadyClock) else 0
+        step = self.steady.offset.step if self.steady else 0
         return timedelta(microseconds=step)
+
+    def _possible_times(self, stamp: datetime | None) -> list[datetime]:
+        """What an engine's time may be by :attr:`clock`; nothing if it told none."""
+        if stamp is None or self.steady is None:
+            return [] if stamp is None else [stamp]
+        return self.steady.possible_times(stamp)
 
     def keep_clock(self) -> Verdict | None:
         """Notice when the wall clock is set; see :mod:`gpuspawner.clock`. None with a test's clock.
 
         For the accounting service alone, every few seconds.
         """
-        if not isinstance(self.clock, SteadyClock):
+        if self.steady is None:
             return None
-        verdict = self.clock.keep()
+        verdict = self.steady.keep(self._count_again)
         if verdict.event in ("stepped", "followed", "back"):
             with self.store.write() as connection:
                 said = clock_says(verdict)
                 self._note(connection, "accounting", "clock", "wall clock", said, self.clock())
         return verdict
+
+    def _count_again(self, connection: sa.Connection, offset: Offset, verdict: Verdict) -> None:
+        """Give back what ended leases were charged for time in which the machine was off, and was
+        not: a wrong wall clock had told how long that was."""
+        if verdict.recount >= 0 or offset.before is None:
+            return
+        before, recount = to_datetime(offset.before), timedelta(microseconds=verdict.recount)
+        for lease in leases.ended_across(connection, before):
+            end = max((lease.ended_at or before) + recount, before)
+            too_much = lease.charged - rules.owed(lease.rate, lease.started_at, end)
+            amount = min(too_much, refundable(connection, lease))
+            if amount > 0:
+                ahead = _seconds(verdict.recount)
+                reason = f"the clock was {ahead} ahead after the machine's start"
+                key = rules.refund_key(lease.id, f"clock:{offset.boot_id}:{offset.version}")
+                now = to_datetime(verdict.offset.last)
+                actor = rules.ACTOR_ACCOUNTING
+                self._refund(connection, lease, amount, key, now, actor=actor, reason=reason)
 
     # Devices.
 
@@ -206,16 +241,18 @@ class Broker(
         ``devices`` are those of the lease, where they are known: they never change.
         """
         now = self.clock().astimezone(timezone.utc)
-        skew = self.skew if started_at else timedelta()
+        times = self._possible_times(started_at)
         with self.store.write() as connection:
             row = leases.confirm(connection, lease_id, now, engine_ref)
             if row is None:
                 return leases.get(connection, lease_id)
             lease = leases.from_row(row, ())
-            if started_at and lease.granted_at < now:
-                began = engine_time(started_at, lease.granted_at, now, skew, costs_least=max)
+            granted = lease.granted_at
+            if granted < now:
+                began = engine_time(times, granted, now, costs_least=max)
                 if began is not None:
-                    row = leases.began(connection, lease_id, began.astimezone(timezone.utc))
+                    began = min(max(began, granted), now).astimezone(timezone.utc)
+                    row = leases.began(connection, lease_id, began)
             if devices is None:
                 devices = leases.devices_of(connection, lease_id)
         return leases.from_row(row, devices)
@@ -276,12 +313,12 @@ class Broker(
         ``lost``: it went down with the hub that started it. If its member had not come to it
         yet, that costs nothing, and the ticket that it came from is back at its place in line.
         """
-        now, skew = self.clock(), self.skew
+        now, times = self.clock(), self._possible_times(ended_at)
         with self.store.write() as connection:
             lease, newest = leases.get_to_end(connection, lease_id)
             if lease.state is LeaseState.ENDED or still not in (None, lease.state):
                 return lease
-            end = self._end_of(lease, ended_at, stopped_at, now, skew)
+            end = self._end_of(lease, times, stopped_at, now)
             # A server that nobody came to costs nothing, like one that did not start.
             back = lost and _awaited(lease) and tickets.reopen(connection, lease.ticket_id or "")
             if back:
@@ -448,16 +485,15 @@ class Broker(
     def _end_of(
         self,
         lease: Lease,
-        ended_at: datetime | None,
+        times: Sequence[datetime],
         stopped_at: datetime | None,
         now: datetime,
-        skew: timedelta,
     ) -> datetime:
-        """When a server ended that is proved gone; arguments as of :meth:`release`."""
-        end = end_of(lease, ended_at, stopped_at, now, skew)
-        if lease.engine in ON_THIS_HOST and isinstance(self.clock, SteadyClock):
+        """When a server ended that is proved gone; arguments as of :func:`end_of`."""
+        end = end_of(lease, times, stopped_at, now)
+        if lease.engine in ON_THIS_HOST and self.steady:
             # Docker says that what a crash of the machine ended, ended after its next boot.
-            before = self.clock.offset.before
+            before = self.steady.offset.before
             if before is not None and _last_proof(lease) < to_datetime(before):
                 end = min(end, to_datetime(before))
         return end
@@ -490,10 +526,17 @@ def clock_says(verdict: Verdict) -> str:
     if verdict.event == "back":
         return "The wall clock is right again."
     if verdict.event == "followed":
-        return (
+        said = (
             f"The wall clock was set by {_apart(verdict.shift)} and stayed so: times follow "
             "it now. What runs is charged for as long as it ran, and sessions keep their length."
         )
+        if verdict.recount:
+            much = f"{_seconds(verdict.recount)} {'more' if verdict.recount > 0 else 'less'}"
+            said += (
+                f" The machine had been off for {much} than was counted: what ran elsewhere "
+                "meanwhile is charged for the right time."
+            )
+        return said
     return (
         f"The wall clock was set by {_apart(offset.step)}. What runs is charged by the time since "
         "boot, and nothing ends because of this. If the new time is wrong, correct it; else it is "
@@ -505,23 +548,20 @@ def _apart(micros: int) -> str:
     return f"{micros / 1_000_000:+,.0f} s"
 
 
+def _seconds(micros: int) -> str:
+    return f"{abs(micros) / 1_000_000:,.0f} s"
+
+
 def end_of(
-    lease: Lease,
-    ended_at: datetime | None,
-    stopped_at: datetime | None,
-    now: datetime,
-    skew: timedelta,
+    lease: Lease, times: Sequence[datetime], stopped_at: datetime | None, now: datetime
 ) -> datetime:
-    """When a server ended that is proved gone; arguments as of :meth:`Broker.release`."""
+    """When a server ended that is proved gone. ``times`` are what the engine's word for it may
+    mean; else ``stopped_at`` counts, else when the server was last seen alive."""
     began, last_proof = lease.started_at or lease.granted_at, _last_proof(lease)
     if now < last_proof:
         return last_proof.astimezone(timezone.utc)
-    end = None
-    if ended_at:
-        low = max(began, last_proof - timedelta(minutes=1))
-        end = engine_time(ended_at, low, now, skew, costs_least=min)
-    end = end or min(max(stopped_at or last_proof, began), now)
-    return end.astimezone(timezone.utc)
+    end = engine_time(times, last_proof, now, costs_least=min) or stopped_at or last_proof
+    return min(max(end, began), now).astimezone(timezone.utc)
 
 
 def _last_proof(lease: Lease) -> datetime:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -56,6 +57,8 @@ class SteadyClock:
         self._read = read or read_clocks
         self._offset: Offset | None = None
         self._looked_at = 0.0
+        self._right_at = 0
+        """Time since boot when :meth:`keep` saw last what it had seen before."""
 
     def __call__(self) -> datetime:
         reading = self._read()
@@ -71,27 +74,43 @@ class SteadyClock:
         offset = self._known(reading)
         return timedelta(microseconds=reading.wall - offset.at(reading.since_boot))
 
+    def possible_times(self, stamp: datetime) -> list[datetime]:
+        """See :func:`gpuspawner.clock.possible_times`."""
+        reading = self._read()
+        return rules.possible_times(stamp, self._known(reading), reading)
+
+    @property
+    def stamp_error(self) -> timedelta:
+        """See :func:`gpuspawner.clock.stamp_error`."""
+        reading = self._read()
+        return rules.stamp_error(self._known(reading), reading)
+
     @property
     def offset(self) -> Offset:
         """The offset of this boot, as this process knows it."""
         return self._known(self._read())
 
-    def keep(self) -> Verdict:
+    def keep(self, moving: Callable[[sa.Connection, Offset, Verdict], None]) -> Verdict:
         """Compare the clocks, follow what is to be followed, and write that this boot lasts.
 
-        For one process on a store, every few seconds. Raises StoreUnavailable.
+        For one process on a store, every few seconds. ``moving`` is called in the transaction that
+        moves the clock, with the offset before it. Raises StoreUnavailable.
         """
         reading = self._read()
         known = self._known(reading)
         verdict = rules.judge(known, reading)
         late = reading.since_boot - known.kept_at >= KEPT_EVERY
         if verdict.offset == known and not late:
+            self._right_at = reading.since_boot
             return verdict
         with self._store.write() as connection:
             reading = self._read()
-            verdict = rules.judge(self._load(connection, reading), reading)
+            before = self._load(connection, reading)
+            before = replace(before, kept_at=max(before.kept_at, self._right_at))
+            verdict = rules.judge(before, reading)
             if verdict.shift:
-                shift_open(connection, timedelta(microseconds=verdict.shift))
+                shift_open(connection, before, verdict)
+                moving(connection, before, verdict)
             offset = rules.kept(verdict.offset, reading)
             _save(connection, offset)
         self._offset = offset
@@ -111,7 +130,7 @@ class SteadyClock:
             return self._offset
         try:
             with self._store.read() as connection:
-                found = _find(connection, reading.boot_id)
+                found = _find(connection, reading)
                 self._offset = found or rules.begin(reading, _last(connection))
         except GPUSpawnerError:  # the store is away: nothing is charged or ended meanwhile
             return rules.begin(reading, None)
@@ -119,7 +138,7 @@ class SteadyClock:
 
     def _load(self, connection: sa.Connection, reading: Reading) -> Offset:
         """The offset of this boot, written now if it was not."""
-        if found := _find(connection, reading.boot_id):
+        if found := _find(connection, reading):
             return found
         new = self._offset
         if new is None or new.boot_id != reading.boot_id:
@@ -136,7 +155,7 @@ class SteadyClock:
 
         def look() -> None:
             with self._store.read() as connection:
-                found = _find(connection, self._read().boot_id)
+                found = _find(connection, self._read())
             known = self._offset
             if found and known and found.version > known.version:
                 self._offset = found  # what was read meanwhile by others may be newer
@@ -145,8 +164,15 @@ class SteadyClock:
             self._store.executor.submit(look)
 
 
-def shift_open(connection: sa.Connection, shift: timedelta) -> None:
-    """Move everything open to the new steady time, so that no duration changes."""
+def shift_open(connection: sa.Connection, offset: Offset, verdict: Verdict) -> None:
+    """Move everything open to the new steady time, so that no duration changes but the one for
+    which the machine was off. ``offset`` is the one that the verdict was made of."""
+    shift, recount = (timedelta(microseconds=x) for x in (verdict.shift, verdict.recount))
+    boot = None if offset.before is None else to_datetime(offset.before)
+
+    def moved(at: datetime) -> datetime:
+        return at + shift - (recount if boot and at <= boot else timedelta())
+
     for table, is_open, names in _SHIFTED:
         some = [table.c[name] for name in names.split()]
         primary = list(table.primary_key.columns)
@@ -154,9 +180,9 @@ def shift_open(connection: sa.Connection, shift: timedelta) -> None:
         for row in rows:
             this = sa.and_(*(column == row[i] for i, column in enumerate(primary)))
             times = row[len(primary) :]
-            moved = {c.name: at + shift for c, at in zip(some, times, strict=True) if at}
-            if moved:
-                connection.execute(sa.update(table).where(this).values(moved))
+            new = {c.name: moved(at) for c, at in zip(some, times, strict=True) if at}
+            if new:
+                connection.execute(sa.update(table).where(this).values(new))
 
 
 def read_clocks() -> Reading:
@@ -185,9 +211,14 @@ _BY_BOOT = sa.select(*(clock_offsets.c[name] for name in _NAMES)).where(
 _LAST = sa.select(sa.func.max(clock_offsets.c.offset + clock_offsets.c.kept_at))
 
 
-def _find(connection: sa.Connection, boot_id: str) -> Offset | None:
-    row = connection.execute(_BY_BOOT, {"boot": boot_id}).first()
-    return Offset(*row) if row else None
+def _find(connection: sa.Connection, reading: Reading) -> Offset | None:
+    """The offset of this boot; None when the store does not know it.
+
+    A time since boot that is less than it was is another boot, whatever its id says.
+    """
+    row = connection.execute(_BY_BOOT, {"boot": reading.boot_id}).first()
+    found = Offset(*row) if row else None
+    return found if found and found.kept_at <= reading.since_boot + rules.MINUTE else None
 
 
 def _last(connection: sa.Connection) -> int | None:

@@ -206,6 +206,11 @@ def where(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[
     return _leases(connection.execute(_LEASES.where(condition)))
 
 
+def ended_across(connection: sa.Connection, at: datetime) -> list[Lease]:
+    """The ended leases whose servers started before this time and ended after it."""
+    return where(connection, (leases.c.started_at <= at) & (leases.c.ended_at > at))
+
+
 def held(connection: sa.Connection, account: str) -> int:
     """Microcredits set aside by the account's open leases."""
     return int(connection.execute(_HELD_BY, {"account": account}).scalar_one())

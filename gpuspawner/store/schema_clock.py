@@ -16,5 +16,11 @@ clock_offsets = Table(
     Column("version", Integer, nullable=False),
     Column("step", BigInteger, nullable=False, server_default=text("0")),
     Column("stepped_at", BigInteger, nullable=False, server_default=text("0")),
+    Column("stepped_after", BigInteger, nullable=False, server_default=text("0")),
     Column("before", BigInteger),
+    Column("measured_at", BigInteger, nullable=False),
+    Column("moved", BigInteger, nullable=False, server_default=text("0")),
+    Column("moved_at", BigInteger, nullable=False, server_default=text("0")),
+    Column("moved_after", BigInteger, nullable=False, server_default=text("0")),
+    Column("raised", BigInteger, nullable=False, server_default=text("0")),
 )

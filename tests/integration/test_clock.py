@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
@@ -15,6 +16,7 @@ from gpuspawner.clock import DAY, LASTS, LASTS_LONG, MINUTE, SECOND, Reading, to
 from gpuspawner.errors import ClockWasSet
 from gpuspawner.model import MICRO, Lease, Request, ServerRef, Sighting
 from gpuspawner.reconcile import HubState
+from gpuspawner.store import statements
 from gpuspawner.store.clock import SteadyClock, read_clocks
 from tests.support.brokers import open_broker, problems
 from tests.support.clocks import wall_clock_apart
@@ -316,6 +318,122 @@ def test_a_wall_clock_that_is_wrong_after_a_boot_ends_and_charges_nothing(
     machine.set_wall_clock(-wrong)
     broker.keep_clock()
     assert 120 <= charged(broker, lease) <= 160
+
+
+def restart_with_a_clock_ahead(start: Start, machine: Machine) -> tuple[Broker, Lease]:
+    """A session of a cluster's goes on while this machine is off for a minute, and boots with a
+    wall clock that is two hours ahead, which nobody can tell from having been off."""
+    lease = session(start(), machine, seconds=24 * 3600)
+    machine.forward(100 * SECOND)
+    start().keep_clock()
+    machine.reboot(off=MINUTE)
+    machine.set_wall_clock(2 * HOUR)
+    broker = start()
+    broker.keep_clock()
+    alive = Sighting(lease_id=lease.id, ref=lease.engine_ref, server=lease.server, alive=True)
+    broker.reconcile({"docker": [alive]}, {lease.server: HubState.READY})
+    return broker, lease
+
+
+def correct_the_clock(broker: Broker, machine: Machine) -> None:
+    machine.set_wall_clock(-2 * HOUR)
+    broker.keep_clock()
+    machine.forward(LASTS)
+    broker.keep_clock()
+
+
+def receipt(broker: Broker, lease: Lease) -> dict[str, float]:
+    """What the receipt of a session shows, by its reason."""
+    with broker.store.read() as connection:
+        found = statements.items(connection, lease.id, lease.account).entries
+    return {entry.reason: entry.amount / MICRO for entry in found}
+
+
+def test_what_a_wrong_clock_after_a_boot_charged_comes_back_at_the_end(
+    start: Start, machine: Machine
+) -> None:
+    broker, lease = restart_with_a_clock_ahead(start, machine)
+    assert charged(broker, lease) == 7200 + 160
+    correct_the_clock(broker, machine)
+    ended = broker.release(lease.id, stopped_at=broker.clock(), reason="stopped")
+    assert ended.charged == (160 + LASTS // SECOND) * MICRO
+    assert receipt(broker, lease)["Charged too much for ada"] == 7200 - LASTS // SECOND
+    assert problems(broker.store) == []
+
+
+def test_what_a_wrong_clock_after_a_boot_charged_comes_back_after_the_end(
+    start: Start, machine: Machine
+) -> None:
+    broker, lease = restart_with_a_clock_ahead(start, machine)
+    machine.forward(10 * SECOND)
+    ended = broker.release(lease.id, stopped_at=broker.clock(), reason="stopped")
+    assert ended.charged == (7200 + 170) * MICRO
+    correct_the_clock(broker, machine)
+    assert broker.lease(lease.id).charged == 170 * MICRO
+    why = "the clock was 7,200 s ahead after the machine's start"
+    assert receipt(broker, lease)[why] == 7200
+    correct_the_clock(start("another"), machine)
+    assert broker.lease(lease.id).charged == 170 * MICRO
+    assert problems(broker.store) == []
+
+
+def test_a_boot_is_noticed_where_boots_have_no_id(start: Start, machine: Machine) -> None:
+    lease = session(start(), machine)
+    machine.forward(100 * SECOND)
+    start().keep_clock()
+    machine.reboot(off=HOUR)
+    machine.boot_id = "boot-1"
+    broker = start()
+    broker.keep_clock()
+    assert broker.clock() == machine.engine_now
+    assert broker.release(lease.id, reason="the server was gone").charged <= 100 * MICRO
+
+
+# What an engine says.
+
+
+@pytest.mark.parametrize("small", [59 * SECOND, -59 * SECOND, 3 * SECOND, -3 * SECOND])
+def test_a_server_that_ends_before_a_small_correction_is_charged_up_to_its_end(
+    start: Start, machine: Machine, small: int
+) -> None:
+    broker = start()
+    lease = session(broker, machine)
+    machine.forward(90 * SECOND)
+    alive = Sighting(lease_id=lease.id, ref=lease.engine_ref, server=lease.server, alive=True)
+    broker.reconcile({"docker": [alive]}, {lease.server: HubState.READY})
+    machine.forward(10 * SECOND)
+    died_at = machine.engine_now
+    machine.forward(SECOND)
+    broker.keep_clock()
+    machine.set_wall_clock(small)
+    machine.forward(SECOND)
+    broker.keep_clock()
+    machine.forward(SECOND)
+    broker.reconcile({"docker": [replace(alive, alive=False, ended_at=died_at)]}, {})
+    assert broker.lease(lease.id).charged == 100 * MICRO
+
+
+@pytest.mark.parametrize("small", [59 * SECOND, -59 * SECOND, 3 * SECOND, -3 * SECOND])
+def test_a_small_correction_changes_no_later_charge(
+    start: Start, machine: Machine, small: int
+) -> None:
+    broker = start()
+    machine.forward(MINUTE)
+    broker.keep_clock()
+    machine.set_wall_clock(small)
+    machine.forward(SECOND)
+    broker.keep_clock()
+    machine.forward(HOUR)
+    request = Request(devices=1, environment="pytorch")
+    lease = broker.acquire(ServerRef("ada"), request, engine="docker")
+    machine.forward(20 * SECOND)
+    started_at = machine.engine_now
+    machine.forward(20 * SECOND)
+    lease = broker.confirm(lease.id, "container", started_at=started_at)
+    machine.forward(80 * SECOND)
+    died_at = machine.engine_now
+    machine.forward(30 * SECOND)
+    assert broker.release(lease.id, ended_at=died_at, reason="exited").charged == 100 * MICRO
 
 
 # What admins are told.

@@ -16,6 +16,7 @@ from gpuspawner.clock import (
     LONGEST_OFF,
     MINUTE,
     SECOND,
+    SETTLES,
     STEP,
     TOLERATED,
     Offset,
@@ -25,6 +26,8 @@ from gpuspawner.clock import (
     from_datetime,
     judge,
     kept,
+    possible_times,
+    stamp_error,
     to_datetime,
 )
 
@@ -141,43 +144,136 @@ def test_after_a_reboot_a_doubtful_wall_clock_is_not_followed(gap: int) -> None:
     assert judge(offset, new).event == "stepped"
 
 
+def after_boot(off: int, wrong: int) -> Offset:
+    """A boot after the machine was off for so long, with a wall clock that is so much ahead."""
+    return begin(Reading(NOW + wrong, 90 * SECOND, "b"), NOW - off)
+
+
+@pytest.mark.parametrize("wrong", [2 * HOUR, 20 * DAY, -2 * HOUR, YEAR, -YEAR])
+def test_a_clock_corrected_soon_after_a_boot_tells_anew_how_long_the_machine_was_off(
+    wrong: int,
+) -> None:
+    off, soon = 5 * MINUTE, 2 * MINUTE
+    offset = after_boot(off, wrong)
+    assert offset.before is not None
+    counted = offset.at(offset.measured_at) - offset.before
+    stepped = judge(offset, Reading(NOW + soon, 90 * SECOND + soon, "b"))
+    later = soon + LASTS_LONG
+    now = Reading(NOW + later, 90 * SECOND + later, "b")
+    verdict = judge(stepped.offset, now)
+    assert counted + verdict.recount == off
+    assert verdict.offset.at(now.since_boot) == now.wall
+    assert verdict.offset.before == NOW - off
+
+
+def test_a_clock_set_long_after_a_boot_says_nothing_of_it() -> None:
+    offset = after_boot(HOUR, 0)
+    later = SETTLES + MINUTE
+    stepped = judge(offset, Reading(NOW + later + 2 * HOUR, 90 * SECOND + later, "b")).offset
+    later += LASTS
+    verdict = judge(stepped, Reading(NOW + later + 2 * HOUR, 90 * SECOND + later, "b"))
+    assert (verdict.event, verdict.recount) == ("followed", 0)
+
+
+def test_a_machine_was_off_for_no_less_than_it_was_up_unseen() -> None:
+    offset = after_boot(5 * MINUTE, 0)
+    stepped = judge(offset, Reading(NOW - 2 * HOUR, 90 * SECOND, "b")).offset
+    verdict = judge(stepped, Reading(NOW - 2 * HOUR + LASTS, 90 * SECOND + LASTS, "b"))
+    assert 5 * MINUTE + verdict.recount == 90 * SECOND
+    assert verdict.offset.before is not None
+    assert verdict.offset.at(verdict.offset.measured_at) - verdict.offset.before == 90 * SECOND
+
+
 # What an engine says.
 
 
-@pytest.mark.parametrize("skew", [timedelta(hours=2), timedelta(hours=-2), timedelta(days=365)])
-@pytest.mark.parametrize("ran", [timedelta(seconds=14), timedelta(hours=1), timedelta(hours=9)])
-def test_an_end_is_found_whenever_the_wall_clock_was_set(skew: timedelta, ran: timedelta) -> None:
-    began, end = AT, AT + ran
-    low, high = end - timedelta(seconds=30), end + timedelta(seconds=5)
-    for stamped in (end, end + skew):
-        assert engine_time(stamped, low, high, skew, costs_least=min) == end
-    assert began <= end
+def told(stamp: int, offset: Offset, now: Reading) -> list[int]:
+    """What a time of the wall clock may mean."""
+    return [from_datetime(at) for at in possible_times(to_datetime(stamp), offset, now)]
+
+
+@pytest.mark.parametrize("step", [*STEPS, 59 * SECOND, -59 * SECOND, 3 * SECOND, -3 * SECOND])
+@pytest.mark.parametrize("later", [5 * SECOND, 5 * MINUTE, LASTS_LONG + MINUTE])
+def test_events_before_and_after_a_step_have_their_times(step: int, later: int) -> None:
+    """While the step is not noticed, while it is not followed, and when it is. A clock that is set
+    back tells some times twice."""
+    offset = kept(first(), reading(HOUR))
+    now = reading(HOUR + later, step)
+    if later > 5 * SECOND:
+        offset = judge(offset, reading(HOUR + 2 * SECOND, step)).offset
+        offset = judge(kept(offset, now), now).offset
+    for since_boot in (HOUR - 20 * SECOND, HOUR - MINUTE):
+        found = told(NOW + since_boot, offset, now)
+        assert offset.at(since_boot) in found
+        assert len(found) == 1 or step < 0
+    if later > 5 * SECOND:
+        for since_boot in (HOUR + 70 * SECOND, HOUR + later):
+            found = told(NOW + since_boot + step, offset, now)
+            assert offset.at(since_boot) in found
+            assert len(found) == 1 or step < 0
+
+
+def test_a_time_close_to_a_step_may_be_either() -> None:
+    before = kept(first(), reading(HOUR))
+    offset = judge(before, reading(HOUR + 5 * SECOND, 3 * SECOND)).offset
+    now = reading(2 * HOUR, 3 * SECOND)
+    stamp = NOW + HOUR + 4 * SECOND
+    assert sorted(told(stamp, offset, now)) == [stamp, stamp + 3 * SECOND]
+
+
+def test_a_time_that_cannot_be_is_left_as_it_is() -> None:
+    assert told(NOW - YEAR, first(), reading(HOUR)) == [NOW - YEAR]
+
+
+def test_after_a_boot_with_a_wrong_clock_every_time_is_wrong() -> None:
+    offset = after_boot(5 * MINUTE, -2 * HOUR)
+    now = Reading(NOW - 2 * HOUR + MINUTE, 150 * SECOND, "b")
+    offset = judge(offset, now).offset
+    assert told(NOW - 2 * HOUR - 30 * SECOND, offset, now) == [offset.at(60 * SECOND)]
 
 
 @given(
-    at=st.integers(-YEAR, YEAR),
+    times=st.lists(st.integers(-YEAR, YEAR), max_size=3),
     low=st.integers(0, HOUR),
     lasted=st.integers(0, HOUR),
-    skew=st.sampled_from([0, *STEPS]),
 )
-def test_an_engines_time_stays_between_what_is_proved(
-    at: int, low: int, lasted: int, skew: int
-) -> None:
+def test_an_engines_time_stays_near_what_is_proved(times: list[int], low: int, lasted: int) -> None:
     def moment(micros: int) -> datetime:
         return AT + timedelta(microseconds=micros)
 
-    earliest, latest = moment(low), moment(low + lasted)
+    earliest, latest, slack = moment(low), moment(low + lasted), timedelta(microseconds=STEP)
     for choice in (min, max):
-        found = engine_time(
-            moment(at), earliest, latest, timedelta(microseconds=skew), costs_least=choice
-        )
-        assert found is None or earliest <= found <= latest
+        found = engine_time([moment(at) for at in times], earliest, latest, costs_least=choice)
+        assert found is None or earliest - slack <= found <= latest + slack
+
+
+def test_a_time_in_the_bounds_goes_before_one_close_to_them() -> None:
+    low, high = AT, AT + timedelta(hours=1)
+    inside, close = AT + timedelta(minutes=5), AT - timedelta(seconds=30)
+    assert engine_time([close, inside], low, high, costs_least=min) == inside
+    assert engine_time([close], low, high, costs_least=min) == close
 
 
 def test_an_impossible_time_says_nothing() -> None:
     low, high = AT, AT + timedelta(hours=1)
     for at in (AT - timedelta(days=1), AT + timedelta(days=1)):
-        assert engine_time(at, low, high, timedelta(), costs_least=min) is None
+        assert engine_time([at], low, high, costs_least=min) is None
+    assert engine_time([], low, high, costs_least=min) is None
+
+
+@pytest.mark.parametrize("step", [2 * HOUR, -2 * HOUR, YEAR])
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_an_engines_time_lies_before_ours_by_the_steps_at_the_most(
+    step: int, is_followed: bool
+) -> None:
+    """Of an event before the step when it is followed, and of one after it when it is not."""
+    offset, since_boot = judge(first(), reading(HOUR, step)).offset, HOUR
+    if is_followed:
+        since_boot += LASTS_LONG
+        offset = judge(offset, reading(since_boot, step)).offset
+    stamped = NOW + since_boot if is_followed else NOW + since_boot + step
+    error = timedelta(microseconds=max(0, offset.at(since_boot) - stamped))
+    assert stamp_error(offset, reading(since_boot, step)) == error
 
 
 def test_times_are_whole_microseconds() -> None:

@@ -22,7 +22,13 @@ def upgrade() -> None:
         sa.Column("version", sa.Integer(), nullable=False),
         sa.Column("step", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
         sa.Column("stepped_at", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
+        sa.Column("stepped_after", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
         sa.Column("before", sa.BigInteger()),
+        sa.Column("measured_at", sa.BigInteger(), nullable=False),
+        sa.Column("moved", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
+        sa.Column("moved_at", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
+        sa.Column("moved_after", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
+        sa.Column("raised", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
         sa.PrimaryKeyConstraint("boot_id"),
     )
     op.add_column("leases", sa.Column("answered_at", sa.DateTime(timezone=True)))
