@@ -68,7 +68,10 @@ REFILLS_EVERY = 5.0
 LEAVING_EVERY = 600.0
 """Seconds between two looks for members with shared folders who have left the hub."""
 
-ENGINES: dict[str, Callable[[], Engine]] = {"docker": DockerEngine, "local": LocalEngine}
+ENGINES: dict[str, Callable[[Broker], Engine]] = {
+    "docker": lambda broker: DockerEngine(stamp_error=lambda: broker.stamp_error),
+    "local": lambda broker: LocalEngine(),
+}
 
 
 class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
@@ -276,7 +279,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             with suppress(OSError):  # the hub says so
                 broker.granter.identity = make_identity(Path(broker.hub_id_file))
         identity = broker.granter.identity
-        engines = {name: make() for name, make in ENGINES.items()}
+        engines = {name: make(broker) for name, make in ENGINES.items()}
         if delegated := broker.delegated_engine():
             engines[delegated.name] = delegated
         return Tick(

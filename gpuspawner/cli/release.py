@@ -49,7 +49,7 @@ def release(arguments: argparse.Namespace, settings: Settings) -> int:
     lease = find_lease(broker, arguments.lease)
     if lease.state is LeaseState.ENDED:
         raise Refused(f"Lease {lease.id} ended already, at {local(lease.ended_at)}: nothing to do.")
-    proof = ask_engine(lease, settings)
+    proof = ask_engine(lease, settings, broker)
     note(_intent(lease, proof, broker.clock()))
     if proof.fate is not Fate.GONE and not arguments.force:
         raise Refused(_refusal(lease, proof))
@@ -82,23 +82,23 @@ def find_lease(broker: Broker, text: str) -> Lease:
     )
 
 
-def ask_engine(lease: Lease, settings: Settings) -> Proof:
+def ask_engine(lease: Lease, settings: Settings, broker: Broker) -> Proof:
     """Whether the lease's server is alive, gone or unknown."""
     if lease.engine == "docker":
-        return _ask_docker(lease, settings)
+        return _ask_docker(lease, settings, broker)
     if lease.engine == "local":
         return _ask_local(lease)
     return Proof(Fate.UNKNOWN, f"this command cannot ask the engine {lease.engine!r}.")
 
 
-def _ask_docker(lease: Lease, settings: Settings) -> Proof:
+def _ask_docker(lease: Lease, settings: Settings, broker: Broker) -> Proof:
     from .hub import engine_client  # imports JupyterHub: slow, and needed here only
 
     try:
         connect = engine_client(settings.config)
     except GPUSpawnerError as error:
         return Proof(Fate.UNKNOWN, f"the spawner's configuration does not load: {error.message}")
-    engine = DockerEngine(connect)
+    engine = DockerEngine(connect, lambda: broker.stamp_error)
     try:
         holders = engine.holders(lease)
     except AnotherEngine:

@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
 
 import docker
@@ -31,13 +31,19 @@ class DockerEngine:
     """The Docker Engine that the hub's servers run in.
 
     ``connect`` makes a client (the spawner's own settings); the default follows
-    ``DOCKER_HOST`` and its relatives, like the ``docker`` command.
+    ``DOCKER_HOST`` and its relatives, like the ``docker`` command. ``stamp_error`` tells by how
+    much the engine's times may lie before those of leases, because the wall clock was set.
     """
 
     name = "docker"
 
-    def __init__(self, connect: Callable[[], docker.APIClient] | None = None) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], docker.APIClient] | None = None,
+        stamp_error: Callable[[], timedelta] = timedelta,
+    ) -> None:
         self._connect = connect or _client_from_environment
+        self._stamp_error = stamp_error
         self._client: docker.APIClient | None = None
 
     def call(self, work: Callable[[docker.APIClient], T]) -> T:
@@ -124,7 +130,7 @@ class DockerEngine:
             may_hold = bool(lease.devices) and not owner and listed.get("State") not in _AT_REST
             if not (is_its_own or may_hold) or (state := self.inspect(listed["Id"])) is None:
                 continue
-            if is_its_own or was_given(state, lease):
+            if is_its_own or was_given(state, lease, self._stamp_error()):
                 found[state["Id"]] = state
         if not found and lease.engine_id and lease.engine_id != self.identity():
             raise AnotherEngine()
@@ -217,10 +223,13 @@ def _of_lease(container: dict[str, Any], lease: Lease) -> Sighting:
     return replace(seen, unknown=foreign_holder(container, lease))
 
 
-def was_given(container: dict[str, Any], lease: Lease) -> bool:
-    """Return True if the container was started with one of the lease's devices after the grant."""
+def was_given(
+    container: dict[str, Any], lease: Lease, stamp_error: timedelta = timedelta()
+) -> bool:
+    """Return True if the container was started with one of the lease's devices after the grant, or
+    if it may have been: the engine's times may lie so much before those of the lease."""
     started = parse_time(container["State"].get("StartedAt", ""))
-    if started is None or started < lease.granted_at:
+    if started is None or started < lease.granted_at - stamp_error:
         return False
     named = _named_devices(container)
     return any(device.uuid in named or str(device.index) in named for device in lease.devices)

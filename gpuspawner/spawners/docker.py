@@ -133,7 +133,8 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
 
     def engine(self) -> DockerEngine:
         found: DockerEngine = self.of_engine(
-            "gpuspawner_docker_engine", lambda: DockerEngine(self.connect)
+            "gpuspawner_docker_engine",
+            lambda: DockerEngine(self.connect, lambda: self.broker.stamp_error),
         )
         return found
 

@@ -13,6 +13,7 @@ import pytest
 
 from gpuspawner.broker import Broker, Terms
 from gpuspawner.clock import DAY, LASTS, LASTS_LONG, MINUTE, SECOND, Reading, to_datetime
+from gpuspawner.engines.docker import was_given
 from gpuspawner.errors import ClockWasSet
 from gpuspawner.model import MICRO, Lease, Request, ServerRef, Sighting
 from gpuspawner.reconcile import HubState
@@ -411,6 +412,31 @@ def test_a_server_that_ends_before_a_small_correction_is_charged_up_to_its_end(
     machine.forward(SECOND)
     broker.reconcile({"docker": [replace(alive, alive=False, ended_at=died_at)]}, {})
     assert broker.lease(lease.id).charged == 100 * MICRO
+
+
+@pytest.mark.parametrize("step", [2 * HOUR, -2 * HOUR])
+@pytest.mark.parametrize("lasts", [0, LASTS])
+def test_a_container_given_the_device_after_the_grant_holds_it_whatever_the_clock_says(
+    start: Start, machine: Machine, step: int, lasts: int
+) -> None:
+    broker = start()
+    lease = session(broker, machine)
+    machine.forward(MINUTE)
+    if step < 0:
+        machine.set_wall_clock(step)
+    started_at = machine.engine_now
+    if step > 0:
+        machine.set_wall_clock(step)
+    broker.keep_clock()
+    machine.forward(lasts)
+    broker.keep_clock()
+    lease = broker.lease(lease.id)
+    container = {
+        "Config": {"Env": []},
+        "HostConfig": {"DeviceRequests": [{"DeviceIDs": list(lease.uuids)}]},
+        "State": {"StartedAt": started_at.isoformat().replace("+00:00", "Z")},
+    }
+    assert was_given(container, lease, broker.stamp_error)
 
 
 @pytest.mark.parametrize("small", [59 * SECOND, -59 * SECOND, 3 * SECOND, -3 * SECOND])
