@@ -135,6 +135,9 @@ def _of_lease(
     if lease.state is LeaseState.GRANTED and not mine and coming:
         return Unknown(lease, "its server is on its way")  # an image may still be pulled
     ended = max((s.ended_at for s in mine if s.ended_at), default=None)
+    seen_at = lease.seen_at or lease.granted_at
+    if ended is None and hub is not None and not mine and now - seen_at < grace:
+        return Unknown(lease, "the Hub knows when its server ended")
     detail = next((s.detail for s in mine if s.detail), "")
     reason = f"the server exited ({detail})" if detail else "the server was gone"
     return Release(lease, ended, reason, lost=lease.state is LeaseState.GRANTED and not mine)

@@ -108,6 +108,17 @@ def test_a_running_server_that_is_not_there_any_more_is_released(servers: Any) -
     assert action == Release(LEASE, None, "the server was gone")
 
 
+@pytest.mark.parametrize("servers", [READY, PENDING])
+def test_a_server_that_went_a_moment_ago_is_left_to_the_hub_that_saw_its_end(servers: Any) -> None:
+    """A local process tells nobody else when it ended."""
+    seen = replace(LEASE, seen_at=YOUNG)
+    [action] = the_plan(seen, servers=servers)
+    assert isinstance(action, Unknown)
+    for gone in (NOBODY, None):
+        [action] = the_plan(seen, servers=gone)
+        assert isinstance(action, Release)
+
+
 @pytest.mark.parametrize("servers", [PENDING, None])
 def test_a_grant_whose_container_is_still_to_come_is_kept(servers: Any) -> None:
     """An image may be pulled for an hour."""
@@ -226,7 +237,12 @@ def test_unknown_is_never_free_and_who_lives_is_never_released(
             assert found[lease.engine] is not None and not lives
         elif isinstance(action, (Seen, Confirm, Remove)):
             assert lives
-        if found[lease.engine] is not None and not lives and lease.state is LeaseState.RUNNING:
+        # A fresh end that no engine tells may still come from the Hub.
+        may_be_told = (
+            not mine and lease.server in (servers or {}) and NOW - lease.granted_at < GRACE
+        )
+        is_gone = found[lease.engine] is not None and not lives
+        if is_gone and lease.state is LeaseState.RUNNING and not may_be_told:
             assert isinstance(action, Release), "no lease without an end once its server is gone"
     for action in actions[len(leases) :]:
         assert isinstance(action, Remove)
