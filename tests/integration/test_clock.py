@@ -20,7 +20,8 @@ from gpuspawner.reconcile import HubState
 from gpuspawner.store import statements
 from gpuspawner.store.clock import SteadyClock, read_clocks
 from tests.support.brokers import open_broker, problems
-from tests.support.clocks import wall_clock_apart
+from tests.support.clocks import apart, wall_clock_apart
+from tests.support.postgres import PrivatePostgres
 from tests.support.processes import REPO
 from tests.support.rounds import ScriptedHub, make_tick
 
@@ -515,6 +516,30 @@ def test_a_service_that_starts_after_a_step_goes_on_as_before(
     passed = [(at - lease.started_at).total_seconds() for at in (before, after)]
     assert passed[0] <= charged / MICRO <= passed[1]
     broker.store.close()
+
+
+@pytest.mark.parametrize("step", [7200, -7200, 31_536_000, -31_536_000])
+def test_a_step_on_the_host_of_the_database_changes_nothing(
+    postgres_servers: None, machine: Machine, step: int
+) -> None:
+    with PrivatePostgres() as server:
+        broker = open_broker(server.fresh_database(), opening_grant=100_000, gpu_rates={"*": 3600})
+        broker.clock = broker.store.clock = SteadyClock(broker.store, machine.read)
+        lease = session(broker, machine)
+        machine.forward(10 * SECOND)
+        assert charged(broker, lease) == 10
+        server.halt()
+        server.around = apart(step)
+        server.start()
+        assert server.seconds_ahead() == pytest.approx(step, abs=60)
+        broker.keep_clock()
+        machine.forward(10 * SECOND)
+        assert charged(broker, lease) == 20
+        assert over(broker) == []
+        ended = broker.release(lease.id, ended_at=machine.engine_now, reason="stopped")
+        assert ended.charged == 20 * MICRO
+        assert problems(broker.store) == []
+        broker.store.close()
 
 
 def test_the_machines_own_clocks_agree() -> None:

@@ -19,21 +19,45 @@ def wall_clock_apart(seconds: int) -> Callable[[list[str]], list[str]]:
     return lambda command: around(["env", "FAKETIME_DONT_FAKE_MONOTONIC=1", *command])
 
 
+class WallClock:
+    """A wall clock for programs that a test sets while they run; the time since boot stays."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.set(0)
+
+    def set(self, seconds: int) -> None:
+        """So many seconds ahead of ours. Programs see it within a second."""
+        new = self._file.with_suffix(".new")
+        new.write_text(f"{seconds:+d}s\n")
+        new.replace(self._file)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a program needs in its environment."""
+        return {
+            "LD_PRELOAD": _library(),
+            "FAKETIME_TIMESTAMP_FILE": str(self._file),
+            "FAKETIME_CACHE_DURATION": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+
+
 def apart(seconds: int) -> Callable[[list[str]], list[str]]:
     """Puts a command into a time that is so many seconds ahead of ours, and goes as fast.
 
     Programs in Go ask the kernel themselves and keep our time; and a thread of Python's that waits
     for an event with a timeout would wait for longer.
     """
+    variables = [f"LD_PRELOAD={_library()}", f"FAKETIME={seconds:+d}s"]
+    return lambda command: ["env", *variables, *command]
+
+
+def _library() -> str:
     found = [str(path) for path in Path("/usr/lib").glob(f"*/{LIBRARY}")]
     if not found:
         raise RuntimeError("faketime is not installed: run scripts/test_parts.sh")
-    words = {
-        "LD_PRELOAD": found[0],
-        "FAKETIME": f"{seconds:+d}s",
-    }
-    variables = [f"{name}={value}" for name, value in words.items()]
-    return lambda command: ["env", *variables, *command]
+    return found[0]
 
 
 @contextmanager

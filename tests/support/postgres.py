@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psycopg2
@@ -39,6 +40,8 @@ class PrivatePostgres:
         self.name = "postgresql"
         self.durable = durable
         self.port = 0
+        self.around: Callable[[list[str]], list[str]] = lambda command: command
+        """Puts the server into something, such as another time, from the next start on."""
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count(1)
         self._migrated = ""
@@ -69,7 +72,7 @@ class PrivatePostgres:
         ]
         with open(self.directory / "log", "ab") as log:
             self._process = subprocess.Popen(
-                self._as_user(processes.die_with_us(command)),
+                self._as_user(self.around(processes.die_with_us(command))),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -179,6 +182,13 @@ class PrivatePostgres:
         return psycopg2.connect(
             host="127.0.0.1", port=self.port, user="postgres", dbname="postgres", connect_timeout=5
         )
+
+    def seconds_ahead(self) -> float:
+        """By how much the server's clock is ahead of ours."""
+        with contextlib.closing(self._connect()) as connection, connection.cursor() as cursor:
+            cursor.execute("SELECT extract(epoch FROM clock_timestamp())")
+            (its,) = cursor.fetchone() or (0,)
+        return float(its) - time.time()
 
     def _answers(self) -> bool:
         if self._process is not None and self._process.poll() is not None:
