@@ -44,8 +44,8 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
         name = self.user.escaped_name if self.user else ""
         return os.path.abspath(self.workspace.format(username=name))
 
-    _noted = 0
-    """The process whose end will be noted."""
+    _noted = ""
+    """The process whose end will be noted, or was."""
 
     def engine(self) -> LocalEngine:
         return LocalEngine()
@@ -66,17 +66,17 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
 
     def _note_exit(self) -> None:
         """Note when the process ends, and not only when somebody looks."""
-        if not self.pid or self.pid == self._noted:
-            return
+        ref = self.engine_ref()
+        if not ref or ref == self._noted:
+            return  # one that nobody waits for can be polled after its end
         try:
             descriptor = os.pidfd_open(self.pid)
         except OSError:
             return  # it has ended
-        loop, self._noted = asyncio.get_running_loop(), self.pid
+        loop, self._noted = asyncio.get_running_loop(), ref
 
         def ended() -> None:
             self.finished_at = datetime.now(timezone.utc)
-            self._noted = 0
             loop.remove_reader(descriptor)
             os.close(descriptor)
 
