@@ -5,6 +5,7 @@ See :mod:`gpuspawner.clock` for the rules.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -56,6 +57,8 @@ class SteadyClock:
         self._store = store
         self._read = read or read_clocks
         self._offset: Offset | None = None
+        self._told = threading.local()
+        """The version of the offset by which this thread was told the time last."""
         self._looked_at = 0.0
         self._right_at = 0
         """Time since boot when :meth:`keep` saw last what it had seen before."""
@@ -65,6 +68,7 @@ class SteadyClock:
         offset = self._known(reading)
         if abs(reading.wall - offset.at(reading.since_boot)) > rules.TOLERATED:
             self._look_again()
+        self._told.version = offset.version
         return to_datetime(offset.at(reading.since_boot))
 
     @property
@@ -113,15 +117,15 @@ class SteadyClock:
                 moving(connection, before, verdict)
             offset = rules.kept(verdict.offset, reading)
             _save(connection, offset)
-        self._offset = offset
+        self._offset, self._told.version = offset, offset.version
         return verdict
 
     def check(self, connection: sa.Connection) -> None:
-        """For the begin of a transaction that writes. Raises ClockWasSet when another process
-        moved the clock: a time that was read before does not fit what is in the store now."""
-        known, reading = self._offset, self._read()
-        self._offset = offset = self._load(connection, reading)
-        if known is not None and known.version != offset.version:
+        """For the begin of a transaction that writes. Raises ClockWasSet when the clock was moved
+        since this thread was told the time: it does not fit what is in the store now."""
+        self._offset = offset = self._load(connection, self._read())
+        told, self._told.version = getattr(self._told, "version", None), offset.version
+        if told not in (None, offset.version):
             raise ClockWasSet()
 
     def _known(self, reading: Reading) -> Offset:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -238,6 +239,24 @@ async def test_other_processes_follow_when_one_moved_the_clock(
     ended = await hub.run(hub.release, lease.id, ended_at=machine.engine_now, reason="stopped")
     assert ended.charged == LASTS // SECOND * MICRO
     assert hub.clock() == service.clock() == machine.engine_now
+
+
+def test_a_time_read_before_another_thread_moved_the_clock_is_not_written(
+    start: Start, machine: Machine
+) -> None:
+    broker = start()
+    broker.keep_clock()
+    machine.set_wall_clock(2 * HOUR)
+    broker.keep_clock()
+    machine.forward(LASTS)
+    broker.clock()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(broker.keep_clock).result()
+    with pytest.raises(ClockWasSet), broker.store.write():
+        pass
+    assert broker.clock() == machine.engine_now
+    with broker.store.write():
+        pass
 
 
 def test_who_waits_has_waited_as_long_as_before(start: Start, machine: Machine) -> None:
