@@ -47,9 +47,9 @@ class Notifier(LoggingConfigurable):
         ``{file:/path}`` (mode 600) and ``{env:NAME}`` are secrets. Example::
 
             c.Notifier.channels = {
-                "mail": "mailtos://gpu:{file:/etc/jupyterhub/smtp}@smtp.lab.example"
+                "mail": "mailtos://gpu:{file:/etc/gpuspawner/smtp}@smtp.lab.example"
                 "?from=gpu@lab.example&to={address}",
-                "team": {"label": "The lab's chat", "url": "{file:/etc/jupyterhub/team-url}"},
+                "team": {"label": "The lab's chat", "url": "{file:/etc/gpuspawner/team-url}"},
             }
         """,
     )

@@ -198,7 +198,7 @@ def _check_url(what: str, url: str) -> None:
             raise ConfigError(what=f"the url of {what} names {secret!r}; write the whole path")
     scheme, mark, rest = _SECRET.sub("secret", url).partition("://")
     if not mark or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
-        example = "mailtos://USER:{file:/etc/jupyterhub/smtp}@smtp.lab.example?to={address}"
+        example = "mailtos://USER:{file:/etc/gpuspawner/smtp}@smtp.lab.example?to={address}"
         raise ConfigError(what=f"the url of {what} is no URL; write it like {example}")
     host = re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")[2]
     keys = [part.partition("=")[0] for part in rest.partition("?")[2].split("&")]

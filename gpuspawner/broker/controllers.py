@@ -39,7 +39,7 @@ class Controllers(LoggingConfigurable):
 
         Example::
 
-            c.Broker.slurm_rest_token = "/etc/jupyterhub/slurm.token"
+            c.Broker.slurm_rest_token = "/etc/gpuspawner/slurm.token"
         """,
     )
 
@@ -51,7 +51,7 @@ class Controllers(LoggingConfigurable):
 
         Example::
 
-            c.Broker.slurm_rest_ca = "/etc/jupyterhub/ca.pem"
+            c.Broker.slurm_rest_ca = "/etc/gpuspawner/ca.pem"
         """,
     )
 

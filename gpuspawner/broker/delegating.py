@@ -53,7 +53,7 @@ class Delegating(Machines, Controllers):
 
         Example::
 
-            c.Broker.cluster = "/etc/jupyterhub/cluster.yaml"
+            c.Broker.cluster = "/etc/gpuspawner/cluster.yaml"
         """,
     )
 

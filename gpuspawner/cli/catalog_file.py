@@ -19,6 +19,6 @@ def catalog_file(arguments: argparse.Namespace, settings: Settings) -> Path:
     if not named:
         raise ConfigError(
             "No catalog is set, so there is one environment: the spawner's own image. Name a file, "
-            'or set c.GPUSpawnerMixin.catalog = "/etc/jupyterhub/catalog.yaml".'
+            'or set c.GPUSpawnerMixin.catalog = "/etc/gpuspawner/catalog.yaml".'
         )
     return Path(named)

@@ -41,7 +41,7 @@ class GPUSpawnerBase(Hours, Spawner):
         the next form or start on; one that is not right changes nothing, and is said in the log
         and to admins on the form. Example::
 
-            c.GPUSpawnerMixin.catalog = "/etc/jupyterhub/catalog.yaml"
+            c.GPUSpawnerMixin.catalog = "/etc/gpuspawner/catalog.yaml"
         """,
     )
 

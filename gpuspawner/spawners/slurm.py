@@ -82,7 +82,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         found = self.broker.delegate
         if not isinstance(found, SlurmDelegate):
             raise ConfigError(
-                'GPUSlurmSpawner needs c.Broker.cluster = "/etc/jupyterhub/cluster.yaml", which '
+                'GPUSlurmSpawner needs c.Broker.cluster = "/etc/gpuspawner/cluster.yaml", which '
                 "gpuspawner slurm config writes."
             )
         return found
