@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs the parts that tests run for real, and only those that are missing: a Docker Engine,
 # PostgreSQL, OpenLDAP, Chromium, nginx, Prometheus, a C compiler, debootstrap, a Linux kernel as a process with XFS,
-# btrfs, Slurm with what it needs (munge, MariaDB), a clock that is not this machine's.
+# btrfs, Slurm with what it needs (munge, MariaDB), a way out for a machine in a container, a clock that
+# is not this machine's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/lib.sh
@@ -29,6 +30,7 @@ has mariadbd || need mariadb-server
 has busybox || need busybox-static
 has faketime || need faketime
 has slapd || need slapd
+has slirp4netns || need slirp4netns
 has nginx || need nginx-light
 has promtool || need prometheus
 [ -e /usr/share/keyrings/debian-archive-keyring.gpg ] || need debian-archive-keyring

@@ -32,7 +32,7 @@ def programs_with_cdi() -> Path | None:
         if not (folder / "dockerd").exists():
             print(f"fetching Debian {SUITE}'s Docker Engine ...", flush=True)
             shutil.rmtree(folder, ignore_errors=True)
-            _unpack(folder)
+            unpack(folder, PACKAGES)
     return folder
 
 
@@ -83,8 +83,8 @@ def _version(dockerd: str | None) -> int:
     return int(found[1]) if found else 0
 
 
-def _unpack(folder: Path) -> None:
-    """Download the packages by lists of our own, and gather their programs in one folder."""
+def unpack(folder: Path, packages: Sequence[str]) -> None:
+    """Download packages of Debian 13 by lists of our own, and gather their programs in a folder."""
     work = folder.with_suffix(".part")
     shutil.rmtree(work, ignore_errors=True)
     for name in ("lists/partial", "archives/partial", "root"):
@@ -102,11 +102,11 @@ def _unpack(folder: Path) -> None:
     }
     apt = ["apt-get", "-q", *(w for k, v in settings.items() for w in ("-o", f"{k}={v}"))]
     processes.run([*apt, "update"])
-    processes.run([*apt, "download", *PACKAGES], cwd=work)
+    processes.run([*apt, "download", *packages], cwd=work)
     for package in work.glob("*.deb"):
         processes.run(["dpkg", "-x", package, work / "root"])
     (work / "programs").mkdir()
-    for name in ("bin", "sbin", "libexec/docker"):
+    for name in ("bin", "sbin", "libexec/docker", "libexec/docker/cli-plugins"):
         for program in (work / "root" / "usr" / name).glob("*"):
             if program.is_file() and os.access(program, os.X_OK):
                 shutil.copy2(program, work / "programs")

@@ -1,0 +1,244 @@
+"""A machine as somebody has it who begins with the README: Debian 12, with systemd as its first
+process, its own Docker Engine and firewall, and a way out to the packages.
+
+It is a container of a private engine. Its network is its own; slirp4netns carries connections out,
+and no rule of this machine's firewall is touched. It has no GPU, and this machine's kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support import cdi, images, processes
+from tests.support.engine import PrivateEngine
+from tests.support.images import HERE, Recipe
+from tests.support.processes import (
+    LIVE,
+    REPO,
+    as_root,
+    die_with_us,
+    kept_dir,
+    system_path,
+    wait_for,
+)
+
+MACHINE = Recipe("gpuspawner/machine:test", HERE / "machine", keep=True)
+DOCKER_MACHINE = Recipe(
+    "gpuspawner/docker-machine:test", HERE / "docker-machine", base=MACHINE.tag, keep=True
+)
+PROXY = Recipe("gpuspawner/proxy:test", HERE / "proxy", arguments={"VERSION": "5.2.0"}, keep=True)
+POSTGRES = Recipe("gpuspawner/postgres:test", HERE / "postgres", keep=True)
+
+COPY = "/srv/copy"
+"""The checkout in the box, as a repository that can be cloned."""
+NAMESERVER = "10.0.2.3"
+"""slirp4netns' own, which asks this machine's."""
+
+CAPABILITIES = """
+    CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE
+    NET_BIND_SERVICE NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO
+    SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME
+    SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE MAC_ADMIN SYSLOG
+    WAKE_ALARM BLOCK_SUSPEND AUDIT_READ
+"""
+"""By their numbers. A test machine may lack some, and "privileged" would ask for those too."""
+
+PREPARE = f"""
+echo nameserver {NAMESERVER} > /etc/resolv.conf
+printf '[safe]\\n\\tdirectory = *\\n' > /etc/gitconfig
+for folder in /sys $(awk '$2 ~ "^/sys/fs/cgroup" {{print $2}}' /proc/mounts); do
+    mount -o remount,bind,rw "$folder"
+done
+"""
+
+
+class Box:
+    """``with Box(engine, folder) as box``: its commands are run by :meth:`run`."""
+
+    name = "box"
+
+    def __init__(self, engine: PrivateEngine, folder: Path, recipe: Recipe = MACHINE) -> None:
+        """``folder`` gets the copy of the checkout that the box can clone."""
+        self.engine = engine
+        self.folder = folder
+        self.recipe = recipe
+        self._beside: list[subprocess.Popen[bytes]] = []
+        self._id = ""
+
+    def __enter__(self) -> Box:
+        prepare_images(self.engine, MACHINE, self.recipe)
+        copy_checkout(self.folder)
+        client = self.engine.client
+        host = client.create_host_config(
+            cap_drop=["ALL"],
+            cap_add=_capabilities(),
+            security_opt=["seccomp=unconfined", "apparmor=unconfined"],
+            device_cgroup_rules=["a *:* rwm"],
+            network_mode="none",
+            tmpfs={"/run": "", "/run/lock": "", "/tmp": "exec"},
+            binds={str(self.folder): {"bind": COPY, "mode": "ro"}},
+        )
+        host |= {"CgroupnsMode": "private", "MaskedPaths": [], "ReadonlyPaths": []}
+        # Its engine's files cannot be layers of layers.
+        made = client.create_container(
+            self.recipe.tag, hostname="box", host_config=host, volumes=["/var/lib/docker"]
+        )
+        self._id = made["Id"]
+        LIVE.append(self)
+        try:
+            client.start(self._id)
+            self._connect()
+            self.run(PREPARE)
+            wait_for(self._is_up, "systemd in the box")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        LIVE.remove(self)
+        for each in self._beside:
+            processes.end_process(each.pid)
+            each.wait()
+        self.engine.client.remove_container(self._id, force=True, v=True)
+
+    def run(self, script: str, *, typed: str = "", timeout: float = 300.0) -> str:
+        """Run commands as root in the box, in the folder where the last ones ended.
+
+        ``typed`` is what they read. Returns what they printed; a failure raises with it.
+        """
+        went = 'cd "$(cat /run/folder 2> /dev/null || echo /root)"; trap "pwd > /run/folder" EXIT\n'
+        settings = [w for k, v in images._proxies().items() for w in ("--env", f"{k}={v}")]
+        done = subprocess.run(
+            [
+                *("docker", "--host", self.engine.url, "exec", "--interactive", *settings),
+                *("--env", "DEBIAN_FRONTEND=noninteractive", self._id),
+                *("bash", "-euo", "pipefail", "-c", went + script),
+            ],
+            input=typed.encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout * processes.PATIENCE,
+            check=False,
+        )
+        printed = done.stdout.decode(errors="replace")
+        assert done.returncode == 0, f"in the box, {done.returncode}:\n{script}\n{printed[-6000:]}"
+        return printed
+
+    def write(self, path: str, text: str) -> None:
+        """Edit a file: its new text."""
+        self.run(f"cat > {path}", typed=text)
+
+    def load(self, image: str, name: str) -> None:
+        """Give the box's engine an image of ours, by the name of one that a registry would have."""
+        save = subprocess.Popen(
+            ["docker", "--host", self.engine.url, "save", image], stdout=subprocess.PIPE
+        )
+        subprocess.run(
+            ["docker", "--host", self.engine.url, "exec", "-i", self._id, "docker", "load"],
+            stdin=save.stdout,
+            capture_output=True,
+            check=True,
+        )
+        assert save.wait() == 0
+        self.run(f"docker tag {image} {name}")
+
+    def install(self, program: Path, folder: str) -> None:
+        """Put a program of this machine into a folder of the box."""
+        path = f"{folder}/{program.name}"
+        with program.open("rb") as content:
+            words = ("exec", "-i", self._id, "sh", "-c", f"mkdir -p {folder}; cat > {path}")
+            subprocess.run(["docker", "--host", self.engine.url, *words], stdin=content, check=True)
+        self.run(f"chmod 755 {path}")
+
+    def reach(self, port: int, of_box: int) -> None:
+        """Let 127.0.0.1:``port`` of this machine lead to ``of_box`` there."""
+        self._relay(os.getpid(), port, self.pid, of_box)
+
+    def let_reach(self, port: int) -> None:
+        """Let 127.0.0.1:``port`` of the box lead to the same address here."""
+        self._relay(self.pid, port, os.getpid(), port)
+
+    @property
+    def pid(self) -> int:
+        """Its first process, as this machine numbers it."""
+        return int(self.engine.client.inspect_container(self._id)["State"]["Pid"])
+
+    def log_text(self) -> str:
+        return self.run(
+            "journalctl --no-pager --lines 60 --priority warning;"
+            " journalctl --no-pager --lines 150 --unit 'gpuspawner*';"
+            " for each in $(docker ps --quiet --filter label=com.docker.compose.project); do"
+            " docker logs --tail 60 $each 2>&1; done; docker ps --all || true"
+        )
+
+    def _is_up(self) -> bool:
+        state = self.run("systemctl is-system-running || true").strip()
+        return state in ("running", "degraded")
+
+    def _connect(self) -> None:
+        slirp = [
+            *("slirp4netns", "--configure", "--mtu=65520", "--disable-host-loopback"),
+            *("--ready-fd=1", str(self.pid), "tap0"),
+        ]
+        self._start(slirp, ready=b"1")
+
+    def _relay(self, *numbers: int) -> None:
+        program = [sys.executable, "-m", "tests.support.relay", *map(str, numbers)]
+        self._start(program, ready=b"listening\n")
+
+    def _start(self, command: list[str], ready: bytes) -> None:
+        """Start a program that lasts as long as the box does, and wait for its first words."""
+        process = subprocess.Popen(
+            die_with_us(as_root(["env", f"PATH={system_path()}", *command])),
+            cwd=REPO,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._beside.append(process)
+        assert process.stdout
+        assert process.stdout.read(len(ready)) == ready, f"{command[0]} did not start"
+
+
+def prepare_images(engine: PrivateEngine, *recipes: Recipe) -> None:
+    """Build what the engine does not have yet."""
+    images.ensure_images(engine, ())
+    with processes.one_at_a_time("images"):
+        for recipe in recipes:
+            images.build(engine, recipe)
+
+
+def copy_checkout(folder: Path) -> None:
+    """Make a repository of the checkout as it is now, with what is not committed yet."""
+    listed = processes.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=REPO)
+    for name in filter(None, listed.split("\0")):
+        if (REPO / name).is_file():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, target)
+    git: list[str | Path] = ["git", "-c", "user.name=tests", "-c", "user.email=tests@lab.example"]
+    processes.run(["git", "init", "-q", folder])
+    processes.run([*git, "add", "-A"], cwd=folder)
+    processes.run([*git, "commit", "-q", "-m", "The checkout"], cwd=folder)
+
+
+def compose_plugin() -> Path:
+    """Docker's compose plugin, version 2, which Debian 12 does not have: Debian 13's runs on it."""
+    folder = kept_dir() / f"compose-{cdi.SUITE}"
+    with processes.one_at_a_time(folder.name):
+        if not (folder / "docker-compose").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            cdi.unpack(folder, ("docker-compose",))
+    return folder / "docker-compose"
+
+
+def _capabilities() -> list[str]:
+    """All that this machine lets its root have."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    (bounding,) = (int(line.split()[1], 16) for line in status if line.startswith("CapBnd"))
+    return [name for bit, name in enumerate(CAPABILITIES.split()) if bounding >> bit & 1]

@@ -1,0 +1,91 @@
+"""What somebody who follows the README types for their site, and changes in its two files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import requests
+
+from tests.support.box import COPY, Box
+from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, sign_in
+from tests.support.processes import free_port, wait_for
+from tests.support.visitor import Visitor, text_of
+
+CONFIG = "/etc/gpuspawner/jupyterhub_config.py"
+CATALOG = "/etc/gpuspawner/catalog.yaml"
+SECRET = "cat > /etc/gpuspawner/oauth_client_secret"
+"""The command that reads what is pasted."""
+
+
+class Site:
+    """A hub in a box, by its address here, and the identity provider of its members."""
+
+    def __init__(self, box: Box, folder: Path, members: Sequence[str]) -> None:
+        self.box = box
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.provider = IdentityProvider(
+            folder / "identity",
+            users={name: ["gpu-members"] for name in members},
+            redirect_uri=f"{self.url}/hub/oauth_callback",
+        )
+        self.typed = {
+            "https://YOUR-COPY/gpuspawner": f"file://{COPY}",
+            # pytorch takes gigabytes of CUDA.
+            "images/build ": "images/build base ",
+            "OAUTH_CLIENT_ID=YOUR-CLIENT": f"OAUTH_CLIENT_ID={CLIENT_ID}",
+            "https://YOUR-PROVIDER/oauth/authorize": self.provider.authorize_url,
+            "https://YOUR-PROVIDER/oauth/token": self.provider.token_url,
+            "https://YOUR-PROVIDER/oauth/userinfo": self.provider.userdata_url,
+            "https://YOUR-HUB/hub/oauth_callback": self.provider.redirect_uri,
+        }
+        """What is in capitals in the README, or too large here, and what is typed instead."""
+        self.edits = {
+            CONFIG: {
+                # This provider has a member's name in another claim than most.
+                'username_claim = "preferred_username"': 'username_claim = "sub"',
+                "c.Broker.gpu_rates =": 'c.Broker.device_source = "simulated:2xA100-80GB"\n'
+                "c.Broker.gpu_rates =",
+            },
+            CATALOG: {"gpuspawner/pytorch:": "gpuspawner/base:"},
+        }
+        """What an admin without a GPU and without PyTorch changes in the two files."""
+        box.reach(port, of_box=8000)
+        box.let_reach(self.provider.port)
+
+    def __enter__(self) -> Site:
+        self.provider.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.provider.stop()
+
+    def edit(self) -> None:
+        """Change the two files."""
+        for path, changes in self.edits.items():
+            text = self.box.run(f"cat {path}")
+            for old, new in changes.items():
+                assert old in text, f"{path} does not say {old}"
+                text = text.replace(old, new)
+            self.box.write(path, text)
+
+    def wait(self) -> None:
+        """Wait until the hub answers behind its proxy."""
+
+        def answers() -> bool:
+            try:
+                return requests.get(f"{self.url}/hub/health", timeout=10).ok
+            except requests.RequestException:
+                return False
+
+        wait_for(answers, "the hub in the box", timeout=60)
+
+    def member(self, name: str) -> Visitor:
+        session = requests.Session()
+        page = sign_in(session, self.provider, name, self.url)
+        assert page.status_code == 200, text_of(page)
+        return Visitor(self.url, name, session=session)
+
+
+SECRETS = f"{CLIENT_SECRET}\n"
