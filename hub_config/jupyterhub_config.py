@@ -1,6 +1,6 @@
 """A hub for members with work to do: servers in Docker, sign-in by your identity provider.
 
-compose.yaml and gpuspawner.service beside this file run it; their first lines say how.
+gpuspawner.service or compose.yaml beside this file runs it; README's "On a real GPU box" says how.
 """
 
 import os
@@ -15,7 +15,8 @@ c = get_config()
 def secret(name: str) -> str:
     """The variable NAME, or what is in the file NAME_FILE, which nobody else may read."""
     path = Path(os.environ.get(f"{name}_FILE", ""))
-    if path.name and path.stat().st_mode & 0o077:
+    by_systemd = str(path.parent) == os.environ.get("CREDENTIALS_DIRECTORY")  # closed by ACLs
+    if path.name and not by_systemd and path.stat().st_mode & 0o077:
         sys.exit(f"Others can read the secret in {path}. Close it first: chmod 600 {path}")
     return path.read_text(encoding="utf-8").strip() if path.name else os.environ.get(name, "")
 
@@ -52,7 +53,7 @@ c.DockerSpawner.mem_limit = "32G"
 c.DockerSpawner.cpu_limit = 8
 c.GPUDockerSpawner.capabilities = []  # for images that start as root, take this line out
 
-# What it costs. For many members, PostgreSQL: postgresql://gpuspawner@db/gpuspawner
+# What it costs. For many members, PostgreSQL: postgresql://gpuspawner@db.example.org/gpuspawner
 c.Broker.database_url = os.environ.get("GPUSPAWNER_DATABASE_URL", "sqlite:///gpuspawner.sqlite")
 c.Broker.gpu_rates = {"*": 1, "A100": 4, "H100": 8}
 service = os.environ.get("SERVICE_URL", "http://127.0.0.1:10190")

@@ -1,4 +1,4 @@
-"""Servers on the network that gpuspawner.service makes, under the rules of SECURITY.md. Real: an
+"""Servers on the network that README's steps make, under the rules of SECURITY.md. Real: an
 engine with a firewall in a network of its own, its containers, connections from within them."""
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from docker.types import IPAMConfig, IPAMPool
 
+from tests.support import readme
 from tests.support.attacks import Attempts
 from tests.support.closed_engine import IMAGE, ClosedEngine
 from tests.support.processes import REPO, wait_for
@@ -24,12 +25,9 @@ def closed(engines: None) -> Iterator[ClosedEngine]:
 
 
 def shipped_network() -> list[str]:
-    """The words of ``docker network create`` in gpuspawner.service."""
-    text = (REPO / "hub_config" / "gpuspawner.service").read_text()
-    text = re.sub(r" *\\\n# *", " ", text)
-    found = re.search(r"docker network create (.*?) +gpuspawner ", text)
-    assert found, "the unit's first lines say how to make the network"
-    return shlex.split(found[1])
+    """The words of ``docker network create`` in the README's steps."""
+    command = readme.command(readme.BOX, "docker network create ")
+    return shlex.split(command)[3:-1]
 
 
 def shipped_rules() -> list[list[str]]:

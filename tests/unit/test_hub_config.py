@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import os
 import re
+import shlex
 import shutil
 import ssl
 import subprocess
@@ -29,6 +30,7 @@ from gpuspawner.spawners.local import GPULocalSpawner
 from gpuspawner.spawners.mixin import GPUSpawnerMixin
 from gpuspawner.spawners.slurm import GPUSlurmSpawner
 from scripts.demo_state import MEMBERS, demo_catalog
+from tests.support import readme
 from tests.support.processes import REPO
 
 HERE = REPO / "hub_config"
@@ -53,6 +55,7 @@ CLASSES: dict[str, type[HasTraits]] = {
         Spawner,
     )
 }
+ENVIRONMENT_FILE = "/etc/gpuspawner/environment"
 ENVIRONMENT = re.compile(r"HUB_|PROXY_|SERVICE_|OAUTH|CONFIGPROXY|GPUSPAWNER_|PG")
 
 Read = Callable[..., Config]
@@ -118,7 +121,7 @@ def test_production_follows_its_environment(read: Read) -> None:
 
 
 def test_a_secret_comes_from_the_environment_or_from_a_closed_file(
-    read: Read, tmp_path: Path
+    read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = read("jupyterhub_config.py", OAUTH_CLIENT_SECRET="one")
     assert plain.MemberOAuthenticator.client_secret == "one"
@@ -128,6 +131,16 @@ def test_a_secret_comes_from_the_environment_or_from_a_closed_file(
     path.chmod(0o600)
     closed = read("jupyterhub_config.py", OAUTH_CLIENT_SECRET_FILE=str(path))
     assert closed.MemberOAuthenticator.client_secret == "two"
+
+    # Systemd gives a service its credentials by an access list, which shows as the group's bits.
+    path.chmod(0o440)
+    given = read(
+        "jupyterhub_config.py",
+        OAUTH_CLIENT_SECRET_FILE=str(path),
+        CREDENTIALS_DIRECTORY=str(tmp_path),
+    )
+    assert given.MemberOAuthenticator.client_secret == "two"
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY")
 
     for mode in (0o640, 0o604, 0o644):
         path.chmod(mode)
@@ -251,37 +264,106 @@ def compose() -> dict[str, Any]:
     return loaded
 
 
-def test_compose_gives_the_hub_every_variable_that_its_configuration_reads(
+def test_the_steps_set_every_variable_that_the_configuration_needs(
     compose: dict[str, Any],
 ) -> None:
     text = (HERE / "jupyterhub_config.py").read_text()
-    named = set(re.findall(r'(?:environ\.get|secret)\(\s*"([A-Z0-9_]+)"', text))
-    named |= set(re.findall(r"\bOAUTH2?_[A-Z_]+", text))
-    assert len(named) > 8
-    given = set(compose["services"]["hub"]["environment"])
-    given |= {name.removesuffix("_FILE") for name in given}
-    assert named <= given, named - given
+    needed = set(re.findall(r'secret\("([A-Z0-9_]+)"', text))
+    needed |= set(re.findall(r"\bOAUTH2?_[A-Z_]+", text))
+    needed.add("JUPYTERHUB_CRYPT_KEY")
+    assert len(needed) > 6
+    steps = readme.chapter(readme.BOX)
+    given = set(re.findall(r"^([A-Z0-9_]+)=", steps, re.MULTILINE))
+    hub = compose["services"]["hub"]
+    unit = (HERE / "gpuspawner.service").read_text()
+    assert hub["env_file"] == ENVIRONMENT_FILE and f"EnvironmentFile={ENVIRONMENT_FILE}" in unit
+    for other in (set(hub["environment"]), set(re.findall(r"Environment=(\w+)=", unit))):
+        assert needed <= given | {name.removesuffix("_FILE") for name in other}
+    # What has a default is where units and compose both have it.
+    assert not set(hub["environment"]) & {"HUB_BIND_URL", "PROXY_API_URL", "SERVICE_URL"}
 
 
 def test_compose_keeps_members_away_from_the_engine_and_the_database(
-    compose: dict[str, Any], read: Read
+    compose: dict[str, Any],
 ) -> None:
     services = compose["services"]
     sockets = [name for name, s in services.items() if "docker.sock" in str(s.get("volumes"))]
     assert sockets == ["hub"]
-    servers = compose["networks"]["servers"]["name"]
-    assert servers == read("jupyterhub_config.py").DockerSpawner.network_name
-    assert services["db"]["networks"] == ["inner"] and compose["networks"]["inner"]["internal"]
-    published = [port for s in services.values() for port in s.get("ports", [])]
-    assert published and all(port.startswith("127.0.0.1:") for port in published)
+    modes = {name: service["network_mode"] for name, service in services.items()}
+    assert modes == {"hub": "host", "proxy": "host", "db": "none"}
+    assert "networks" not in compose and not any("ports" in s for s in services.values())
+    assert services["db"]["command"] == ["postgres", "-c", "listen_addresses="]
     for name, service in services.items():
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        for secret in service.get("secrets", []):
-            assert compose["secrets"][secret]["file"] == f"./secrets/{secret}"
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
-            known = source.startswith("/") or source in compose["volumes"]
-            assert known or (HERE / source).exists(), volume
+            assert source.startswith("/") or source in compose["volumes"], volume
+
+
+def test_proxy_and_hub_are_at_the_same_addresses_in_units_and_in_compose(
+    compose: dict[str, Any], read: Read
+) -> None:
+    unit = (HERE / "gpuspawner-proxy.service").read_text().replace("\\\n", " ")
+    (started,) = re.findall(r"^ExecStart=(.+)$", unit, re.MULTILINE)
+    command = " ".join(compose["services"]["proxy"]["command"])
+    assert command.replace("=", " ").split()[1:] == started.split()[1:]
+    options = dict(zip(started.split()[1::2], started.split()[2::2], strict=True))
+    c = read("jupyterhub_config.py")
+    assert options["--error-target"] == f"{c.JupyterHub.hub_bind_url}/hub/error"
+    api = f"http://{options['--api-ip']}:{options['--api-port']}"
+    assert api == c.ConfigurableHTTPProxy.api_url
+    assert options["--ip"] == options["--api-ip"] == "127.0.0.1"
+
+    create = shlex.split(readme.command(readme.BOX, "docker network create "))
+    assert create[-1] == c.DockerSpawner.network_name
+    gateway = create[create.index("--gateway") + 1]
+    assert c.JupyterHub.hub_bind_url == f"http://{gateway}:8081"
+    assert "com.docker.network.bridge.enable_icc=false" in create
+
+
+MADE = {
+    "/opt/gpuspawner/bin/jupyterhub": "/opt/gpuspawner/bin/pip install",
+    "/opt/gpuspawner/bin/gpuspawner": "/opt/gpuspawner/bin/pip install",
+    "/opt/gpuspawner/bin/configurable-http-proxy": "npm install --global --prefix /opt/gpuspawner",
+    "/opt/gpuspawner/bin": "python3 -m venv /opt/gpuspawner",
+    "/opt/gpuspawner": "python3 -m venv /opt/gpuspawner",
+    "/etc/gpuspawner": "install -d -m 755 /etc/gpuspawner",
+    "/etc/gpuspawner/jupyterhub_config.py": "hub_config/jupyterhub_config.py",
+    "/etc/gpuspawner/environment": "install -m 600 /dev/null /etc/gpuspawner/environment",
+    "/etc/gpuspawner/oauth_client_secret": "install -m 600 /dev/null"
+    " /etc/gpuspawner/oauth_client_secret",
+}
+"""Each path of ours, and the step that makes it."""
+
+
+@pytest.mark.parametrize("name", [*UNITS[:2], "Dockerfile", "compose.yaml", "jupyterhub_config.py"])
+def test_every_path_is_one_that_the_steps_make(name: str) -> None:
+    steps = "\n".join(
+        line for block in readme.commands(readme.BOX) for line in readme.joined(block)
+    )
+    assert not re.search(r"/(?:opt|etc|srv)/jupyterhub", steps)
+    paths = set(re.findall(r"/(?:opt|etc)/[\w./-]*\w", (HERE / name).read_text()))
+    for path in paths - {"/etc/systemd/system"}:
+        assert MADE[path] in steps, path
+    for path in set(re.findall(r"/(?:opt|etc)/gpuspawner[\w./-]*", steps)):
+        known = path.rstrip("/") in MADE or path.endswith(("/pip", "/python"))
+        assert known, f"{path} is in the steps, and nobody makes it"
+
+
+def test_files_that_the_steps_copy_are_there() -> None:
+    steps = "\n".join(readme.commands(readme.BOX))
+    copied = set(re.findall(r"\b(?:hub_config|images)/[\w./-]+", steps))
+    assert len(copied) > 5
+    for path in copied:
+        assert (REPO / path).exists(), path
+
+
+def test_there_is_one_set_of_steps() -> None:
+    for name in (*UNITS[:2], "compose.yaml", "jupyterhub_config.py"):
+        comments = re.findall(r"^ *#.*$", (HERE / name).read_text(), re.MULTILINE)
+        typed = r"#\s+(?:sudo|pip|npm|cp|useradd|docker (?:network|compose)|systemctl|openssl)\b"
+        assert not [line for line in comments if re.match(typed, line.strip())], name
+        assert readme.BOX in (HERE / name).read_text(), name
 
 
 def test_the_image_of_the_hub_can_be_built_on_another_base(compose: dict[str, Any]) -> None:
@@ -292,9 +374,7 @@ def test_the_image_of_the_hub_can_be_built_on_another_base(compose: dict[str, An
     for source in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
         for path in source.split():
             assert path.endswith("*") or (REPO / path).exists(), path
-    for name in ("jupyterhub_config.py", "catalog.yaml"):
-        mounted = f"./{name}:/etc/gpuspawner/{name}:ro"
-        assert mounted in compose["services"]["hub"]["volumes"]
+    assert "/etc/gpuspawner:/etc/gpuspawner:ro" in compose["services"]["hub"]["volumes"]
     assert "/etc/gpuspawner/jupyterhub_config.py" in text
 
 
