@@ -48,6 +48,7 @@ CAPABILITIES = """
 """By their numbers. A test machine may lack some, and "privileged" would ask for those too."""
 
 PREPARE = f"""
+mount --make-rshared /    # as on a machine: systemd puts a service's credentials there by it
 echo nameserver {NAMESERVER} > /etc/resolv.conf
 printf '[safe]\\n\\tdirectory = *\\n' > /etc/gitconfig
 for folder in /sys $(awk '$2 ~ "^/sys/fs/cgroup" {{print $2}}' /proc/mounts); do
@@ -67,6 +68,8 @@ class Box:
         self.folder = folder
         self.recipe = recipe
         self._beside: list[subprocess.Popen[bytes]] = []
+        self._ports: list[tuple[int, int, bool]] = []
+        """Ports that lead from one network to the other, and whether from here into the box."""
         self._id = ""
 
     def __enter__(self) -> Box:
@@ -91,9 +94,7 @@ class Box:
         LIVE.append(self)
         try:
             client.start(self._id)
-            self._connect()
-            self.run(PREPARE)
-            wait_for(self._is_up, "systemd in the box")
+            self._settle()
         except BaseException:
             self.__exit__()
             raise
@@ -101,10 +102,14 @@ class Box:
 
     def __exit__(self, *_: object) -> None:
         LIVE.remove(self)
-        for each in self._beside:
-            processes.end_process(each.pid)
-            each.wait()
+        self._disconnect()
         self.engine.client.remove_container(self._id, force=True, v=True)
+
+    def reboot(self) -> None:
+        """Shut the machine down, and start it again."""
+        self._disconnect()
+        self.engine.client.restart(self._id, timeout=60)
+        self._settle()
 
     def run(self, script: str, *, typed: str = "", timeout: float = 300.0) -> str:
         """Run commands as root in the box, in the folder where the last ones ended.
@@ -157,11 +162,11 @@ class Box:
 
     def reach(self, port: int, of_box: int) -> None:
         """Let 127.0.0.1:``port`` of this machine lead to ``of_box`` there."""
-        self._relay(os.getpid(), port, self.pid, of_box)
+        self._lead(port, of_box, True)
 
     def let_reach(self, port: int) -> None:
         """Let 127.0.0.1:``port`` of the box lead to the same address here."""
-        self._relay(self.pid, port, os.getpid(), port)
+        self._lead(port, port, False)
 
     @property
     def pid(self) -> int:
@@ -180,16 +185,32 @@ class Box:
         state = self.run("systemctl is-system-running || true").strip()
         return state in ("running", "degraded")
 
-    def _connect(self) -> None:
+    def _settle(self) -> None:
+        """Connect it, and wait until it has come up."""
         slirp = [
             *("slirp4netns", "--configure", "--mtu=65520", "--disable-host-loopback"),
             *("--ready-fd=1", str(self.pid), "tap0"),
         ]
         self._start(slirp, ready=b"1")
+        self.run(PREPARE)
+        for port in self._ports:
+            self._relay(*port)
+        wait_for(self._is_up, "systemd in the box")
 
-    def _relay(self, *numbers: int) -> None:
-        program = [sys.executable, "-m", "tests.support.relay", *map(str, numbers)]
-        self._start(program, ready=b"listening\n")
+    def _disconnect(self) -> None:
+        while self._beside:
+            process = self._beside.pop()
+            processes.end_process(process.pid)
+            process.wait()
+
+    def _lead(self, port: int, to: int, inwards: bool) -> None:
+        self._ports.append((port, to, inwards))
+        self._relay(port, to, inwards)
+
+    def _relay(self, port: int, to: int, inwards: bool) -> None:
+        pids = (os.getpid(), self.pid) if inwards else (self.pid, os.getpid())
+        words = map(str, (pids[0], port, pids[1], to))
+        self._start([sys.executable, "-m", "tests.support.relay", *words], ready=b"listening\n")
 
     def _start(self, command: list[str], ready: bytes) -> None:
         """Start a program that lasts as long as the box does, and wait for its first words."""
