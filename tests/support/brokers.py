@@ -106,6 +106,11 @@ def problems(store: Store, failed: Collection[str] = ()) -> list[str]:
     Beside the ledger's own checks: no transfer is half-written, no device is leased twice,
     no server holds two leases, and a place is taken exactly as long as its lease is open.
     """
+    with store.view():  # of a hub that runs, too: all of it is of one moment
+        return _problems(store, failed)
+
+
+def _problems(store: Store, failed: Collection[str]) -> list[str]:
     seen = books(store, failed)
     found = check_all(seen)
     total = sum(account.balance for account in seen.accounts)
