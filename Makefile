@@ -5,6 +5,7 @@
 # make soak   every test at full count, all images, each benchmark once: before a release
 # make audit  known vulnerabilities in what is installed (needs the network)
 # make bench  every benchmark (TRACE=jobs.csv for those that replay one)
+# make golden records anew what tests/golden compares with: help, pages, schema, settings and so on
 # make labextension   builds images/common/lab anew from images/labextension (Node)
 # make env    the Python environment in .venv, for working on gpuspawner
 
@@ -13,7 +14,7 @@ PYTEST := $(PY) -m pytest --durations=30
 # Most tests wait for real parts most of the time: some processes share the files among them.
 SHARED ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check quick test soak audit bench labextension env parts
+.PHONY: demo check quick test soak audit bench golden labextension env parts
 
 demo:
 	@scripts/bootstrap.sh demo
@@ -38,6 +39,11 @@ bench: parts
 	@set -e; for file in benchmarks/[a-z]*.py; do echo "== $$file"; \
 		case "$$file" in *queue_replay*|*queue_estimates*) $(PY) "$$file" $(if $(TRACE),--trace "$(TRACE)");; \
 		*) $(PY) "$$file";; esac; done
+
+golden: parts
+	@rm -rf tests/golden/recorded
+	@GPUSPAWNER_RECORD_GOLDENS=1 $(PY) -m pytest tests/golden -q
+	@git status --short tests/golden/recorded
 
 labextension:
 	cd images/labextension && npm install --no-save --ignore-scripts && npm run build

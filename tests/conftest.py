@@ -1,8 +1,9 @@
 """Fixtures over real parts, started when a test first asks; tiers, seed, order, skips, logs.
 
-``tests/unit`` starts nothing. ``integration`` has real databases, ``engines`` a real Docker
-Engine, ``hub`` a real JupyterHub with all of it, ``slurm`` a real Slurm with several engines,
-``attacks`` such a hub and who attacks it, ``gpu`` a real GPU.
+``tests/unit`` starts nothing. ``golden`` compares what others rely on with recorded files.
+``integration`` has real databases, ``engines`` a real Docker Engine, ``hub`` a real JupyterHub with
+all of it, ``slurm`` a real Slurm with several engines, ``attacks`` such a hub and who attacks it,
+``gpu`` a real GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 OWN_CLUSTER = ("test_from_one_box.py", "test_power.py", "test_spare.py")
 """Files of tests/slurm whose tests start a cluster of their own."""
 SLOWEST = ("test_wheel.py", "test_demo.py", "test_benchmarks.py", "test_kill_loop.py")
-ORDER = ("unit", "integration", "engines", "hub", "slurm", "attacks", "gpu")
+ORDER = ("unit", "golden", "integration", "engines", "hub", "slurm", "attacks", "gpu")
 NO_GPU = "no NVIDIA GPU on this machine"
 LOG_SHOWN = 20_000
 """Characters of each part's log that a failing test shows."""

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,18 @@ def token_of(user: str) -> str:
     return f"token-of-{user}"
 
 
-class _Hub(BaseHTTPRequestHandler):
+class StandInHub(BaseHTTPRequestHandler):
     """Who a token belongs to, a token for each code, and no servers at all."""
+
+    groups: Mapping[str, Sequence[str]] = {}
+    """The groups of each member; who is missing is in none."""
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
         word = self.headers.get("Authorization", "").rpartition(" ")[2]
         if path.endswith("/user"):
             known = re.fullmatch(r"token-of-(\w+)", word)
-            self._answer(200 if known else 403, _user(known[1]) if known else {})
+            self._answer(200 if known else 403, self._user(known[1]) if known else {})
         elif path.endswith("/users"):
             self._answer(200, {"items": [], "_pagination": {"next": None}})
         else:
@@ -65,15 +68,14 @@ class _Hub(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the service is what is looked at."""
 
-
-def _user(name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "kind": "user",
-        "admin": name == ADMIN,
-        "groups": [],
-        "scopes": [SCOPE],
-    }
+    def _user(self, name: str) -> dict[str, Any]:
+        return {
+            "name": name,
+            "kind": "user",
+            "admin": name == ADMIN,
+            "groups": list(self.groups.get(name, ())),
+            "scopes": [SCOPE],
+        }
 
 
 class ServiceProcess:
@@ -97,7 +99,7 @@ class ServiceProcess:
         self.url = f"http://127.0.0.1:{self.port}{PREFIX}"
         self.database_url = f"sqlite:///{folder}/gpuspawner.sqlite"
         self.process: subprocess.Popen[bytes] | None = None
-        self._hub = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+        self._hub = ThreadingHTTPServer(("127.0.0.1", 0), StandInHub)
         self._before = before
         given = settings or {}
         self._settings = {

@@ -1,0 +1,51 @@
+"""Every notice that members get, in the situation in which they get it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.golden.conftest import Golden
+from tests.golden.scenario import situations
+from tests.golden.site import START, Site
+from tests.golden.support import Broker, Notice
+from tests.support.brokers import Clock
+
+FLEET = "simulated:2xT4"
+
+
+@pytest.fixture
+def fresh(new_file: Callable[[], str], site: Site) -> Any:
+    """Make brokers of two T4 on a database of their own. ``site`` sets the time zone."""
+    made = []
+
+    def make(**settings: Any) -> tuple[Broker, Clock]:
+        clock = Clock(START)
+        broker = Broker(clock=clock, database_url=new_file(), device_source=FLEET, **settings)
+        made.append(broker)
+        for user in ("ada", "bob", "cleo"):
+            broker.open_account(user)
+        return broker, clock
+
+    yield make
+    for broker in made:
+        broker.store.close()
+
+
+def test_every_notice(golden: Golden, fresh: Any) -> None:
+    told: dict[int, set[str]] = {}
+    lines = []
+    for situation, broker in situations(fresh):
+        known = told.setdefault(id(broker), set())
+        new = [n for n in notices(broker) if n.key not in known]
+        known |= {notice.key for notice in new}
+        lines.append(f"# {situation}")
+        lines += [f"{n.kind.value} to {n.user}: {n.title}\n  {n.body}" for n in new] or ["nothing"]
+    golden("notices.txt", "\n".join(lines))
+
+
+def notices(broker: Broker) -> list[Notice]:
+    """All notices, oldest first."""
+    return [n for user in ("ada", "bob", "cleo") for n in reversed(broker.notices_of(user, 100))]

@@ -1,0 +1,152 @@
+"""Every page and JSON answer of the service, and the Hub's pages that are ours."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.golden.conftest import Golden
+from tests.golden.site import ADMIN, Site
+from tests.golden.support import gpuspawner
+
+MEMBERS_PAGES = ("", "statement", "notices", "folders", "cluster", "rates", "no-such-page")
+ADMINS_PAGES = (
+    *(
+        "admin",
+        "accounts",
+        "accounts/member:ada",
+        "accounts/group:ml",
+        "accounts/member:ada/statement",
+    ),
+    *("bulk", "rates", "refills", "queue", "trail", "usage", "used", "cluster", "folders"),
+    *("leases/LEASE", "transfers/TRANSFER", "queue/TICKET"),
+    *("statement.csv", "usage.csv", "used.csv", "trail.csv", "catalog.schema.json"),
+)
+MEMBERS_ANSWERS = (
+    "me",
+    "devices",
+    "leases",
+    "cluster",
+    "queue",
+    "notices",
+    "folders",
+    "leases/LEASE/now",
+)
+ADMINS_ANSWERS = (
+    *("leases?all=1", "accounts", "accounts/member:ada", "accounts/member:ada/statement"),
+    *("queue", "rates", "refills", "trail", "usage", "used", "cluster", "transfers/TRANSFER"),
+    *("leases/LEASE/receipt", "folders?all=1"),
+)
+CONFIRMED = {
+    "accounts/member:ada/grant": {"amount": "12.5", "reason": "Homework 4"},
+    "bulk": {"lines": "ada,1\nbob,2", "reason": "Week 3"},
+    "rates": {"rate": "2.5", "model": "A100", "reason": "Power"},
+    "rates/1/remove": {},
+    "refills": {
+        "rule": "FREQ=DAILY;BYHOUR=6",
+        "amount": "5",
+        "audience": "everybody",
+        "reason": "A try",
+    },
+    "refills/REFILL/end": {},
+    "transfers/TRANSFER": {"reason": "The wrong Ada"},
+    "leases/LEASE/refund": {"reason": "A sick GPU", "amount": "0.1"},
+    "leases/LEASE/stop": {"reason": "A new fan"},
+    "leases/LEASE/restart": {},
+    "folders/FOLDER/delete": {"name": "results"},
+}
+"""Forms whose change is shown first, with a button that does it."""
+
+
+def named(path: str) -> str:
+    """The name of the file for an address."""
+    return path.translate(str.maketrans("/:?=", "--- ")).replace(" ", "-") or "home"
+
+
+def filled(site: Site, path: str) -> str:
+    """An address with the ids that this site has."""
+    broker = site.broker
+    lease = broker.leases_of("member:ada")[0].id
+    return (
+        path.replace("LEASE", lease)
+        .replace("TRANSFER", broker.statement("member:ada")[-1].transfer_id)
+        .replace("TICKET", next(t.id for t in broker.waiting() if t.server.user == "eve"))
+        .replace("REFILL", broker.refills()[0].id)
+        .replace("FOLDER", broker.folders("ada")[0].id)
+    )
+
+
+@pytest.mark.parametrize("path", MEMBERS_PAGES)
+def test_a_page_of_a_member(golden: Golden, site: Site, path: str) -> None:
+    golden(f"pages/member-{named(path)}.html", site.service("ada", filled(site, path)))
+
+
+@pytest.mark.parametrize("user", ["bob", "cleo", "dan"])
+def test_the_page_of_a_member_whose_gpu_rests_or_is_sick_or_who_waits(
+    golden: Golden, site: Site, user: str
+) -> None:
+    golden(f"pages/member-home-{user}.html", site.service(user, ""))
+
+
+@pytest.mark.parametrize("path", ADMINS_PAGES)
+def test_a_page_of_an_admin(golden: Golden, site: Site, path: str) -> None:
+    name = named(path)
+    suffix = "" if name.endswith((".csv", ".json")) else ".html"
+    golden(f"pages/admin-{name}{suffix}", site.service(ADMIN, filled(site, path)))
+
+
+@pytest.mark.parametrize("path", CONFIRMED)
+def test_what_a_form_shows_before_it_is_done(golden: Golden, site: Site, path: str) -> None:
+    user = "ada" if path.startswith(("folders", "leases/LEASE/restart")) else ADMIN
+    text = site.service(user, filled(site, path), CONFIRMED[path])
+    golden(f"pages/confirm-{named(path)}.html", text)
+
+
+@pytest.mark.parametrize(
+    ("user", "path"),
+    [*(("ada", path) for path in MEMBERS_ANSWERS), *((ADMIN, path) for path in ADMINS_ANSWERS)],
+)
+def test_an_answer_in_json(golden: Golden, site: Site, user: str, path: str) -> None:
+    status, _, body = site.service(user, f"api/{filled(site, path)}").partition("\n")
+    who = "admin" if user == ADMIN else "member"
+    text = json.dumps(json.loads(body), indent=1, ensure_ascii=False)
+    golden(f"api/{who}-{named(path)}.json", f"{status}\n{text}")
+
+
+def test_the_openapi_document(golden: Golden, site: Site) -> None:
+    _, _, body = site.service("ada", "api/openapi.json").partition("\n")
+    document = json.loads(body)
+    assert document["info"].pop("version") == gpuspawner.__version__
+    golden("openapi.json", json.dumps(document, indent=1, ensure_ascii=False))
+
+
+@pytest.mark.parametrize(
+    ("user", "path"),
+    [
+        *((user, path) for user in ("", "ada") for path in ("environments", "environments/torch")),
+        *(("ada", path) for path in ("environments?q=files", "welcome", "spawn")),
+        *((user, "spawn") for user in ("cleo", ADMIN)),
+        ("ada", "spawn?opt-environment=files&opt-gpus=0"),
+    ],
+)
+def test_a_page_of_the_hub(golden: Golden, site: Site, user: str, path: str) -> None:
+    golden(f"hub/{named(path)}-{user or 'nobody'}.html", site.hub(user, path))
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "page.html": {"services": [{"name": "gpu", "href": "/services/gpu/"}]},
+    "home.html": {},
+    "login.html": {},
+    "spawn_pending.html": {},
+    "404.html": {"status_code": 404},
+    **{f"error.html {code}": {"status_code": code} for code in (400, 402, 403, 429, 500, 503)},
+}
+"""Templates that JupyterHub has too, with what they are rendered from."""
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_we_add_to_a_page_of_jupyterhub(golden: Golden, site: Site, part: str) -> None:
+    text = site.hub_parts(part.split()[0], message="", status_message="Odd", **PARTS[part])
+    golden(f"hub/part-{part.replace('.html', '').replace(' ', '-')}.html", text)
