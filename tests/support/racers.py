@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import struct
 import time
 import traceback
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
+from pathlib import Path
 from typing import Any
 
 from gpuspawner.broker import Broker
@@ -124,9 +126,30 @@ class FastClock:
         return T0 + timedelta(seconds=(time.time() - self.began) * FAST)
 
 
+class SharedClock:
+    """A clock that the test sets, the same in every process: seconds since T0, kept in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.set(0.0)
+
+    def set(self, seconds: float) -> None:
+        """Set the time; the write is shorter than anything that a reader could see half of."""
+        with self.path.open("r+b" if self.path.exists() else "wb") as file:
+            file.write(struct.pack("d", seconds))
+
+    def __call__(self) -> datetime:
+        return T0 + timedelta(seconds=struct.unpack("d", self.path.read_bytes())[0])
+
+
 def fast_broker(url: str, began: float) -> Broker:
     """Four devices at 4 credits an hour, on the fast clock."""
-    return open_broker(url, clock=FastClock(began), gpu_rates={"*": 4}, opening_grant=10_000)
+    return paid_broker(url, FastClock(began))
+
+
+def paid_broker(url: str, clock: Callable[[], datetime]) -> Broker:
+    """Four devices at 4 credits an hour."""
+    return open_broker(url, clock=clock, gpu_rates={"*": 4}, opening_grant=10_000)
 
 
 def lives_of_a_server(
@@ -184,9 +207,9 @@ WARNINGS = tuple(range(30, 601, 30))
 """Minutes before a session's end."""
 
 
-def look_after_sessions_until_killed(ready: Connection, url: str, began: float) -> None:
+def look_after_sessions_until_killed(ready: Connection, url: str, clock: SharedClock) -> None:
     """Warn and end whatever is due, as the service does, for ever."""
-    broker = fast_broker(url, began)
+    broker = paid_broker(url, clock)
     ready.send("working")
     while True:
         due = broker.due_sessions(WARNINGS)
