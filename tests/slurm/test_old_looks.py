@@ -104,11 +104,10 @@ def test_a_session_can_be_extended_right_after_its_start(
     broker: Broker, cluster: SlurmCluster
 ) -> None:
     """The accounting service extends it; its last look at Slurm was before the job was there."""
-    service = SlurmDelegate(
-        read_cluster(broker.cluster), Slurm(conf=str(cluster.conf), seconds=60)
-    )
-    assert service.turns() == {}
+    service = SlurmDelegate(read_cluster(broker.cluster), Slurm(conf=str(cluster.conf), seconds=60))
+    before = service.turns()
     ticket = asked(broker, "ann", seconds=3600)
+    assert ticket.id not in before
     wait_for(lambda: has_job(cluster, ticket) == "RUNNING", "its job")
     service._answered = delegate_module.time.monotonic()  # as if that look had been just now
     service.extend(ticket.id, 2 * 3600)
