@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import sqlalchemy as sa
 from traitlets import Bool, Unicode
 
 from ..engines import Engine
@@ -276,13 +277,15 @@ class Delegating(Machines, Controllers):
         if self.delegate is None:
             return []
         said = {name for name, turn in self.delegate.turns(ROUND).items() if not turn.over}
-        # Asked after: whoever was granted since holds a lease by now.
-        needed = {lease.ticket_id for lease in self.store.run(leases.open_leases)}
-        needed |= {ticket.id for ticket in self.store.run(tickets.waiting)}
-        # What no ticket of ours ever was is another hub's on the same cluster.
-        lost = sorted(
-            ticket.id for ticket in self.store.run(lambda c: tickets.some(c, said - needed))
-        )
+
+        def find_lost(connection: sa.Connection) -> list[str]:
+            # In one transaction: between two, a ticket could become a lease, and be in neither.
+            needed = {lease.ticket_id for lease in leases.open_leases(connection)}
+            needed |= {ticket.id for ticket in tickets.waiting(connection)}
+            # What no ticket of ours ever was is another hub's on the same cluster.
+            return sorted(ticket.id for ticket in tickets.some(connection, said - needed))
+
+        lost = self.store.run(find_lost)
         for ticket_id in lost:
             self.log.warning("Nobody waits with ticket %s any more: taking it back", ticket_id)
             self.delegate.cancel(ticket_id)

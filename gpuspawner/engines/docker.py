@@ -115,8 +115,9 @@ class DockerEngine:
         Those with the lease's label, those with the recorded id or with ``name``, whatever they
         are called or labelled now, and those that run without any lease and were given one of
         its devices since the grant. A list without one that lives proves the server gone, unless
-        another engine answers: then an empty list raises AnotherEngine. ``among`` is the engine's
-        own list, if it was asked for already. Raises EngineUnavailable.
+        another engine answers than the one it was started on: then only the lease's own container
+        proves anything, and without it this raises AnotherEngine. ``among`` is the engine's own
+        list, if it was asked for already. Raises EngineUnavailable.
         """
         found = {}
         for listed in self._list() if among is None else among:
@@ -132,7 +133,8 @@ class DockerEngine:
                 continue
             if is_its_own or was_given(state, lease, self._stamp_error()):
                 found[state["Id"]] = state
-        if not found and lease.engine_id and lease.engine_id != self.identity():
+        tells = any(belongs_to(each, lease) or _is_up(each) for each in found.values())
+        if not tells and lease.engine_id and lease.engine_id != self.identity():
             raise AnotherEngine()
         return list(found.values())
 
@@ -187,6 +189,11 @@ class DockerEngine:
 def is_alive(container: dict[str, Any]) -> bool:
     """Return True unless the container has exited."""
     return container["State"].get("Status") not in ENDED
+
+
+def _is_up(container: dict[str, Any]) -> bool:
+    """Return True for a container that was started and has not exited."""
+    return container["State"].get("Status") not in _AT_REST
 
 
 def belongs_to(container: dict[str, Any], lease: Lease) -> bool:

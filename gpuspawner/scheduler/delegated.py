@@ -69,11 +69,13 @@ class Delegate(Protocol):
         since."""
 
     def cancel(self, ticket_id: str) -> None:
-        """Take a ticket back, and what it got with it; the server on it is gone. Doing it twice
-        changes nothing. Raises Unavailable."""
+        """Take a ticket back, and what it got with it; the server on it is gone. From then on
+        :meth:`turns` names no devices of it. Doing it twice changes nothing. Raises
+        Unavailable."""
 
     def decline(self, ticket_id: str) -> None:
-        """Give back what a ticket got, and let it be handed over once more. Raises Unavailable."""
+        """Give back what a ticket got, and let it be handed over once more. From then on
+        :meth:`turns` names no devices of it until it got others. Raises Unavailable."""
 
     def extend(self, ticket_id: str, seconds: int) -> None:
         """Let it have its devices for so many seconds in all. Raises Refused or Unavailable."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import Any
 
 from ..errors import ConfigError, GPUSpawnerError, SlurmRefused, SlurmUnavailable
@@ -46,6 +47,9 @@ OLD = timedelta(seconds=5)
 SETTLING = 0.3
 """Seconds that Slurm gets to act on what it was told, before it is asked what came of it."""
 
+ENDING = 10.0
+"""Seconds after which a job that was told to end and runs on was not told: Slurm refused it."""
+
 FRESH = 2.0
 """Seconds for which a look says what jobs a ticket has."""
 
@@ -78,7 +82,11 @@ class SlurmDelegate(Tending, SamplesNodes):
         self._asker = Asker(lambda: self._look())
         self._jobs: dict[str, Job] = {}
         self._turns: dict[str, Turn] = {}
-        self._given_back: set[int] = set()
+        self._told_to_end: dict[str, float] = {}
+        """When the jobs of tickets were told to end, by ticket, until a look has shown the end."""
+        self._telling = threading.Lock()
+        self._ended_by_us: set[int] = set()
+        """Jobs that have ended since they were told to: their tickets may get others."""
         self._began = self._answered = self._paid = float("-inf")
         self._handed_in = self._nobody_waited = float("-inf")
         self._trouble: SlurmUnavailable | None = None
@@ -139,18 +147,31 @@ class SlurmDelegate(Tending, SamplesNodes):
         self._must_answer()
         job = self._surely(ticket_id)
         if job is None:
-            with suppress(SlurmRefused):  # there is none any more
-                self.slurm.cancel_named(f"{HOLDER}{ticket_id}")
+            self._tell_end(ticket_id, partial(self._end_named, ticket_id))
         elif job.lives:
-            self._ending.tell(job.id)
-        else:
-            return
-        self._has_news()
+            self._tell_end(ticket_id, partial(self._ending.tell, job.id))
 
     def cancel_job(self, number: int) -> None:
         """One that lived a moment ago. Raises SlurmUnavailable."""
-        self._ending.tell(number)
-        self._has_news()
+        jobs = self._jobs
+        ticket_id = next((name for name, job in jobs.items() if job.id == number), "")
+        self._tell_end(ticket_id, partial(self._ending.tell, number))
+
+    def _tell_end(self, ticket_id: str, tell: Callable[[], object]) -> None:
+        """Have the job of a ticket ended. From now on :meth:`turns` names no devices of it, though
+        it runs in the last look. Raises SlurmUnavailable; then it may have been told."""
+        with self._telling:
+            self._told_to_end[ticket_id] = float("inf")
+        try:
+            tell()
+        finally:
+            with self._telling:
+                self._told_to_end[ticket_id] = time.monotonic()
+            self._has_news()
+
+    def _end_named(self, ticket_id: str) -> None:
+        with suppress(SlurmRefused):  # there is none any more
+            self.slurm.cancel_named(f"{HOLDER}{ticket_id}")
 
     def _end(self, numbers: list[int]) -> None:
         with suppress(SlurmRefused):  # some are over already
@@ -172,7 +193,10 @@ class SlurmDelegate(Tending, SamplesNodes):
 
     def extend(self, ticket_id: str, seconds: int) -> None:
         """Raises SlurmRefused or SlurmUnavailable."""
+        asked_at = time.monotonic()
         self.turns()
+        if ticket_id not in self._jobs:
+            self._look_since(asked_at)  # the last look may be older than the job
         if (job := self._jobs.get(ticket_id)) is None or not job.lives:
             raise SlurmRefused(why="its job has ended")
         minutes = holder.minutes(seconds)
@@ -182,9 +206,7 @@ class SlurmDelegate(Tending, SamplesNodes):
     def decline(self, ticket_id: str) -> None:
         job = self._jobs.get(ticket_id)
         if job is not None and job.lives:
-            self._given_back.add(job.id)
-            self._hand.give_back(job)
-            self._has_news()
+            self._tell_end(ticket_id, partial(self._hand.give_back, job))
 
     def turns(self, age: float = EVERY) -> Mapping[str, Turn]:
         def is_due() -> bool:
@@ -196,7 +218,23 @@ class SlurmDelegate(Tending, SamplesNodes):
             raise self._trouble or SlurmUnavailable(why=why)
         if (trouble := self._trouble) is not None:
             raise trouble
-        return self._turns
+        return self._without_ending()
+
+    def _without_ending(self) -> Mapping[str, Turn]:
+        """The turns of the last look, and no devices of jobs that were told to end."""
+        with self._telling:  # first: what is taken out here was shown to have ended before that
+            ending = set(self._told_to_end)
+        turns = self._turns
+        hidden = [name for name in ending if name in turns and turns[name].uuids]
+        if not hidden:
+            return turns
+        return {**turns, **{name: replace(turns[name], uuids=(), since=None) for name in hidden}}
+
+    def _look_since(self, moment: float) -> None:
+        """Wait for a look that began after this moment. Raises SlurmUnavailable."""
+        while self._began < moment:
+            time.sleep(max(0.0, self._due(0) - time.monotonic()))
+            self.turns(0)
 
     def _must_answer(self) -> None:
         """Before it is told something: nobody waits long where it does not answer already. Raises
@@ -274,18 +312,35 @@ class SlurmDelegate(Tending, SamplesNodes):
             if job.ticket_id:
                 found[job.ticket_id] = self._better(found.get(job.ticket_id), job)
         before = self._jobs
-        self._given_back.intersection_update(job.id for job in jobs)
         self._jobs = {name: _with_devices(job, before.get(name)) for name, job in found.items()}
+        self._note_ends({job.id for job in jobs})
         self._turns = {
             name: self._turn(job, places.get(job.id, 0), len(line))
             for name, job in self._jobs.items()
         }
         self._began = began
+        self._forget_ends(began)
         if not any(job.waits for job in self._jobs.values()):
             self._nobody_waited = began
         for name in self._submitted.keys() - self._jobs.keys():
             if self._submitted[name] < began:
                 del self._submitted[name]
+
+    def _note_ends(self, known: Collection[int]) -> None:
+        """Keep which jobs have ended since they were told to, as long as Slurm knows them."""
+        with self._telling:
+            told = [job for name in self._told_to_end if (job := self._jobs.get(name))]
+        self._ended_by_us |= {job.id for job in told if not job.lives}
+        self._ended_by_us.intersection_update(known)
+
+    def _forget_ends(self, began: float) -> None:
+        """Forget who was told to end before this look, and has ended or was not told after all."""
+        with self._telling:
+            for name, told_at in list(self._told_to_end.items()):
+                job = self._jobs.get(name)
+                pause = ENDING if job is not None and job.lives else 0.0
+                if told_at + pause < began:
+                    del self._told_to_end[name]
 
     def _better(self, one: Job | None, other: Job) -> Job:
         """Which of two jobs of one ticket counts: the first, or one that was submitted after its
@@ -317,7 +372,7 @@ class SlurmDelegate(Tending, SamplesNodes):
             return Turn(
                 ticket_id=job.ticket_id,
                 over=job.end,
-                again=job.may_come_again or job.id in self._given_back,
+                again=job.may_come_again or job.id in self._ended_by_us,
                 ended_at=job.ended_at,
             )
         why = SWITCHED_ON if job.state == "CONFIGURING" else ""

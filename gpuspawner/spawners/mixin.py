@@ -252,7 +252,9 @@ class GPUSpawnerMixin(Acquiring):
                 follow = self.broker.follow_rename
                 self.lease = await self.broker.run(follow, self.lease.id, self.server_ref)
         lease, is_earlier = self.lease, self._spawn is None
-        if lease and lease.state is LeaseState.GRANTED and is_earlier and self._adopting is None:
+        if lease is None or lease.state is not LeaseState.GRANTED or not is_earlier:
+            return
+        if self._adopting is None or self._adopting.done():  # one that failed is tried again
             self._adopting = asyncio.ensure_future(self._adopt(lease))
 
     def _is_mine(self, lease: Lease) -> bool:
@@ -263,6 +265,7 @@ class GPUSpawnerMixin(Acquiring):
     async def _adopt(self, lease: Lease) -> None:
         """Confirm the lease of a server that an earlier hub was starting, when it answers.
 
+        What fails is tried again at the next poll: until it is confirmed, a server costs nothing.
         The accounting service does the same when it looks next; the member may stop it before.
         """
         try:

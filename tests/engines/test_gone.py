@@ -144,6 +144,22 @@ def test_another_engine_proves_nothing(
     assert is_free(broker)
 
 
+@pytest.mark.parametrize("started", [True, False])
+def test_a_container_of_the_same_name_on_another_engine_proves_nothing(
+    clean_engine: PrivateEngine, images: Any, broker: Broker, lease: Lease, started: bool
+) -> None:
+    """Docker was replaced, and has an older server's container that ended or was never started."""
+    with PrivateEngine() as second:
+        images.ensure_images(second, [images.EXITS])
+        made = second.client.create_container(images.EXITS, name="jupyter-ada")
+        if started:
+            second.client.start(made["Id"])
+            second.client.wait(made["Id"])
+        with pytest.raises(AnotherEngine):
+            open_engine(second.url).holders(lease, "jupyter-ada")
+    assert open_engine(clean_engine.url).holders(lease, "jupyter-ada")
+
+
 def test_another_engine_proves_nothing_of_a_start_that_was_cut(
     clean_engine: PrivateEngine, broker: Broker
 ) -> None:

@@ -4,6 +4,7 @@ accounting service, Chromium, axe-core; one hub for all."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import date, datetime, timezone
 from typing import Any
 
 import pytest
@@ -27,8 +28,9 @@ c.Broker.rate_zone = "Europe/Vienna"
 c.JupyterHub.load_groups = {"ml101": {"users": ["ada", "bob"]}}
 """
 
+_DAY = ("MO", "TU", "WE", "TH", "FR", "SA", "SU")[(date.today().weekday() + 3) % 7]
 WEEKLY = {
-    "rule": "FREQ=WEEKLY;BYDAY=MO;BYHOUR=6;BYMINUTE=0",
+    "rule": f"FREQ=WEEKLY;BYDAY={_DAY};BYHOUR=6;BYMINUTE=0",  # not while the tests run
     "zone": "Europe/Vienna",
     "mode": "add",
     "amount": "25",
@@ -52,6 +54,7 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
                 audience=["everybody"],
                 actor="kim",
                 reason="a month",
+                starts_at=datetime(2999, 1, 1, tzinfo=timezone.utc),
             )
         )
         yield hub

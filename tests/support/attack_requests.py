@@ -81,6 +81,9 @@ UNDRAIN = ("api/devices/{device}/undrain", {"reason": WHY})
 REFILL = {"rule": "FREQ=YEARLY", "from": "2999-01-01T00:00:00Z"}
 REFILL |= {"amount": "5", "reason": WHY, "key": "{new}"}
 """None is given while the tests run: that would change accounts."""
+_FAR = date.today() + timedelta(days=180)
+FORM_REFILL = {**REFILL, "rule": f"FREQ=YEARLY;BYMONTH={_FAR.month};BYMONTHDAY={_FAR.day}"}
+"""The same by the form, which asks for no beginning: its rules begin at the next full minute."""
 FOLDER = {"confirm": "yes", "member": FRIEND}
 
 RIGHT = {
@@ -129,7 +132,7 @@ RIGHT = {
     ),
     "POST rates/{rate}/remove": Right(ADMIN, YES),
     "POST api/rates/{rate}/remove": Right(ADMIN, {"reason": WHY}),
-    "POST refills": Right(ADMIN, {**REFILL, "audience": "members:ml101", "confirm": "yes"}),
+    "POST refills": Right(ADMIN, {**FORM_REFILL, "audience": "members:ml101", "confirm": "yes"}),
     "POST api/refills": Right(ADMIN, {**REFILL, "audience": ["members:ml101"]}),
     "POST refills/{refill}/end": Right(ADMIN, YES),
     "POST api/refills/{refill}/end": Right(ADMIN, {"reason": WHY}),
@@ -178,13 +181,17 @@ class Requests:
 
         ``by``: only changes, those that this user may make.
         """
-        doors = {shape(self.hub, door): door for door in self.hub.doors()}
+        doors = self._doors()
         changing = {name for name in doors if not name.startswith("GET ")}
         assert changing == RIGHT.keys(), changing ^ RIGHT.keys()
         wanted = [
             name for name in sorted(doors) if not by or (name in changing and by == _may(name))
         ]
         return [partial(self._call, name, doors[name]) for name in wanted]
+
+    def call(self, name: str) -> Call:
+        """The one of this name, made ready."""
+        return self._call(name, self._doors()[name])
 
     def assert_known(self, uncounted: Iterable[str]) -> None:
         """Whatever changes something was tried by who may, and worked: but for :data:`WITHOUT`."""
@@ -238,6 +245,9 @@ class Requests:
         return _changed(call, answer), tells
 
     # Below here: how.
+
+    def _doors(self) -> dict[str, Door]:
+        return {shape(self.hub, door): door for door in self.hub.doors()}
 
     def _call(self, name: str, door: Door) -> Call:
         right = RIGHT.get(name, Right(ADMIN))

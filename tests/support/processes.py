@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
@@ -124,7 +125,8 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on right now; none is given twice."""
+    """A TCP port on 127.0.0.1 that nobody listens on right now; none is given twice, nor to two
+    runs on one machine."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
     ours = range(FIRST_PORT + worker * PORTS, FIRST_PORT + (worker + 1) * PORTS)
     while True:
@@ -132,8 +134,17 @@ def free_port() -> int:
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             if port not in _given:
+                # One byte of the file for each port, locked as long as this process lives.
+                fcntl.lockf(_port_locks(os.getpid()), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
                 _given.add(port)
                 return port
+
+
+@cache
+def _port_locks(pid: int) -> int:
+    """The file of this process (a fork has none of its parent's locks), by its descriptor."""
+    path = Path(tempfile.gettempdir(), f"gpuspawner-ports-{os.geteuid()}")
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def wait_for(

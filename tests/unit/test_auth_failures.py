@@ -86,12 +86,12 @@ def test_signing_in_again_gives_no_second_opening_grant(broker: Broker) -> None:
     ids=["PostgreSQL down", "folder missing", "URL wrong"],
 )
 def test_a_store_that_is_gone_keeps_nobody_out(
-    settings: dict[str, str], caplog: pytest.LogCaptureFixture
+    settings: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config({"Plain": {"allow_all": True}, "Broker": settings})
     config.Broker.device_source = "simulated:1xT4"
     authenticator = Plain(config=config)
-    authenticator.log.propagate = True
+    monkeypatch.setattr(authenticator.log, "propagate", True)
 
     assert sign_in(authenticator, ADA) == "in"
     assert "account of 'ada' could not be opened" in caplog.text

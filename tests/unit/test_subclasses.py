@@ -107,11 +107,13 @@ def test_extra_options_reach_hooks_and_others_are_refused() -> None:
     assert "shown_at, course. An admin of this hub can allow others." in caught.value.message
 
 
-def test_refusal_names_the_setting_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusal_names_the_setting_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spawner = spawner_of(GPUDockerSpawner)
     spawner.user_options = {"course": "ml"}
-    spawner.log.addHandler(caplog.handler)
-    spawner.log.setLevel("INFO")
+    monkeypatch.setattr(spawner.log, "propagate", True)
+    caplog.set_level("INFO", logger=spawner.log.name)
     with pytest.raises(InvalidRequest):
         spawner.resolve_options()
     assert "c.GPUSpawnerMixin.extra_options" in caplog.text
