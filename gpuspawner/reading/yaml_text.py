@@ -20,6 +20,7 @@ from .origin import Origin, Path, shown
 MOST_DEPTH = 40
 MOST_REPEATED = 500_000
 """Values that aliases may add to what is written."""
+TOO_DEEP = "this is nested too deeply. Write it flat."
 
 _STR = "tag:yaml.org,2002:str"
 _MERGE = "tag:yaml.org,2002:merge"
@@ -41,6 +42,8 @@ def read_yaml(text: str, name: str, folder: Folder | None = None) -> tuple[Any, 
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
         problem = error.problem or error.context or "it cannot be read"
+        if "nesting" in problem:  # from PyYAML 6.0.4 on its parser has a limit of its own
+            raise ConfigError(f"{name}{line}: {TOO_DEEP}") from None
         raise ConfigError(
             f"{name}{line}: this is not valid YAML: {problem}. Check the indentation and quotes "
             "of this line and the one before it."
@@ -96,7 +99,7 @@ class _Nodes:
                 if node.items is not None:
                     outer.append(node)
                     if len(outer) > MOST_DEPTH:
-                        raise _error(self.name, node, "this is nested too deeply. Write it flat.")
+                        raise _error(self.name, node, TOO_DEEP)
             elif isinstance(event, yaml.CollectionEndEvent):
                 outer.pop()
         return self.root
