@@ -239,7 +239,7 @@ def _insert_many(connection: sa.Connection, rows: Sequence[dict[str, Any]]) -> s
     """Insert transfers whose keys are not there; the ids of those that were written."""
     if connection.dialect.name != "sqlite":
         return set(connection.execute(_INSERT_MANY, rows).scalars())
-    # SQLite's driver is many times as fast with rows of which nothing is to be returned.
+    # A batch of rows of which nothing is to be returned is one call of SQLite's driver.
     ids = [row["id"] for row in rows]
     if connection.execute(_NEW["sqlite"], rows).rowcount == len(rows):
         return set(ids)
