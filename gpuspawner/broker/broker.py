@@ -334,7 +334,7 @@ class Broker(
                 book.post(connection, transfer)
             charged, waived = lease.charged + due, owed - due
             reason = lease.end_reason or reason  # who ordered its stop said why
-            leases.end(connection, lease.id, end, reason, charged, waived)
+            leases.end(connection, lease.id, end, reason, charged, waived, lease.devices)
             self._settle_lots_since(connection, lease, now, newest)
         lease = replace(
             lease,

@@ -163,7 +163,7 @@ class Environment:
                 if isinstance(value, Mapping):
                     value = {**made.get(key, getattr(self, key)), **value}
                 made[key] = value
-        return replace(self, **made)
+        return replace(self, **made) if made else self
 
     def _check_options(self, chosen: Mapping[str, str]) -> None:
         known = [option.name for option in self.profile_options]

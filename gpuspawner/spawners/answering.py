@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from ssl import SSLContext
+from typing import Any
 
 from tornado.httpclient import HTTPClientError, HTTPRequest
 from tornado.iostream import UnsatisfiableReadError
+from tornado.netutil import DefaultLoopResolver
 from tornado.simple_httpclient import SimpleAsyncHTTPClient
 
 PATIENCE = 5.0
@@ -26,9 +30,29 @@ class ProbeClient(SimpleAsyncHTTPClient):
     """
 
 
+class AddressResolver(DefaultLoopResolver):
+    """Tornado's resolver, which asks in a thread, for names alone: an address needs no look-up."""
+
+    async def resolve(
+        self, host: str, port: int, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[tuple[int, Any]]:
+        for kind, address in (
+            (socket.AF_INET, (host, port)),
+            (socket.AF_INET6, (host, port, 0, 0)),
+        ):
+            if family in (socket.AF_UNSPEC, kind):
+                with suppress(OSError):
+                    socket.inet_pton(kind, host)
+                    return [(kind, address)]
+        return await super().resolve(host, port, family)
+
+
+_RESOLVER = AddressResolver()
+
+
 async def answers(url: str, ssl_context: SSLContext | None) -> bool:
     """Return True if a server answers there; a refusal to show something is an answer too."""
-    client = ProbeClient(max_clients=MOST_AT_ONCE, max_body_size=LONGEST)
+    client = ProbeClient(max_clients=MOST_AT_ONCE, max_body_size=LONGEST, resolver=_RESOLVER)
     request = HTTPRequest(
         url,
         connect_timeout=PATIENCE,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,6 +40,9 @@ T = TypeVar("T")
 
 THREADS = 16
 """Docker calls that may run at once; the stock spawner has one thread for all members."""
+
+FRESH_SECONDS = 2.0
+"""For so long an answer of the engine is used that was asked for ahead of its use."""
 
 ZEROS = {"mem_limit": "Memory", "pids_limit": "PidsLimit", "oom_score_adj": "OomScoreAdj"}
 """Settings of ``extra_host_config`` whose 0 means something, and their names in the Engine API."""
@@ -79,6 +84,13 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     )
 
     _changing: asyncio.Future[Any] | None = None
+    _identity: tuple[float, asyncio.Future[str]] | None = None
+    """Which engine answers, asked for ahead of the container's creation, and when."""
+    _last_alone: tuple[float, str, str] | None = None
+    """When the engine had this container, which had ended, and nothing else that may hold the
+    devices of this lease: the ids of container and lease."""
+    _removed = ""
+    """The id of the container that the engine removed last at our word."""
     _kept = Kept()
     _plain: Plain | None = None
 
@@ -180,11 +192,21 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     async def _note_engine(self) -> None:
         """Write which engine gets the container, where the lease does not say so already."""
         lease = self._held()
-        identity = await self._ask_engine(self.server_engine().identity)
+        asked, self._identity = self._identity, None
+        if asked is None or time.monotonic() - asked[0] > FRESH_SECONDS:
+            identity = await self._ask_engine(self.server_engine().identity)
+        else:
+            identity = await asked[1]
         if identity != lease.engine_id:
             self.broker.engine_ids[lease.engine] = identity
             await self.broker.run(self.broker.note_engine, lease.id, identity)
             self.lease = replace(lease, engine_id=identity)
+
+    def _ask_identity(self) -> None:
+        """Ask which engine it is, beside what else is asked before the container is created."""
+        asked = asyncio.ensure_future(self._ask_engine(self.server_engine().identity))
+        asked.add_done_callback(_ignore_failure)
+        self._identity = time.monotonic(), asked
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await super().docker(method, *args, **kwargs)
@@ -239,6 +261,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         """Start as DockerSpawner does; whatever fails is said in words."""
         try:
             self._kept = Kept() if self.remove else await keep(self)
+            self._ask_identity()
             return await super().start()
         except ImageNotFound as error:
             cause = f"the image {self.image} is not on this machine"
@@ -314,11 +337,30 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         await super().start_object()
 
     async def stop_object(self) -> None:
-        """Stop the container; what comes after, its removal, is not the member's time."""
+        """Stop the container; what comes after, its removal, is not the member's time.
+
+        While the engine has the ended container, its list proves what else may hold the devices: no
+        other engine has one of this id. After the removal it would have to say which engine it is.
+        """
         await super().stop_object()
         self.stopped_at = self.broker.clock()
-        if (container := await self._inspected()) is not None:
+        container_id, lease, asked_at = self.container_id, self.lease, time.monotonic()
+        self._last_alone, self._removed = None, ""
+        if lease is None or self._is_changing():
+            container = await self._inspected()
+        else:
+            container = None
+            with suppress(DockerException, requests.RequestException, OSError, EngineUnavailable):
+                found = await self._holders(lease)
+                container = next((each for each in found if each["Id"] == container_id), None)
+                if container and len(found) == 1 and not is_alive(container):
+                    self._last_alone = asked_at, container_id, lease.id
+        if container is not None:
             self.finished_at = sighting_of(container).ended_at
+
+    async def remove_object(self) -> None:
+        """Remove the container, as DockerSpawner; it may be going by itself."""
+        await self._remove(self.object_id)
 
     async def engine_started_at(self) -> datetime | None:
         container = await self._inspected()
@@ -427,11 +469,13 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         name or its devices. Only exits and absence count, and nothing else."""
         if not self.touched or self.lease is None:
             return Proof(gone=True)
-        if self._changing is not None and not self._changing.done():
+        if self._changing is not None and self._is_changing():
             await asyncio.wait([self._changing])
         lease = self.lease
+        if self._was_last(lease):
+            return Proof(gone=True)
         try:
-            found = await self._ask_engine(self.server_engine().holders, lease, self.object_name)
+            found = await self._holders(lease)
             living = [each for each in found if is_alive(each) and not _is_unstarted(each)]
             if living:
                 return Proof(gone=False, detail=self._why_not_gone(living, lease))
@@ -449,6 +493,25 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
             gone=True, ended_at=last, detail=next((e.detail for e in ends if e.detail), "")
         )
 
+    def _was_last(self, lease: Lease) -> bool:
+        """Return True if the engine had nothing but the lease's own container, which had ended,
+        just before it removed that one at our word.
+
+        True once: whoever asks again wants a new look.
+        """
+        last, self._last_alone = self._last_alone, None
+        if last is None or time.monotonic() - last[0] > FRESH_SECONDS:
+            return False
+        return last[1:] == (self._removed, lease.id)
+
+    def _is_changing(self) -> bool:
+        """Return True while the engine creates or starts the container."""
+        return self._changing is not None and not self._changing.done()
+
+    async def _holders(self, lease: Lease) -> list[dict[str, Any]]:
+        """Every container that may hold the lease's devices."""
+        return await self._ask_engine(self.server_engine().holders, lease, self.object_name)
+
     def _is_ours(self, container: dict[str, Any], lease: Lease) -> bool:
         """Return True for the lease's own container, and for what has this server's name."""
         return belongs_to(container, lease) or container["Name"] == f"/{self.object_name}"
@@ -462,6 +525,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         self.log.info("Removing the container %s of %s", container_id[:12], self.server_ref)
         try:
             await self._call("remove_container", container_id, v=True)
+            self._removed = container_id
         except APIError as error:
             if error.status_code not in (404, 409):
                 raise
@@ -477,7 +541,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         it is somebody else's."""
         lease = self._held()
         try:
-            found = await self._ask_engine(self.server_engine().holders, lease, self.object_name)
+            found = await self._holders(lease)
             for each in found:
                 if is_alive(each) and self._is_ours(each, lease):
                     self.object_id = each["Id"]
@@ -503,6 +567,12 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         if state.get("OOMKilled"):
             return "it ran out of memory"
         return f"it exited at once with code {state['ExitCode']}"
+
+
+def _ignore_failure(asked: asyncio.Future[str]) -> None:
+    """Take the failure of a question whose answer nobody may come for."""
+    if not asked.cancelled():
+        asked.exception()
 
 
 def _is_unstarted(container: dict[str, Any]) -> bool:

@@ -206,7 +206,12 @@ class GPUSpawnerMixin(Acquiring):
 
     async def _confirm_ready(self, url: Any) -> None:
         """Wait until the server answers at ``url``, and confirm its lease."""
-        started_at, _ = await asyncio.gather(self.engine_started_at(), self._wait_ready(url))
+        asked = asyncio.ensure_future(self.engine_started_at())
+        try:
+            await self._wait_ready(url)
+            started_at = await asked
+        finally:
+            asked.cancel()
         lease = cast("Lease", self.lease)
         self.lease = await self.broker.run(
             self.broker.confirm,

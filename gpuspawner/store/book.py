@@ -21,13 +21,12 @@ from .schema import accounts, leases, postings, transfers
 _HELD = lease_rows.HELD.where(leases.c.account == accounts.c.name).scalar_subquery()
 _ACCOUNT = sa.select(accounts.c.balance, _HELD).where(accounts.c.name == sa.bindparam("account"))
 _OPEN = sa.insert(accounts)
-_FIELDS = tuple(transfers.c.keys())
 # A key that is there already is found by its own index, and not by a question before.
 _NEW = {
     "sqlite": sqlite.insert(transfers).on_conflict_do_nothing(),
     "postgresql": postgresql.insert(transfers).on_conflict_do_nothing(),
 }
-_INSERT = {name: insert.returning(transfers.c.id) for name, insert in _NEW.items()}
+_INSERT_MANY = _NEW["postgresql"].returning(transfers.c.id)
 # The newest link of the chain comes with the answer, which spares one transfer a question of its
 # own. With many it would be looked up for each.
 _INSERT_ONE = {
@@ -35,6 +34,12 @@ _INSERT_ONE = {
 }
 _NEWEST_LINK = {name: sa.select(link) for name, link in chain.NEWEST_LINK.items()}
 _INSERT_POSTINGS = sa.insert(postings)
+_WITHOUT_POSTINGS = sa.select(transfers.c.id).where(
+    transfers.c.id.in_(sa.bindparam("ids", expanding=True)),
+    ~sa.exists().where(postings.c.transfer_id == transfers.c.id),
+)
+AT_ONCE = 500
+"""SQLite takes so many parameters, and not many more."""
 _THERE = sa.select(accounts.c.name).where(
     accounts.c.name.in_(sa.bindparam("names", expanding=True))
 )
@@ -119,17 +124,14 @@ def post_many(
     """
     if not some:
         return []
-    rows = [
-        {name: getattr(transfer, name) for name in _FIELDS} | {"kind": transfer.kind.value}
-        for transfer in some
-    ]
+    rows = [_row(transfer) for transfer in some]
     dialect = connection.dialect.name
     if len(rows) == 1:
         # Of a list SQLAlchemy makes another statement each time, which takes longer than this one.
         inserted = connection.execute(_INSERT_ONE[dialect], rows[0]).all()
         written, before = {row[0] for row in inserted}, inserted[0][1] if inserted else None
     else:
-        written = set(connection.execute(_INSERT[dialect], rows).scalars())
+        written = _insert_many(connection, rows)
         before = connection.execute(_NEWEST_LINK[dialect]).scalar()
     are_new = []
     for transfer in some:
@@ -233,16 +235,43 @@ def all_transfers(connection: sa.Connection) -> list[Transfer]:
     ]
 
 
-def _lines(new: Iterable[Transfer], links: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the rows of these transfers' postings; the last one of each carries the link."""
+def _insert_many(connection: sa.Connection, rows: Sequence[dict[str, Any]]) -> set[str]:
+    """Insert transfers whose keys are not there; the ids of those that were written."""
+    if connection.dialect.name != "sqlite":
+        return set(connection.execute(_INSERT_MANY, rows).scalars())
+    # A batch of rows of which nothing is to be returned is one call of SQLite's driver.
+    ids = [row["id"] for row in rows]
+    if connection.execute(_NEW["sqlite"], rows).rowcount == len(rows):
+        return set(ids)
+    written = set[str]()  # what was there before has postings
+    for start in range(0, len(ids), AT_ONCE):
+        part = {"ids": ids[start : start + AT_ONCE]}
+        written.update(connection.execute(_WITHOUT_POSTINGS, part).scalars())
+    return written
+
+
+def _row(transfer: Transfer) -> dict[str, Any]:
+    return {
+        "id": transfer.id,
+        "key": transfer.key,
+        "kind": transfer.kind.value,
+        "at": transfer.at,
+        "actor": transfer.actor,
+        "reason": transfer.reason,
+        "lease_id": transfer.lease_id,
+    }
+
+
+def _lines(new: Iterable[Transfer], link: str) -> list[dict[str, Any]]:
+    """Return the rows of these transfers' postings; the last one carries the link."""
     rows: list[dict[str, Any]] = []
-    for transfer, link in zip(new, links, strict=True):
+    for transfer in new:
         name, apart = transfer.id, transfer.apart
         for posting in transfer.postings:
             row = {"transfer_id": name, "account": posting.account, "amount": posting.amount}
             row["apart"], row["link"] = apart, None
             rows.append(row)
-        row["link"] = link
+    rows[-1]["link"] = link
     return rows
 
 
@@ -276,8 +305,8 @@ def _add(connection: sa.Connection, sums: dict[str, int], too_much: str) -> int:
 def _missing(connection: sa.Connection, names: list[str]) -> list[str]:
     """Those of the accounts that are not there."""
     there: set[str] = set()
-    for start in range(0, len(names), 500):  # SQLite takes so many parameters, and not many more
-        part = {"names": names[start : start + 500]}
+    for start in range(0, len(names), AT_ONCE):
+        part = {"names": names[start : start + AT_ONCE]}
         there.update(connection.execute(_THERE, part).scalars())
     return [name for name in names if name not in there]
 

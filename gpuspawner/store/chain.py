@@ -1,9 +1,10 @@
 """Two hash chains, so that a row that is changed, deleted or put in by hand is found.
 
-Each transfer carries its link, the SHA-256 of its facts and of the link before it, in the last of
-its postings. Lines of the audit trail and ended leases are sealed in the same way in the table
-``chain``, in the transaction that writes them. A seal also covers the link of the newest transfer
-at that time: whoever deletes transfers from the end of the ledger breaks it.
+Transfers that are posted together have one link, the SHA-256 of the facts of all of them and of the
+link before it, in the last of their postings. Lines of the audit trail and ended leases are sealed
+in the same way in the table ``chain``, in the transaction that writes them. A seal also covers the
+link of the newest transfer at that time: whoever deletes transfers from the end of the ledger
+breaks it.
 
 Writers come one at a time (see :meth:`Store.write`), so the newest row is the one before.
 """
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from ..ledger.entries import Transfer
+from ..model import LeasedDevice
 from .schema import audit, chain, lease_places, leases, postings, transfers
 
 CHANGE = "change"
@@ -42,15 +44,16 @@ NEWEST_LINK: dict[str, sa.ColumnElement[str | None]] = {
     "sqlite": sa.literal_column("(SELECT link FROM postings ORDER BY id DESC LIMIT 1)", sa.Text),
     "postgresql": sa.literal_column("gpuspawner_newest_link()", sa.Text),
 }
-"""The link of the newest transfer, by dialect; NULL in an empty ledger."""
+"""The link of the newest transfers, by dialect; NULL in an empty ledger."""
 
 _NEWEST_POSTING = sa.select(sa.func.max(postings.c.id)).scalar_subquery()
-_BEFORE_SEAL = sa.select(
+_BEFORE = (
     sa.select(chain.c.link).order_by(chain.c.id.desc()).limit(1).scalar_subquery(),
     _NEWEST_POSTING,
     sa.select(postings.c.link).where(postings.c.id == _NEWEST_POSTING).scalar_subquery(),
 )
 """The newest seal's link, the newest posting and its link; NULL where there is none."""
+_BEFORE_SEAL = sa.select(*_BEFORE)
 
 _SEAL = sa.insert(chain)
 # Named one by one: the migration chains what older versions have, and a column that is added later
@@ -88,8 +91,11 @@ _LEASE_FIELDS = (
     "refunded",
 )
 """What does not change any more once a lease has ended, unless it is refunded."""
+_LEASE_COLUMNS = tuple(leases.c[name] for name in _LEASE_FIELDS)
+TO_SEAL = (*_LEASE_COLUMNS, *_BEFORE)
+"""What :func:`seal_row` needs of a lease, for the statement that ends it."""
 _LEASES = (
-    sa.select(*(leases.c[name] for name in _LEASE_FIELDS), *_PLACES)
+    sa.select(*_LEASE_COLUMNS, *_PLACES)
     .select_from(leases.outerjoin(lease_places))
     .order_by(leases.c.id, lease_places.c.uuid, lease_places.c.slot)
 )
@@ -97,12 +103,10 @@ _ENDED = _LEASES.where(leases.c.ended_at.isnot(None))
 _ONE_LEASE = _LEASES.where(leases.c.id == sa.bindparam("lease"))
 
 
-def link_transfers(before: str | None, some: Iterable[Transfer]) -> Iterator[str]:
-    """Yield the link of each transfer; ``before`` is that of the newest one in the ledger."""
-    link = before or FIRST
-    for each in some:
-        link = _link(link, _transfer_facts(each))
-        yield link
+def link_transfers(before: str | None, some: Iterable[Transfer]) -> str:
+    """Return the one link of transfers that are posted together; ``before`` is the newest in the
+    ledger."""
+    return _link(before or FIRST, *map(_transfer_facts, some))
 
 
 def seal_change(connection: sa.Connection, line: int, row: Sequence[Any]) -> None:
@@ -114,6 +118,16 @@ def seal_lease(connection: sa.Connection, lease_id: str) -> None:
     """Seal a lease that has ended, as it is now in the store: anew after a refund."""
     for _, facts in _leases(connection.execute(_ONE_LEASE, {"lease": lease_id})):
         _seal(connection, LEASE, lease_id, facts)
+
+
+def seal_row(
+    connection: sa.Connection, row: Sequence[Any], devices: Iterable[LeasedDevice]
+) -> None:
+    """Seal a lease that has just ended, of which a statement returned :data:`TO_SEAL`."""
+    width = len(_LEASE_FIELDS)
+    places = sorted([d.uuid, d.slot, d.index, d.model, d.memory_bytes] for d in devices)
+    facts = _facts((*row[:width], places))
+    _write_seal(connection, LEASE, row[0], facts, row[width:])
 
 
 def head(connection: sa.Connection) -> str:
@@ -148,11 +162,11 @@ def knows(connection: sa.Connection, noted: str) -> bool:
 def check_transfers(connection: sa.Connection) -> Iterator[str]:
     """Each transfer follows the one before it, and none was changed, deleted or put in since."""
     before = FIRST
-    for written in _written(connection):
-        expected = _link(before, written.facts)
-        *others, link = written.links
-        if link != expected or any(others):
-            yield _broken(f"Transfer {written.id} of {written.at:%Y-%m-%d %H:%M} UTC", link)
+    for together in _posted_together(_written(connection)):
+        expected = _link(before, *(written.facts for written in together))
+        link = together[-1].link
+        if link != expected or together[-1].has_more_links:
+            yield _broken(_transfers_named(together), link)
         before = expected
     missing = (
         sa.select(chain.c.kind, chain.c.ref)
@@ -223,7 +237,7 @@ def _not_append_only(connection: sa.Connection) -> Iterator[None]:
 def _chain_transfers(connection: sa.Connection) -> None:
     change = sa.update(postings).where(postings.c.id == sa.bindparam("last"))
     before, rows = FIRST, list[dict[str, Any]]()
-    for written in _written(connection):
+    for written in _written(connection):  # how they were posted is not known: each by itself
         before = _link(before, written.facts)
         rows.append({"last": written.last_posting, "link": before})
         if len(rows) == ROWS:
@@ -234,7 +248,14 @@ def _chain_transfers(connection: sa.Connection) -> None:
 
 
 def _seal(connection: sa.Connection, kind: str, ref: str, facts: str) -> None:
-    before, posting, newest = connection.execute(_BEFORE_SEAL).one()
+    _write_seal(connection, kind, ref, facts, connection.execute(_BEFORE_SEAL).one())
+
+
+def _write_seal(
+    connection: sa.Connection, kind: str, ref: str, facts: str, newest_rows: Sequence[Any]
+) -> None:
+    """Write a seal; ``newest_rows`` is what :data:`_BEFORE` said."""
+    before, posting, newest = newest_rows
     facts = _hash(facts)
     link = _link(before or FIRST, kind, ref, facts, newest or FIRST)
     row = {"kind": kind, "ref": ref, "facts": facts, "posting": posting or 0, "link": link}
@@ -242,7 +263,7 @@ def _seal(connection: sa.Connection, kind: str, ref: str, facts: str) -> None:
 
 
 def _link(before: str, *parts: str) -> str:
-    # Only the last part can have a line break in it, and ascii() writes none.
+    # No part has a line break in it: ascii() writes none.
     return _hash("\n".join((before, *parts)))
 
 
@@ -295,8 +316,10 @@ class _Written(NamedTuple):
     id: str
     at: datetime
     facts: str
-    links: list[str | None]
-    """Of each of its postings: only the last one has one."""
+    link: str | None
+    """That of its last posting; None where another transfer was posted after it and with it."""
+    has_more_links: bool
+    """Whether another posting of it has a link too, which none ever has."""
     last_posting: int
 
 
@@ -313,8 +336,28 @@ def _written(connection: sa.Connection) -> Iterator[_Written]:
         some = list(found)
         row = some[0][:width]
         moved = [(line[width], line[width + 1]) for line in some]
-        links = [line[width + 2] for line in some]
-        yield _Written(row[0], row[3], _facts((*row, moved)), links, some[-1][width + 3])
+        *others, link = [line[width + 2] for line in some]
+        facts = _facts((*row, moved))
+        yield _Written(row[0], row[3], facts, link, any(others), some[-1][width + 3])
+
+
+def _posted_together(some: Iterable[_Written]) -> Iterator[list[_Written]]:
+    """Yield transfers by link: those without one belong to the next that has one, if any has."""
+    together = list[_Written]()
+    for written in some:
+        together.append(written)
+        if written.link is not None or written.has_more_links:
+            yield together
+            together = []
+    if together:
+        yield together
+
+
+def _transfers_named(some: Sequence[_Written]) -> str:
+    first, last = (f"{each.id} of {each.at:%Y-%m-%d %H:%M} UTC" for each in (some[0], some[-1]))
+    if len(some) == 1:
+        return f"Transfer {last}"
+    return f"One of the {len(some)} transfers from {first} to {last}"
 
 
 def _compared(
@@ -339,7 +382,10 @@ def _named(kind: str, ref: str) -> str:
 
 def _broken(what: str, link: str | None) -> str:
     if link is None:
-        return f"{what} was put in by hand: it has no link to the one before it."
+        return (
+            f"{what} has no link to the one before it: it was put in by hand, or what was written "
+            "with it was deleted."
+        )
     return (
         f"{what} does not follow the one before it: it was changed or put in by hand, or what "
         "was before it was deleted."

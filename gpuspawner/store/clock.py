@@ -123,10 +123,21 @@ class SteadyClock:
     def check(self, connection: sa.Connection) -> None:
         """For the begin of a transaction that writes. Raises ClockWasSet when the clock was moved
         since this thread was told the time: it does not fit what is in the store now."""
-        self._offset = offset = self._load(connection, self._read())
+        reading = self._read()
+        offset = self._unchanged(connection, reading)
+        if offset is None:
+            self._offset = offset = self._load(connection, reading)
         told, self._told.version = getattr(self._told, "version", None), offset.version
         if told not in (None, offset.version):
             raise ClockWasSet()
+
+    def _unchanged(self, connection: sa.Connection, reading: Reading) -> Offset | None:
+        """The offset that this process knows, if it is what the store has for this boot."""
+        known = self._offset
+        if known is None or not _is_of(known, reading):
+            return None
+        row = connection.execute(_MARKS, {"boot": known.boot_id}).first()
+        return known if row == (known.version, known.kept_at, known.step) else None
 
     def _known(self, reading: Reading) -> Offset:
         """The offset of this boot; from the store the first time."""
@@ -212,6 +223,10 @@ _NAMES = tuple(Offset.__dataclass_fields__)
 _BY_BOOT = sa.select(*(clock_offsets.c[name] for name in _NAMES)).where(
     clock_offsets.c.boot_id == sa.bindparam("boot")
 )
+_MARKS = sa.select(clock_offsets.c.version, clock_offsets.c.kept_at, clock_offsets.c.step).where(
+    clock_offsets.c.boot_id == sa.bindparam("boot")
+)
+"""What is another number whenever a row is written anew."""
 _LAST = sa.select(sa.func.max(clock_offsets.c.offset + clock_offsets.c.kept_at))
 
 
@@ -222,7 +237,13 @@ def _find(connection: sa.Connection, reading: Reading) -> Offset | None:
     """
     row = connection.execute(_BY_BOOT, {"boot": reading.boot_id}).first()
     found = Offset(*row) if row else None
-    return found if found and found.kept_at <= reading.since_boot + rules.MINUTE else None
+    return found if found and _is_of(found, reading) else None
+
+
+def _is_of(offset: Offset, reading: Reading) -> bool:
+    """Return True if the offset is of the boot of the reading."""
+    is_later = offset.kept_at <= reading.since_boot + rules.MINUTE
+    return offset.boot_id == reading.boot_id and is_later
 
 
 def _last(connection: sa.Connection) -> int | None:

@@ -76,6 +76,42 @@ _PLACES_OF = (
     .where(lease_places.c.lease_id == sa.bindparam("lease"))
     .order_by(lease_places.c.index)
 )
+_INSERT = sa.insert(leases)
+_INSERT_PLACES = sa.insert(lease_places)
+_this = leases.c.id == sa.bindparam("lease")
+_CONFIRM = (
+    sa.update(leases)
+    .where(_this, leases.c.state == LeaseState.GRANTED.value)
+    .values(
+        state=LeaseState.RUNNING.value,
+        started_at=sa.bindparam("at"),
+        seen_at=sa.bindparam("at"),
+        answered_at=sa.bindparam("at"),
+        engine_ref=sa.case(
+            (sa.bindparam("ref", type_=sa.Text) == "", leases.c.engine_ref),
+            else_=sa.bindparam("ref", type_=sa.Text),
+        ),
+    )
+    .returning(*_SELECTED[:_AT_PLACE])
+)
+_BEGAN = (
+    sa.update(leases)
+    .where(_this)
+    .values(started_at=sa.bindparam("at"))
+    .returning(*_SELECTED[:_AT_PLACE])
+)
+_END = (
+    sa.update(leases)
+    .where(_this)
+    .values(
+        state=LeaseState.ENDED.value,
+        ended_at=sa.bindparam("at"),
+        end_reason=sa.bindparam("reason"),
+        charged=sa.bindparam("paid"),
+        waived=sa.bindparam("left"),
+    )
+    .returning(*chain.TO_SEAL)
+)
 _FREE_PLACES = (
     sa.update(lease_places)
     .where(lease_places.c.lease_id == sa.bindparam("lease"), OPEN_PLACE)
@@ -128,9 +164,9 @@ def insert(connection: sa.Connection, lease: Lease) -> None:
         for device in lease.devices
     ]
     try:
-        connection.execute(sa.insert(leases), _row(lease))
+        connection.execute(_INSERT, _row(lease))
         if places:
-            connection.execute(sa.insert(lease_places), places)
+            connection.execute(_INSERT_PLACES, places)
     except IntegrityError as error:
         if "one_open_lease_a_slot" in str(error) or "lease_places.uuid" in str(error):
             raise NoDeviceFree("The GPU was just taken by somebody else. Try again.") from None
@@ -228,19 +264,13 @@ def confirm(
 ) -> Sequence[Any] | None:
     """Write that the server of a lease answered, and is charged: its row for :func:`from_row`,
     and None when no lease of this id waits for that."""
-    values = {"state": LeaseState.RUNNING.value, "started_at": at, "seen_at": at}
-    values["answered_at"] = at
-    if engine_ref:
-        values["engine_ref"] = engine_ref
-    waits = (leases.c.id == lease_id) & (leases.c.state == LeaseState.GRANTED.value)
-    confirmed = sa.update(leases).where(waits).values(values)
-    return connection.execute(confirmed.returning(*_SELECTED[:_AT_PLACE])).one_or_none()
+    asked = {"lease": lease_id, "at": at, "ref": engine_ref}
+    return connection.execute(_CONFIRM, asked).one_or_none()
 
 
 def began(connection: sa.Connection, lease_id: str, at: datetime) -> Sequence[Any]:
     """Write from when the server of a lease is charged; the row as from :func:`confirm`."""
-    began = sa.update(leases).where(leases.c.id == lease_id).values(started_at=at)
-    return connection.execute(began.returning(*_SELECTED[:_AT_PLACE])).one()
+    return connection.execute(_BEGAN, {"lease": lease_id, "at": at}).one()
 
 
 def devices_of(connection: sa.Connection, lease_id: str) -> tuple[LeasedDevice, ...]:
@@ -255,12 +285,18 @@ def end(
     reason: str,
     charged: int,
     waived: int = 0,
+    devices: Iterable[LeasedDevice] | None = None,
 ) -> None:
-    """Close a lease, free its places and seal it."""
-    changes: dict[str, Any] = {"ended_at": at, "end_reason": reason, "charged": charged}
-    update(connection, lease_id, state=LeaseState.ENDED, waived=waived, **changes)
+    """Close a lease, free its places and seal it.
+
+    ``devices`` are those of the lease, where they are known: they never change.
+    """
+    if devices is None:
+        devices = devices_of(connection, lease_id)
+    changes = {"at": at, "reason": reason, "paid": charged, "left": waived}
+    row = connection.execute(_END, {"lease": lease_id, **changes}).one()
     connection.execute(_FREE_PLACES, {"lease": lease_id})
-    chain.seal_lease(connection, lease_id)
+    chain.seal_row(connection, row, devices)
 
 
 def _leases(rows: Iterable[Sequence[Any]]) -> list[Lease]:

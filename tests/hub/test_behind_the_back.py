@@ -32,6 +32,22 @@ c.Spawner.poll_interval = {POLL}
 """
 
 
+STARTED_AGAIN = """
+import pathlib
+
+class StartedAgain(Counted):
+    async def remove_object(self):
+        by_hand = pathlib.Path("start-again")
+        if by_hand.exists():
+            by_hand.unlink()
+            self.client.start(self.container_id)
+        await super().remove_object()
+
+c.JupyterHub.spawner_class = StartedAgain
+"""
+"""Starts a container by hand between its end and its removal, where the test says so."""
+
+
 @pytest.fixture(scope="module")
 def gate(engine: PrivateEngine) -> Iterator[Gate]:
     """Between the hub and the engine."""
@@ -49,7 +65,7 @@ def hub(
 ) -> Iterator[GPUHub]:
     """One device, so that the next member gets it only when it is really free."""
     folder = tmp_path_factory.mktemp("behind") / "hub"
-    config = CONFIG + COUNTED
+    config = CONFIG + COUNTED + STARTED_AGAIN
     with GPUHub(folder, engine, config, fleet="1xT4", docker_host=gate.url) as hub:
         yield hub
     engine.clean()
@@ -193,6 +209,45 @@ def test_a_renamed_container_goes_on_and_a_stop_ends_it(
     lived = now()
     hub.stop_server(member)
     assert_settled(hub, lease, lived, died_at(engine, container, lease.granted_at))
+    assert_next_gets_it(hub, member)
+
+
+def test_a_stop_does_not_ask_which_engine_has_the_container(
+    hub: GPUHub, gate: Gate, member: str
+) -> None:
+    """It is the one that the server was started on: no other has a container of this id."""
+    _, container = started(hub, member)
+    gate.asked.clear()
+    hub.stop_server(member)
+    wait_for(lambda: not hub.open_leases(member), "the release")
+    asked = [request.partition("?")[0].rpartition("/")[2] for request in gate.asked]
+    assert container in asked and "info" not in asked
+
+
+def test_an_end_that_only_an_absence_tells_is_one_on_the_same_engine(
+    hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str
+) -> None:
+    """Any other engine has no such container either: which one answers is asked."""
+    _, container = started(hub, member)
+    engine.client.remove_container(container, force=True)
+    gate.asked.clear()
+    hub.stop_server(member)
+    wait_for(lambda: not hub.open_leases(member), "the release")
+    assert any(request.endswith("/info") for request in gate.asked)
+
+
+def test_a_container_that_is_started_again_while_it_stops_keeps_its_device(
+    hub: GPUHub, engine: PrivateEngine, member: str
+) -> None:
+    """The engine does not remove it then, and that it had ended before proves nothing."""
+    lease, _ = started(hub, member)
+    (hub.folder / "start-again").touch()
+    hub.stop_server(member)
+    wait_for(lambda: not hub.open_leases(member), "the release")
+    assert not engine.client.containers(), "the device was free before its container ended"
+    assert not (hub.folder / "start-again").exists()
+    [ended] = hub.leases(member)
+    assert ended.id == lease.id and ended.ended_at is not None
     assert_next_gets_it(hub, member)
 
 

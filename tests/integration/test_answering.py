@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import ssl
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,12 @@ async def test_a_server_by_name_and_by_another_kind_of_address(host: str, writte
     async with await asyncio.start_server(saying(b"HTTP/1.1 200 OK\r\n\r\n"), host, 0) as server:
         port = server.sockets[0].getsockname()[1]
         assert await answers(f"http://{written}:{port}/user/anna/api", None)
+
+
+async def test_an_address_is_asked_without_a_look_up_in_a_thread() -> None:
+    assert await asked(saying(b"HTTP/1.1 200 OK\r\n\r\n"))
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any(name.startswith("asyncio_") for name in names), names
 
 
 async def test_nobody_listens() -> None:

@@ -174,6 +174,85 @@ def test_a_forged_grant_that_is_consistent_in_itself_is_found(broker: Broker, li
     assert set(found) <= {"totals of credits"}
 
 
+def newest(broker: Broker, count: int) -> list[str]:
+    """The ids of the newest transfers, oldest first."""
+    query = sa.select(postings.c.transfer_id).order_by(postings.c.id.desc()).limit(2 * count)
+    found = broker.store.run(lambda connection: connection.execute(query).scalars().all())
+    return [*dict.fromkeys(reversed(found))]
+
+
+@pytest.fixture
+def together(broker: Broker) -> list[str]:
+    """The ids of four transfers that one transaction posted, with others before and after them."""
+    for user in ("eva", "finn", "gina"):
+        running(broker, user, 1)
+    Clock.of(broker).forward(minutes=1)
+    assert broker.charge_all() == 4
+    found = newest(broker, 4)
+    broker.grant("member:anna", MICRO, actor="root", reason="later")
+    return found
+
+
+def test_transfers_that_are_posted_together_have_one_link(
+    broker: Broker, together: list[str]
+) -> None:
+    query = (
+        sa.select(postings.c.link)
+        .where(postings.c.transfer_id.in_(together))
+        .order_by(postings.c.id)
+    )
+    links = broker.store.run(lambda connection: connection.execute(query).scalars().all())
+    assert links[:-1] == [None] * 7 and links[-1]
+    assert broken(broker) == {}
+
+
+TOGETHER = {
+    "reason changed": "UPDATE transfers SET reason = 'because' WHERE id = '{id}'",
+    "amounts changed": "UPDATE postings SET amount = 2 * amount WHERE transfer_id = '{id}'",
+    "moved to another account": "UPDATE postings SET account = 'member:carl' "
+    "WHERE transfer_id = '{id}' AND account LIKE 'member:%'",
+    "deleted": "DELETE FROM postings WHERE transfer_id = '{id}'",
+    "one posting deleted": "DELETE FROM postings WHERE id = "
+    "(SELECT max(id) FROM postings WHERE transfer_id = '{id}')",
+    "link added": "UPDATE postings SET link = (SELECT max(link) FROM postings) WHERE id = "
+    "(SELECT min(id) FROM postings WHERE transfer_id = '{id}')",
+    "link changed": "UPDATE postings SET link = (SELECT min(link) FROM postings) WHERE id = "
+    "(SELECT max(id) FROM postings WHERE transfer_id = '{id}')",
+}
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_change_to_one_of_several_that_were_posted_together_is_found(
+    broker: Broker, together: list[str], number: int
+) -> None:
+    with by_hand(broker) as connection:
+        connection.commit()
+        for what, statement in TOGETHER.items():
+            if broker.store.dialect == "sqlite":
+                connection.exec_driver_sql("BEGIN")
+            text = statement.format(id=together[number])
+            assert connection.exec_driver_sql(text.replace("%", "%%")).rowcount >= 1, what
+            found = "".join(chain.check_transfers(connection))
+            assert "does not follow the one before it" in found, what
+            assert any(each in found for each in together), (what, found)
+            connection.rollback()
+
+
+def test_the_last_of_several_that_were_posted_together_deleted_is_found(broker: Broker) -> None:
+    """Also while nothing was written after them: the others then have no link."""
+    for user in ("eva", "finn"):
+        running(broker, user, 1)
+    Clock.of(broker).forward(minutes=1)
+    assert broker.charge_all() == 3
+    first, _, last = newest(broker, 3)
+    with by_hand(broker) as connection:
+        for table, column in (("postings", "transfer_id"), ("transfers", "id")):
+            connection.exec_driver_sql(f"DELETE FROM {table} WHERE {column} = '{last}'")
+        [found] = chain.check_transfers(connection)
+    assert f"One of the 2 transfers from {first}" in found
+    assert found.endswith("it was put in by hand, or what was written with it was deleted.")
+
+
 def test_the_newest_grant_deleted_with_all_that_it_did_is_found(broker: Broker) -> None:
     broker.grant("member:anna", MICRO, actor="root", reason="last")
     last = "(SELECT id FROM transfers WHERE reason = 'last')"
@@ -264,7 +343,7 @@ def test_the_command_prints_the_head_and_finds_it_again(
 
 
 def test_rows_without_a_chain_are_chained_by_the_migration(broker: Broker) -> None:
-    """The links are those that would have been written with the rows."""
+    """The links are those that would have been written with the rows, which came one by one."""
     links = sa.select(postings.c.link).order_by(postings.c.id)
     with by_hand(broker) as connection:
         before = connection.execute(links).scalars().all()

@@ -7,6 +7,7 @@ read the latter. A partial index serves only a condition in which its own is wri
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,11 +16,14 @@ from typing import Any, ClassVar
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.model import Lease, LeasedDevice, Place, ServerRef
+from gpuspawner.model import Lease, LeasedDevice, Place, Request, ServerRef
 from gpuspawner.pool import texts
 from gpuspawner.store import Store, book, charging, granting, leases, lots, memberships
 from gpuspawner.store.schema import TO_ADD_UP
-from tests.support.brokers import T0
+from tests.support.brokers import T0, open_broker
+
+MOST_STATEMENTS = 17
+"""Of a grant, a confirmation and a release together, with the three that begin a transaction."""
 
 QUESTIONS: dict[str, Callable[[sa.Connection], Any]] = {
     "the open lease of a server": lambda c: leases.open_of(c, ServerRef("anna")),
@@ -101,6 +105,30 @@ def test_credits_that_end_are_settled_without_the_charges(store: Store) -> None:
     found = steps(store, lambda c: lots.flow(c, "member:anna"))
     ledger = [step for _, step in found if "postings" in step]
     assert ledger == ["SEARCH postings USING INDEX postings_apart (account=?)"]
+
+
+def test_a_life_of_a_lease_takes_few_statements(database_url: str) -> None:
+    """Each is a hand-over of Python's lock, which the hub's event loop waits for."""
+    broker = open_broker(database_url, device_source="simulated:2xA100-80GB")
+    said: list[str] = []
+
+    def live(user: str) -> None:
+        lease = broker.ask(ServerRef(user), Request(devices=1), engine="noop")
+        assert isinstance(lease, Lease)
+        broker.confirm(lease.id, "noop", devices=lease.devices)
+        time.sleep(0.02)  # so that it costs something
+        assert broker.release(lease.id, stopped_at=broker.clock(), reason="stopped").charged > 0
+
+    @sa.event.listens_for(broker.store.engine, "before_cursor_execute")
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        said.append(statement.split()[0])
+
+    broker.open_account("anna")
+    live("anna")  # looks at the devices, and asks which tickets there are
+    said.clear()
+    live("anna")
+    assert len(said) <= MOST_STATEMENTS, said
+    broker.store.close()
 
 
 def test_places_read_as_one_text_are_those_read_row_by_row(database_url: str) -> None:

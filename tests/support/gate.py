@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import socket
 import tempfile
 import threading
 import time
 from pathlib import Path
+
+_REQUEST = re.compile(rb"([A-Z]+ \S+) HTTP/1.1\r\n")
 
 
 class Gate:
@@ -20,6 +23,8 @@ class Gate:
     """Seconds by which each answer of the engine comes late, as those of a busy one do."""
 
     def __init__(self, engine_url: str) -> None:
+        self.asked: list[str] = []
+        """Method and path of each request so far, such as ``GET /v1.44/info``."""
         self._engine = engine_url.removeprefix("unix://")
         # Not below pytest's folders: the path of such a socket must be short.
         self._folder = Path(tempfile.mkdtemp(prefix="gate-"))
@@ -80,6 +85,8 @@ class Gate:
             while data := source.recv(65536):
                 if answers:
                     time.sleep(self.late)
+                elif request := _REQUEST.match(data):
+                    self.asked.append(request[1].decode())
                 target.sendall(data)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
