@@ -276,6 +276,8 @@ def _has_gpu() -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Skips(), "gpuspawner-skips")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Failures(config), "gpuspawner-failures")
     config.pluginmanager.register(Summary(), "gpuspawner-attacks")
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(tier.SEED)
@@ -363,6 +365,21 @@ def pytest_runtest_makereport(
                 text = f"(its log cannot be read: {e})"
             report.sections.append((f"log of {part.name}", text[-LOG_SHOWN:]))
     return report
+
+
+class Failures:
+    """Names each failure at once: the run that it belongs to takes a while longer."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and reporter is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = str(crash.message).splitlines()[0] if crash and crash.message else ""
+            line = f"FAILED {report.nodeid} ({report.when}): {why}"[:400]
+            reporter.write_line(f"\n{line}", red=True)
 
 
 class Skips:
