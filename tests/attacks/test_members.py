@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from datetime import datetime, timedelta, timezone
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
 import requests
 
-from gpuspawner.web.api import instant
 from tests.support.attack_hub import HOSTILE, OWNER, THIEF, VICTIM, AttackHub
 from tests.support.attack_requests import FRIEND, Call, Requests
 from tests.support.attacks import Attempts
@@ -62,19 +60,6 @@ def thief(hub: AttackHub) -> str:
 def right(hub: AttackHub) -> Requests:
     """A request for each door, which works for who may make it."""
     return Requests(hub)
-
-
-def test_no_refill_that_an_attack_makes_comes_while_the_tests_run(
-    hub: AttackHub, right: Requests
-) -> None:
-    """One that came would change accounts, and the tests compare them."""
-    for name in ("POST refills", "POST api/refills"):
-        call = right.call(name)
-        assert right.works(call, by_token=call.scripted)
-    made = hub.service("GET", "api/refills", ADMIN).json()["refills"]
-    soon = instant(datetime.now(timezone.utc) + timedelta(days=30))
-    assert len(made) >= 2
-    assert [each for each in made if each["next_at"] < soon] == []
 
 
 # What a start may say.

@@ -181,17 +181,13 @@ class Requests:
 
         ``by``: only changes, those that this user may make.
         """
-        doors = self._doors()
+        doors = {shape(self.hub, door): door for door in self.hub.doors()}
         changing = {name for name in doors if not name.startswith("GET ")}
         assert changing == RIGHT.keys(), changing ^ RIGHT.keys()
         wanted = [
             name for name in sorted(doors) if not by or (name in changing and by == _may(name))
         ]
         return [partial(self._call, name, doors[name]) for name in wanted]
-
-    def call(self, name: str) -> Call:
-        """The one of this name, made ready."""
-        return self._call(name, self._doors()[name])
 
     def assert_known(self, uncounted: Iterable[str]) -> None:
         """Whatever changes something was tried by who may, and worked: but for :data:`WITHOUT`."""
@@ -245,9 +241,6 @@ class Requests:
         return _changed(call, answer), tells
 
     # Below here: how.
-
-    def _doors(self) -> dict[str, Door]:
-        return {shape(self.hub, door): door for door in self.hub.doors()}
 
     def _call(self, name: str, door: Door) -> Call:
         right = RIGHT.get(name, Right(ADMIN))
