@@ -64,6 +64,11 @@ def allowed(item: pytest.Item) -> Iterator[None]:
         _allowed = before
 
 
+def in_test() -> bool:
+    """Return True while a test runs, and False in a benchmark."""
+    return _allowed is not None
+
+
 def require(part: str) -> None:
     """Raise UndeclaredPart unless the running test has declared the part."""
     if part == "hub" and "quick_hub" in (_allowed or ()):

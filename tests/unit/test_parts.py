@@ -10,7 +10,7 @@ import pytest
 from tests.support.browser import open_browser
 from tests.support.engine import PrivateEngine
 from tests.support.hub import HubProcess
-from tests.support.parts import UndeclaredPart, is_quick, parts_of
+from tests.support.parts import UndeclaredPart, in_test, is_quick, parts_of
 from tests.support.postgres import PrivatePostgres
 from tests.support.slurm_cluster import SlurmCluster
 
@@ -30,6 +30,12 @@ def test_an_undeclared_part_does_not_start(
 ) -> None:
     with pytest.raises(UndeclaredPart, match=fixture):
         start(tmp_path)
+
+
+def test_a_test_is_no_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_test()
+    monkeypatch.setattr("tests.support.parts._allowed", None)
+    assert not in_test()
 
 
 def test_a_tier_follows_from_the_fixtures(request: pytest.FixtureRequest) -> None:

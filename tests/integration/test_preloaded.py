@@ -1,0 +1,125 @@
+"""A process forked from one with its imports is as one that Python started. Real: processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.preloaded import PRELOADED, PYTHONPATH, start_plainly
+from tests.support.processes import REPO, alive, wait_for
+
+pytestmark = pytest.mark.usefixtures("processes")
+
+FACTS = """
+import asyncio, ctypes, json, logging, os, random, resource, signal, sys, threading, time
+word = sys.stdin.read()
+died = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(died))
+print(json.dumps({
+    "arguments": sys.argv, "python": sys.executable, "path": sys.path, "name": __name__,
+    "main": sys.modules["__main__"].__dict__ is globals(), "word": word,
+    "folder": os.getcwd(), "environment": dict(os.environ), "zone": time.tzname,
+    "leads": [os.getsid(0), os.getpgrp()] == [os.getpid()] * 2, "ends with": died.value,
+    "files": sorted(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")),
+    "signals": [repr(signal.getsignal(s)).split(" at ")[0] for s in signal.valid_signals()],
+    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "umask": os.umask(0),
+    "limits": [resource.getrlimit(n) for n in range(16)], "log": repr(logging.root.handlers),
+    "loop": hasattr(asyncio.get_event_loop_policy()._local, "_loop"), "nice": os.nice(0),
+    "encodings": [sys.stdout.encoding, sys.stderr.encoding, sys.getfilesystemencoding()],
+}), random.random())
+sys.exit(7)
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    here = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "TZ": "Asia/Tokyo"}
+    return here | {"PYTHONPATH": PYTHONPATH, "WORD": "gr\u00fc\u00dfe"} | more
+
+
+def facts(folder: Path, start: Any) -> tuple[dict[str, Any], str]:
+    folder.mkdir()
+    (folder / "in").write_text("typed")
+    streams = [str(folder / name) for name in ("in", "out", "err")]
+    process = start(["-c", FACTS, "more"], folder.parent, environment(), streams)
+    assert process.wait(timeout=120) == 7 and process.poll() == 7
+    assert (folder / "err").read_text() == ""
+    told, _, chance = (folder / "out").read_text().rpartition(" ")
+    found: dict[str, Any] = json.loads(told)
+    return found, chance
+
+
+def test_a_forked_process_is_as_one_that_python_started(tmp_path: Path) -> None:
+    plain, _ = facts(tmp_path / "plain", start_plainly)
+    forked, chance = facts(tmp_path / "forked", PRELOADED.start)
+    _, other = facts(tmp_path / "other", PRELOADED.start)
+    assert forked == plain
+    assert chance != other
+
+
+def test_an_end_is_seen(tmp_path: Path) -> None:
+    null = [os.devnull] * 3
+    sleeps = ["-c", "import time; time.sleep(600)"]
+    process = PRELOADED.start(sleeps, tmp_path, environment(), null)
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.01)
+    process.kill()
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    process.kill()  # of what has ended, nothing
+    process = PRELOADED.start(["-c", "1 / 0"], tmp_path, environment(), null)
+    assert process.wait(timeout=60) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "forked"),
+    [
+        ("DOCKER_HOST", "unix:///run/docker.sock", True),
+        ("LD_LIBRARY_PATH", "/opt", False),
+        ("PYTHONPATH", f"/opt{os.pathsep}{REPO}", False),
+        ("PYTHONHASHSEED", "7", False),
+        ("OAUTH_CALLBACK_URL", "http://127.0.0.1", False),
+        ("JUPYTERHUB_METRICS_PREFIX", "other", False),
+    ],
+)
+def test_what_is_read_early_is_read(name: str, value: str, forked: bool, tmp_path: Path) -> None:
+    sleeps = ["-c", "import time; time.sleep(600)"]
+    given = environment(**{name: value})
+    process = PRELOADED.start(sleeps, tmp_path, given, [os.devnull] * 3)
+    try:
+        assert (type(process) is not subprocess.Popen) == forked
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_nothing_is_left_of_a_run_that_was_killed(tmp_path: Path) -> None:
+    """The process to fork from and those that were forked end with who asked for them."""
+    run = f"""
+import os, signal, time
+from tests.support.preloaded import PRELOADED
+sleeps = ["-c", "import time; open('began', 'w').close(); time.sleep(600)"]
+forked = PRELOADED.start(sleeps, {str(tmp_path)!r}, dict(os.environ), [os.devnull] * 3)
+print(PRELOADED._process.pid, forked.pid, flush=True)
+while not os.path.exists({str(tmp_path / "began")!r}):
+    time.sleep(0.02)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", run],
+        env=environment(),
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2
+    wait_for(lambda: not any(alive(pid) for pid in pids), "both to end")
