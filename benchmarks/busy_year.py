@@ -21,8 +21,11 @@ import requests
 import sqlalchemy as sa
 from support.report import Report, Series, argument_parser
 
-from gpuspawner.store import Store, backup, invariants, totals
-from gpuspawner.store.schema import accounts, leases, metadata
+from gpuspawner.db import audit as db_audit
+from gpuspawner.db import backup
+from gpuspawner.db.engine import Store
+from gpuspawner.db.schema import accounts, leases, metadata
+from gpuspawner.ledger import totals
 from tests.support.hub import NAVIGATION
 from tests.support.paying_hub import PayingHub
 from tests.support.years import Year, write_year
@@ -90,7 +93,7 @@ def write(report: Report, url: str, year: Year) -> tuple[str, str]:
     write_year(store, year)
     written = time.perf_counter()
     # As the accounting service does it, which here would have had a year for it.
-    while store.run(totals.add_up, write=True) == totals.AT_ONCE:
+    while store.run(totals.add_up, write=True) == totals.LEASES_AT_ONCE:
         pass
     added = time.perf_counter() - written
     report.figure("add_up_ms_a_lease", 1000 * added / (year.leases + year.devices))
@@ -106,7 +109,7 @@ def write(report: Report, url: str, year: Year) -> tuple[str, str]:
         account, count = connection.execute(found).one()
         one = sa.select(leases.c.id).where(leases.c.account == account).limit(1)
         lease_id = str(connection.execute(one).scalar_one())
-        sizes = invariants.sizes(connection)
+        sizes = db_audit.sizes(connection)
         tables = table_sizes(connection)
     store.close()
     size = Path(url.removeprefix("sqlite:///")).stat().st_size
@@ -183,7 +186,7 @@ def proofs(report: Report, folder: Path, url: str) -> None:
     copy = folder / "copy"
 
     def audit() -> None:
-        broken = store.run(lambda c: [f.problem for f in invariants.audit(c) if f.problem])
+        broken = store.run(lambda c: [f.problem for f in db_audit.audit(c) if f.problem])
         assert not broken, broken
 
     steps: tuple[tuple[str, Callable[[], object]], ...] = (

@@ -22,7 +22,7 @@ from random import Random
 from support.idle_sessions import Session, Shape, draw
 from support.report import Report, Series, argument_parser
 
-from gpuspawner.telemetry.idle import Activity, IdlePolicy, begin, judge, snooze
+from gpuspawner.monitoring.idle import Activity, IdlePolicy, begin, judge, snooze
 
 T0 = datetime(2026, 3, 1, tzinfo=timezone.utc)
 MINUTES = [T0 + timedelta(minutes=n + 1) for n in range(72 * 60 + 1)]

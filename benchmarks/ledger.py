@@ -37,11 +37,14 @@ import psycopg2.extras
 import sqlalchemy as sa
 from support.report import Report, Series, argument_parser, in_turns, pair
 
-from gpuspawner.ledger import rules
-from gpuspawner.ledger.entries import SYSTEM_USAGE, Posting, Transfer, TransferKind
-from gpuspawner.model import MICRO, Lease, LeaseState, ServerRef
-from gpuspawner.store import Store, book, leases
-from gpuspawner.store.schema import accounts, postings, transfers
+from gpuspawner.core.units import MICRO
+from gpuspawner.db.engine import Store
+from gpuspawner.db.schema import accounts, postings, transfers
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.ledger import rules as ledger_rules
+from gpuspawner.ledger.models import SYSTEM_USAGE, Posting, Transfer, TransferKind
 from tests.support.brokers import T0, open_broker
 from tests.support.postgres import PrivatePostgres
 
@@ -103,14 +106,14 @@ def debits(report: Report, name: str, ours_url: str, bare_url: str, runs: int) -
     for store in stores:
         with store.write() as connection:
             for account in (ACCOUNT, SYSTEM_USAGE):
-                book.open_account(connection, account, T0)
-            leases.insert(connection, LEASE)
+                ledger_repository.open_account(connection, account, T0)
+            leases_repository.insert(connection, LEASE)
     stores[1].close()
     numbers = itertools.count()
 
     def post(some: Sequence[Transfer]) -> None:
         with stores[0].write() as connection:
-            book.post_many(connection, some)
+            ledger_repository.post_many(connection, some)
 
     def compare(what: str, bare: Debit, size: int, most: float | None) -> None:
         """One pair of rows: ours beside a baseline, so many debits a transaction."""
@@ -157,7 +160,7 @@ def charge(number: int) -> Transfer:
     """The charge of the minute of this number."""
     key = f"charge:{LEASE.id}:{number}"
     return Transfer(
-        id=rules.transfer_id(key),
+        id=ledger_rules.transfer_id(key),
         key=key,
         kind=TransferKind.CHARGE,
         at=T0 + timedelta(minutes=number),
@@ -298,15 +301,15 @@ def fill(store: Store, entries: int) -> None:
     """One account with so many entries, which a thousand sessions made."""
     lines, moved = [], []
     with store.write() as connection:
-        book.open_account(connection, "member:long", T0)
+        ledger_repository.open_account(connection, "member:long", T0)
         for number in range(SESSIONS):
             at = T0 + timedelta(minutes=number * entries // SESSIONS)
             ended = replace(LEASE, id=f"long{number}", account="member:long", granted_at=at)
             ended = replace(ended, state=LeaseState.ENDED, started_at=at, ended_at=at)
-            leases.insert(connection, ended)
+            leases_repository.insert(connection, ended)
     for number in range(entries):
         key = f"long:{number}"
-        name = rules.transfer_id(key)
+        name = ledger_rules.transfer_id(key)
         at = T0 + timedelta(minutes=number)
         lines.append(
             {"id": name, "key": key, "kind": "charge", "at": at, "actor": "accounting"}

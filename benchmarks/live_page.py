@@ -35,8 +35,8 @@ from support.members import cpu_seconds
 from support.report import Report, Series, argument_parser
 from support.viewers import Viewers
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import Request, ServerRef
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.services import Broker
 from tests.support.hub import HubProcess
 from tests.support.processes import free_port, wait_for
 

@@ -24,9 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from support.report import Report, argument_parser
 from support.telling import Telling, Told, narrowest
 
-from gpuspawner.scheduler import Scheduler
-from gpuspawner.simulation.replay import ANY, replay
-from gpuspawner.simulation.traces import read_trace
+from gpuspawner.queue.replay import ANY, read_trace, replay
+from gpuspawner.queue.scheduler import Scheduler
 
 HOUR = 3600.0
 DAY = 24 * HOUR

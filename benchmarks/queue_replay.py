@@ -1,7 +1,7 @@
 """How long members would have waited: a trace under our scheduler and under other policies.
 
-Real: :class:`gpuspawner.scheduler.Scheduler`, the class that the hub runs, event by event; the
-clock is virtual. Nobody knows how long a job will last but the clairvoyant bound and EASY
+Real: :class:`gpuspawner.queue.scheduler.Scheduler`, the class that the hub runs, event by event;
+the clock is virtual. Nobody knows how long a job will last but the clairvoyant bound and EASY
 backfill, which are told exactly. No preemption; a job's GPUs are given all at once, from one
 pool of GPUs that are all alike; the trace's virtual cluster is the group, and there are no
 members. A job wider than the pool is refused, as the hub does.
@@ -23,8 +23,9 @@ import time
 
 from support.report import Report, argument_parser
 
-from gpuspawner.scheduler import Scheduler
-from gpuspawner.simulation import ANY, Figures, Job, Player, figures, policies, read_trace, replay
+from gpuspawner.queue import replay_policies
+from gpuspawner.queue.replay import ANY, Figures, Player, TraceJob, figures, read_trace, replay
+from gpuspawner.queue.scheduler import Scheduler
 
 OURS = "gpuspawner"
 TARGET_GPUS = 600
@@ -55,16 +56,16 @@ def main() -> None:
     report = Report("queue_replay", columns)
     report.figure("jobs", len(jobs))
     for gpus in args.gpus or [TARGET_GPUS]:
-        for name in args.policy or [OURS, *policies.NAMES]:
+        for name in args.policy or [OURS, *replay_policies.NAMES]:
             play(report, jobs, gpus, name)
     report.print(args.json)
 
 
-def play(report: Report, jobs: list[Job], gpus: int, name: str) -> None:
+def play(report: Report, jobs: list[TraceJob], gpus: int, name: str) -> None:
     """One policy at one size: two rows, and the figures of the first."""
-    player = ours(gpus) if name == OURS else policies.make(name, jobs)
+    player = ours(gpus) if name == OURS else replay_policies.make(name, jobs)
     began = time.process_time()
-    played = replay(jobs, {ANY: gpus}, player, policies.wakes(name))
+    played = replay(jobs, {ANY: gpus}, player, replay_policies.wakes(name))
     seconds = time.process_time() - began
     whole = figures(played)
     add_row(report, gpus, name, "both", whole, f"{seconds:.1f}")

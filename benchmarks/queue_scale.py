@@ -28,7 +28,9 @@ from typing import TypeVar
 
 from support.report import Report, Series, argument_parser, quantile
 
-from gpuspawner.scheduler import Ahead, Decision, Estimator, Limits, Running, Scheduler, Waiting
+from gpuspawner.queue.estimates import Ahead, Estimator
+from gpuspawner.queue.models import Decision, QueueLimits, Running, Waiting
+from gpuspawner.queue.scheduler import Scheduler
 
 TICKETS = 10_000
 KINDS = {"a100": 400, "l40s": 300, "v100": 200, "t4": 100}
@@ -57,9 +59,9 @@ class Site:
         self.now = 1.7e9
         self.free = {**KINDS, **(UNWANTED if unwanted else {})}
         self.scheduler = Scheduler(
-            member_limits=Limits(devices=16),
+            member_limits=QueueLimits(devices=16),
             group_limits={
-                f"group {g}": Limits(devices=40, gpu_hours=400.0) for g in range(0, 40, 4)
+                f"group {g}": QueueLimits(devices=40, gpu_hours=400.0) for g in range(0, 40, 4)
             },
         )
         self.scheduler.set_capacity(self.free)

@@ -54,9 +54,9 @@ CHILD = """
 import json, logging, resource, sys, time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from gpuspawner.accounting.sampling import Sampling
+from gpuspawner.service.sampler import Sampling
 from gpuspawner.devices.nvml import NVMLDevices
-from gpuspawner.store import Store, use
+from gpuspawner.db.engine import Store; from gpuspawner.monitoring import repository as use
 
 def utcnow():
     return datetime.now(timezone.utc)
@@ -81,7 +81,7 @@ before, began = processor(), time.monotonic()
 while time.monotonic() - began < seconds:
     time.sleep(5)
     if minutes := sampling.complete():
-        store.run(lambda connection: use.remember(connection, minutes), write=True)
+        store.run(lambda connection: use.remember_use(connection, minutes), write=True)
         sampling.written(minutes)
 spent, passed = processor() - before, time.monotonic() - began
 last = next(iter(sampling.recent().values()))[-1].at
@@ -89,7 +89,7 @@ between = (last - first) / timedelta(seconds=1)
 drift = abs(between - round(between))
 forks = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 with store.read() as connection:
-    rows = len(use.newest(connection, utcnow()))
+    rows = len(use.newest_use(connection, utcnow()))
 found = [100 * spent / passed, resident(), empty, drift, round(between), passed, forks, rows]
 print(json.dumps(found))
 """

@@ -1,7 +1,7 @@
 """What charging 10,000 running leases takes, and whether the hub notices.
 
 ``a tick`` is one look of the accounting service, a second after the last one: the production
-:meth:`~gpuspawner.broker.Broker.charge_portion` over so many running leases, which charges those
+:meth:`~gpuspawner.services.Broker.charge_portion` over so many running leases, which charges those
 whose minute is over, about one in sixty. ``a minute of ticks`` is the time of sixty of them, in
 which every lease is charged once. ``a portion of a pause`` is one transaction of the service that
 was down for an hour, when all of them are due. ``all at once`` charges them in one transaction,
@@ -31,12 +31,14 @@ import sqlalchemy as sa
 from psycopg2.extras import execute_values
 from support.report import Report, Series, argument_parser, in_turns, pair, quantile
 
-from gpuspawner.accounting.tick import BETWEEN_PORTIONS, PORTION
-from gpuspawner.broker import Broker
+from gpuspawner.core.units import MICRO
+from gpuspawner.db.engine import Store
+from gpuspawner.db.schema import accounts, lease_places, leases
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.ledger.models import member_account
 from gpuspawner.ledger.rules import transfer_id
-from gpuspawner.model import MICRO, Request, ServerRef, member_account
-from gpuspawner.store import Store
-from gpuspawner.store.schema import accounts, lease_places, leases
+from gpuspawner.service.worker import BETWEEN_PORTIONS, PORTION
+from gpuspawner.services import Broker
 from tests.support.brokers import T0, Clock, open_broker
 from tests.support.postgres import PrivatePostgres
 

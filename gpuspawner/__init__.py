@@ -9,13 +9,13 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "add_services"]
 
 if TYPE_CHECKING:
-    from .wiring import add_services
+    from .config import add_services
 
 
 def __getattr__(name: str) -> Any:
     """Import what is not always needed when it is first asked for."""
     if name == "add_services":
-        from .wiring import add_services
+        from .config import add_services
 
         return add_services
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,12 +23,14 @@ import demo_processes
 from demo_docker import Containers, ImageMaker, NoDocker
 from demo_state import ADMIN, MEMBERS, SAMPLE, State, Stop, demo_catalog
 
-from gpuspawner.broker import Broker
-from gpuspawner.devices.base import open_source
-from gpuspawner.engines import DockerEngine, Engine, LocalEngine
-from gpuspawner.errors import GPUSpawnerError
-from gpuspawner.model import Device, DeviceStatus
-from gpuspawner.reconcile import Remove
+from gpuspawner.core.errors import GPUSpawnerError
+from gpuspawner.devices.models import Device, DeviceStatus
+from gpuspawner.devices.source import open_source
+from gpuspawner.engines.base import Engine
+from gpuspawner.engines.docker import DockerEngine
+from gpuspawner.engines.local import LocalEngine
+from gpuspawner.leases.reconciliation import Remove
+from gpuspawner.services import Broker
 
 REPO = Path(__file__).resolve().parents[1]
 SIMULATED = "simulated:2xA100-80GB,2xT4"

@@ -23,9 +23,13 @@ from docker.errors import DockerException, ImageNotFound, NotFound
 from docker.utils import kwargs_from_env
 
 from gpuspawner.engines.injection import candidates
-from gpuspawner.engines.preflight import prove_injection
-from gpuspawner.engines.probe import Status, words_of
-from gpuspawner.engines.surroundings import check_hub_reachable, network_gateway
+from gpuspawner.engines.preflight import (
+    Status,
+    check_hub_reachable,
+    network_gateway,
+    prove_injection,
+    words_of,
+)
 
 NETWORK = "bridge"
 BASE = "gpuspawner/base:latest"

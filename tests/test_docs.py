@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from traitlets.config import Configurable
 
-from gpuspawner import scopes
-from gpuspawner.accounting.app import Accounting
-from gpuspawner.accounting.notify import Notifier
 from gpuspawner.auth import MemberOAuthenticator
 from gpuspawner.auth.ldap import MemberLDAPAuthenticator
-from gpuspawner.broker import Broker
 from gpuspawner.cli.app import parser
-from gpuspawner.pages.site import CatalogPages
+from gpuspawner.core import scopes
+from gpuspawner.hub_pages.handlers import CatalogPages
+from gpuspawner.service.app import Accounting
+from gpuspawner.service.notifier import Notifier
+from gpuspawner.services import Broker
 from gpuspawner.spawners import options
 from gpuspawner.spawners.docker import GPUDockerSpawner
 from gpuspawner.spawners.local import GPULocalSpawner

@@ -16,8 +16,8 @@ from typing import Any
 
 from tornado.web import RequestHandler
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import Request, ServerRef
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.services import Broker
 from support.noop import GPUNoopSpawner
 
 TICK = 0.001

@@ -13,9 +13,8 @@ from typing import Any
 from jupyterhub.proxy import Proxy
 from jupyterhub.spawner import Spawner
 
-from gpuspawner.model import Sighting
-from gpuspawner.spawners.gone import Proof
-from gpuspawner.spawners.mixin import GPUSpawnerMixin
+from gpuspawner.leases.models import Sighting
+from gpuspawner.spawners.mixin import ExitStatus, GPUSpawnerMixin
 
 ADDRESS = os.environ.get("BENCHMARK_ADDRESS", "")
 
@@ -69,8 +68,8 @@ class GPUNoopSpawner(GPUSpawnerMixin, NoopSpawner):
     def engine_ref(self) -> str:
         return f"noop:{self.user.name}"
 
-    async def prove_gone(self) -> Proof:
-        return Proof(gone=not self.up)
+    async def prove_gone(self) -> ExitStatus:
+        return ExitStatus(gone=not self.up)
 
 
 class MemoryProxy(Proxy):

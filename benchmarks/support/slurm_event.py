@@ -22,8 +22,8 @@ from pathlib import Path
 
 import requests
 
-from gpuspawner.model import Lease, LeaseState, ServerRef
-from gpuspawner.slurm.usage import read_holders
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.slurm.jobs import read_holders
 from support import HUB_PATH, say
 from support.members import Members
 from support.slurm_counted import BY_NAME, CONTROLLER, DATABASE, Counted

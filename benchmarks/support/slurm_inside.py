@@ -15,9 +15,9 @@ from typing import Any
 
 from tornado.web import RequestHandler
 
-from gpuspawner.slurm import delegate
-from gpuspawner.slurm.controller import Controller
-from gpuspawner.slurm.jobs import Job, read_jobs
+from gpuspawner.slurm import scheduler
+from gpuspawner.slurm.jobs import SlurmJob, read_jobs
+from gpuspawner.slurm.programs import Controller
 from gpuspawner.spawners.slurm import GPUSlurmSpawner
 
 STEPS: list[tuple[float, float, str]] = []
@@ -26,13 +26,13 @@ LOOKS: list[float] = []
 """When Slurm was asked, in seconds of a clock."""
 
 
-def counted(slurm: Controller) -> list[Job]:
+def counted(slurm: Controller) -> list[SlurmJob]:
     """As :func:`read_jobs`, and counted."""
     LOOKS.append(time.monotonic())
     return read_jobs(slurm)
 
 
-delegate.read_jobs = counted
+scheduler.read_jobs = counted
 
 
 class Steps(RequestHandler):

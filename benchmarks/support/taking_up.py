@@ -15,14 +15,14 @@ from unittest import mock
 from jupyterhub.utils import maybe_future
 from tornado.web import RequestHandler
 
-from gpuspawner.spawners.progress import Progress
+from gpuspawner.spawners.progress import SpawnProgress
 from support.noop import GPUNoopSpawner, NoopSpawner
 
 TAKEN: dict[str, float] = {}
 """When the pre-spawn stage of each member's spawn began."""
 TOLD: dict[int, float] = {}
 """When each spawn said its first word, by the identity of what it speaks through."""
-SPOKEN: dict[str, Progress] = {}
+SPOKEN: dict[str, SpawnProgress] = {}
 """What each member's spawn speaks through."""
 STEPS: list[float] = []
 """Seconds for which single steps held the event loop, those of over a millisecond."""
@@ -69,7 +69,7 @@ class Forget(RequestHandler):
 def watch() -> None:
     """Have every step of the event loop timed, and every first word."""
     run = asyncio.Handle._run
-    say = Progress.say
+    say = SpawnProgress.say
 
     def timed_run(handle: asyncio.Handle) -> None:
         began = time.perf_counter()
@@ -78,13 +78,13 @@ def watch() -> None:
         if took > 0.001:
             STEPS.append(took)
 
-    def timed_say(self: Progress, *args: Any, **kwargs: Any) -> None:
+    def timed_say(self: SpawnProgress, *args: Any, **kwargs: Any) -> None:
         say(self, *args, **kwargs)
         TOLD.setdefault(id(self), time.perf_counter())
 
     # For the life of this hub alone: neither asyncio nor a spawn tells these moments to others.
     mock.patch.object(asyncio.Handle, "_run", timed_run).start()
-    mock.patch.object(Progress, "say", timed_say).start()
+    mock.patch.object(SpawnProgress, "say", timed_say).start()
 
 
 HANDLERS = [(r"/benchmark/taken", Taken), (r"/benchmark/forget", Forget)]

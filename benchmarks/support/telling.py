@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuspawner.scheduler import Ahead, Decision, Estimator, Running, Scheduler, Waiting
+from gpuspawner.queue.estimates import Ahead, Estimator
+from gpuspawner.queue.models import Decision, Running, Waiting
+from gpuspawner.queue.scheduler import Scheduler
 from support.report import quantile
 
 LATEST = 500

@@ -1,7 +1,7 @@
 """How long an event loop cannot go on, told by the process itself.
 
 The hub answers ``/hub/benchmark/ticks?seconds=10``. The accounting service, run as
-``python -m support.ticks`` in the place of ``python -m gpuspawner.accounting``, writes a line each
+``python -m support.ticks`` in the place of ``python -m gpuspawner.service``, writes a line each
 second into the file that ``BENCHMARK_TICKS`` names. Both tell the worst of each second: by how
 much a tick of a millisecond was late, and for how long the loop's thread computed meanwhile. Who is
 late without computing waited for the machine, for Python's lock or for a disk.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tornado.web import RequestHandler
 
-from gpuspawner.accounting.app import Accounting
+from gpuspawner.service.app import Accounting
 
 TICK = 0.001
 
@@ -68,5 +68,5 @@ def _append(file: Path, line: str) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # as gpuspawner.accounting does
+    gc.freeze()  # as gpuspawner.service does
     TickingAccounting.launch_instance()

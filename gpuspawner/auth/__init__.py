@@ -15,8 +15,8 @@ from .providers import (
     MemberGitLabOAuthenticator,
     MemberGoogleOAuthenticator,
     MemberMicrosoftOAuthenticator,
+    MemberSharedPasswordAuthenticator,
 )
-from .shared import MemberSharedPasswordAuthenticator
 
 __all__ = [
     "MemberCILogonOAuthenticator",

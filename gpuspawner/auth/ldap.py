@@ -1,17 +1,282 @@
-"""Members who sign in with their name and password in a directory: OpenLDAP, FreeIPA, AD."""
+"""Members who sign in with their name and password in an LDAP directory."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+import re
+import ssl
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from traitlets import Set, TraitError, Unicode
+import ldap3
+from jupyterhub.auth import Authenticator
+from jupyterhub.utils import maybe_future
+from ldap3.core.exceptions import LDAPCommunicationError, LDAPMaximumRetriesError, LDAPStartTLSError
+from ldap3.utils.conv import escape_filter_chars
+from ldap3.utils.dn import escape_rdn
+from ldapauthenticator import LDAPAuthenticator
+from traitlets import Set, TraitError, Unicode, default, validate
 
-from .directory import Directory
+from ..core.aio import within
 from .mixin import MemberMixin
 
 if TYPE_CHECKING:
     from jupyterhub.handlers import BaseHandler
     from jupyterhub.user import User
+
+
+ANSWER_SECONDS = 15.0
+"""Longest wait for the directory, for all the questions of one sign-in."""
+
+ANYTHING = "(objectClass=*)"
+
+T = TypeVar("T")
+
+
+class Directory(LDAPAuthenticator):
+    """LDAPAuthenticator, with groups and a filter of members.
+
+    Its base class finds out who somebody is by the same settings. It blocks the hub while it
+    waits, takes who fails its filter for somebody with a wrong password, and knows no groups by
+    name and no refresh: that part is this one's.
+    """
+
+    member_filter = Unicode(
+        config=True,
+        help="""
+        Whom this LDAP filter finds is a member. `search_filter`, which the base class has, must
+        hold of everybody as well, and makes nobody a member.
+
+        Example::
+
+            c.MemberLDAPAuthenticator.member_filter = (
+                "(&(memberOf=cn=gpu,cn=groups,cn=accounts,dc=lab,dc=example)"
+                "(!(nsAccountLock=TRUE)))"
+            )
+        """,
+    )
+
+    group_search_base = Unicode(
+        config=True,
+        help="""
+        Below which entry the directory keeps its groups. With `manage_groups`, those that
+        `group_search_filter` finds for somebody become their groups on the hub.
+
+        Example::
+
+            c.MemberLDAPAuthenticator.group_search_base = "ou=groups,dc=lab,dc=example"
+        """,
+    )
+
+    group_name_attribute = Unicode(
+        "cn",
+        config=True,
+        help="""
+        Which attribute of a group is its name on the hub.
+
+        Example::
+
+            c.MemberLDAPAuthenticator.group_name_attribute = "cn"
+        """,
+    )
+
+    mail_attribute = Unicode(
+        "mail",
+        config=True,
+        help="""
+        Which attribute holds mail addresses, for `allowed_mail_domains`. They are believed: see
+        to it that people cannot write their own in the directory.
+
+        Example::
+
+            c.MemberLDAPAuthenticator.mail_attribute = "mail"
+        """,
+    )
+
+    @default("tls_kwargs")
+    def _tls_kwargs_default(self) -> dict[str, Any]:
+        # ldap3 believes any certificate unless told otherwise, and passwords go there.
+        return {"validate": ssl.CERT_REQUIRED}
+
+    @validate("tls_kwargs")
+    def _certificates_count(self, proposal: Any) -> dict[str, Any]:
+        return {"validate": ssl.CERT_REQUIRED, **proposal.value}
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # ldap3 waits for answers: in threads of its own, so that nobody else waits with it.
+        self._threads = ThreadPoolExecutor(8, thread_name_prefix="ldap")
+
+    async def authenticate(
+        self, handler: Any, data: dict[str, str] | None = None, **kwargs: Any
+    ) -> dict[str, Any] | None:
+        """The auth model; None for a wrong name or password. Raises OSError while the directory
+        is away, and LookupError where it refuses the account that looks people up."""
+        name = (data or {}).get("username", "").strip().lower()
+        password = (data or {}).get("password", "")
+        # A directory takes an empty password for no wish to prove anything, and says yes.
+        if not password.strip() or not re.fullmatch(self.valid_username_regex, name):
+            return None
+        model = await self._off_the_loop(partial(self._sign_in, name, password))
+        return self._completed(model) if model else None
+
+    async def look_up(self, name: str) -> dict[str, Any] | None:
+        """The auth model of somebody who signed in before; None when the directory has them no
+        more. Raises as ``authenticate`` does."""
+        model = await self._off_the_loop(partial(self._look_up, name))
+        return self._completed(model) if model else None
+
+    def _completed(self, model: dict[str, Any]) -> dict[str, Any]:
+        """The auth model of what the directory says."""
+        return model
+
+    async def check_allowed(self, username: str, auth_model: dict[str, Any] | None) -> bool:
+        """Whether somebody is named, or found by ``member_filter``."""
+        # Not the base class's own: that is about groups by their DN.
+        if await maybe_future(Authenticator.check_allowed(self, username, auth_model)):
+            return True
+        return bool(_found(auth_model).get("member_filter"))
+
+    async def check_blocked_users(
+        self, username: str, auth_model: dict[str, Any] | None = None
+    ) -> bool:
+        """False for who is blocked, and for whom ``search_filter`` does not find."""
+        fits: bool = _found(auth_model).get("search_filter", True)
+        passed: bool = super().check_blocked_users(username, auth_model)
+        return fits and passed
+
+    def get_connection(self, userdn: str | None, password: str | None) -> Any:
+        """A bound connection; None for a wrong password."""
+        connection = super().get_connection(userdn, password)
+        if connection is None and userdn == self.lookup_dn_search_user:
+            raise LookupError("the directory refuses lookup_dn_search_user or its password")
+        return connection
+
+    # In a thread.
+
+    async def _off_the_loop(self, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        try:
+            return await within(ANSWER_SECONDS, loop.run_in_executor(self._threads, work))
+        except (LDAPCommunicationError, LDAPMaximumRetriesError, LDAPStartTLSError) as failure:
+            raise ConnectionError(str(failure)) from failure
+
+    def _sign_in(self, name: str, password: str) -> dict[str, Any] | None:
+        resolved, dns = name, []
+        if self.lookup_dn:
+            resolved, dn = self.resolve_username(name)
+            if not dn:
+                return None
+            dns = [dn]
+        if self.bind_dn_template:
+            dns = [t.format(username=escape_rdn(resolved)) for t in self.bind_dn_template]
+        for dn in dns:
+            connection = self.get_connection(dn, password)
+            if connection:
+                with _closing(connection), self._reading(connection) as reader:
+                    model = self._model(reader, dn, resolved)
+                    model["name"] = resolved if self.use_lookup_dn_username else name
+                    return model
+        return None
+
+    def _look_up(self, name: str) -> dict[str, Any] | None:
+        with self._reading(None) as reader:
+            dn = self._dn_of(reader, name)
+            return {"name": name, **self._model(reader, dn, name)} if dn else None
+
+    def _dn_of(self, reader: Any, name: str) -> str | None:
+        if not self.lookup_dn:
+            written = [t.format(username=escape_rdn(name)) for t in self.bind_dn_template]
+            return next((dn for dn in written if _search(reader, dn, ANYTHING)), None)
+        renamed = self.use_lookup_dn_username
+        attribute = self.lookup_dn_user_dn_attribute if renamed else self.user_attribute
+        wanted = f"({attribute}={escape_filter_chars(name)})"
+        found = _search(reader, self.user_search_base, wanted, scope=ldap3.SUBTREE)
+        return str(found[0].entry_dn) if len(found) == 1 else None
+
+    @contextmanager
+    def _reading(self, own: Any) -> Iterator[Any]:
+        """The connection that reads: of the account that looks people up, else their own."""
+        if own is not None and not self.lookup_dn_search_user:
+            yield own
+            return
+        with _closing(
+            self.get_connection(self.lookup_dn_search_user, self.lookup_dn_search_password)
+        ) as reader:
+            yield reader
+
+    def _model(self, reader: Any, dn: str, name: str) -> dict[str, Any]:
+        """What the directory says of an entry, as an auth model without the name."""
+        wanted = sorted({self.mail_attribute, *self.auth_state_attributes})
+        entries = _search(reader, dn, ANYTHING, wanted)
+        attributes = entries[0].entry_attributes_as_dict if entries else {}
+        found: dict[str, bool] = {}
+        if self.search_filter:
+            must = self.search_filter.format(
+                userattr=self.user_attribute, username=escape_filter_chars(name)
+            )
+            found["search_filter"] = bool(_search(reader, dn, must))
+        if self.member_filter:
+            found["member_filter"] = bool(_search(reader, dn, self.member_filter))
+        state = {
+            "ldap_mail": [str(mail) for mail in attributes.get(self.mail_attribute) or ()],
+            "ldap_found": found,
+            "user_attributes": {
+                key: value for key, value in attributes.items() if key in self.auth_state_attributes
+            },
+        }
+        model: dict[str, Any] = {"auth_state": state}
+        if self.manage_groups:
+            model["groups"] = self._groups(reader, dn, name)
+        return model
+
+    def _groups(self, reader: Any, dn: str, name: str) -> list[str]:
+        if not self.group_search_base:
+            return []
+        wanted = self.group_search_filter.format(
+            userdn=escape_filter_chars(dn), uid=escape_filter_chars(name)
+        )
+        entries = _search(
+            reader,
+            self.group_search_base,
+            wanted,
+            [self.group_name_attribute],
+            scope=ldap3.SUBTREE,
+        )
+        names = (
+            entry.entry_attributes_as_dict.get(self.group_name_attribute) or () for entry in entries
+        )
+        return sorted({str(name) for of_one in names for name in of_one})
+
+
+def _search(
+    reader: Any,
+    base: str,
+    wanted: str,
+    attributes: list[str] | None = None,
+    *,
+    scope: str = ldap3.BASE,
+) -> list[Any]:
+    """The entries that a filter finds; none where there is no such base."""
+    reader.search(base, wanted, search_scope=scope, attributes=attributes)
+    return list(reader.entries)
+
+
+@contextmanager
+def _closing(connection: Any) -> Iterator[Any]:
+    try:
+        yield connection
+    finally:
+        connection.unbind()
+
+
+def _found(auth_model: dict[str, Any] | None) -> dict[str, bool]:
+    """What the filters said at the sign-in."""
+    state: dict[str, Any] = (auth_model or {}).get("auth_state") or {}
+    return dict(state.get("ldap_found") or {})
 
 
 class MemberLDAPAuthenticator(MemberMixin, Directory):

@@ -10,16 +10,16 @@ from jupyterhub.utils import maybe_future
 from tornado import web
 from traitlets import default
 
-from ..errors import GPUSpawnerError
-from ..patience import within
-from .pages import Page, Refusal, is_silence
-from .rules import Rules
+from ..core.aio import within
+from ..core.errors import GPUSpawnerError
+from .access import AuthPage, Refusal, Rules, is_silence
 
 if TYPE_CHECKING:
     from jupyterhub.handlers import BaseHandler
     from jupyterhub.user import User
 
-    from ..broker.roster import OnRoster
+    from ..members.roster import OnRoster
+
 
 OPEN_ACCOUNT_SECONDS = 3.0
 """Longest wait for the store at a sign-in. Past it the member comes in all the same."""
@@ -257,7 +257,7 @@ class MemberMixin(Rules):
         said = await self._on_roster(username)
         return said.groups if said else frozenset()
 
-    def _roster_away(self) -> Page:
+    def _roster_away(self) -> AuthPage:
         return self._failed(
             503,
             "The roster of members cannot be read just now, so the hub cannot tell whether you "

@@ -14,13 +14,13 @@ from tornado import web
 from tornado.httpclient import HTTPClientError
 from traitlets import Unicode, default
 
+from .access import AuthPage, Link, Mail, is_silence
 from .mixin import MemberMixin
-from .pages import Link, Page, is_silence
-from .rules import Mail
 
 if TYPE_CHECKING:
     from jupyterhub.handlers import BaseHandler
     from jupyterhub.user import User
+
 
 CLOCK_LEEWAY_SECONDS = 60
 """How far the clocks of hub and provider may be apart."""
@@ -186,7 +186,7 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
     def _is_in_time(self, state: dict[str, Any]) -> bool:
         try:
             self._claims_of(state["token_response"])
-        except (Page, KeyError, jwt.InvalidTokenError):
+        except (AuthPage, KeyError, jwt.InvalidTokenError):
             return False
         return True
 
@@ -209,7 +209,7 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
             return str(self.custom_403_message)
         return super()._membership_remedy()
 
-    def _declined(self, error: str) -> Page:
+    def _declined(self, error: str) -> AuthPage:
         """What the provider's error code means for the one who reads it."""
         self.log.warning("%s ended a sign-in with the error %r.", self._service, error[:60])
         if error in _BROKEN:
@@ -225,14 +225,14 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
             return self._begin_again()
         return self._unusable()
 
-    def _begin_again(self) -> Page:
+    def _begin_again(self) -> AuthPage:
         return self._failed(
             400,
             "This sign-in began in another browser or too long ago, or was used already. "
             f"Start again. {self._lasting()}",
         )
 
-    def _clocks_differ(self) -> Page:
+    def _clocks_differ(self) -> AuthPage:
         return self._failed(
             502,
             f"The clocks of {self._service} and of this hub differ, so its answer seems out of "

@@ -1,9 +1,10 @@
-"""Members who sign in with GitHub, GitLab, Google, Microsoft or CILogon."""
+"""Members who sign in with an identity provider, or with a shared password."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jupyterhub.authenticators.shared import SharedPasswordAuthenticator
 from oauthenticator.azuread import AzureAdOAuthenticator
 from oauthenticator.cilogon import CILogonLoginHandler, CILogonOAuthenticator
 from oauthenticator.github import GitHubOAuthenticator
@@ -11,8 +12,33 @@ from oauthenticator.gitlab import GitLabOAuthenticator
 from oauthenticator.google import GoogleOAuthenticator
 from traitlets import TraitError, default
 
+from .access import Mail
+from .mixin import MemberMixin
 from .oauth import AskingLoginHandler, MemberOAuthMixin
-from .rules import Mail
+
+if TYPE_CHECKING:
+    from jupyterhub.handlers import BaseHandler
+
+
+class MemberSharedPasswordAuthenticator(MemberMixin, SharedPasswordAuthenticator):
+    """Members share one password, admins another: for a demo, a course day, a locked room.
+
+    ::
+
+        c.JupyterHub.authenticator_class = "gpu-members-shared-password"
+        c.MemberSharedPasswordAuthenticator.user_password = "at-least-8-characters"
+        c.MemberSharedPasswordAuthenticator.allowed_users = {"member1", "member2"}
+    """
+
+    async def authenticate(
+        self, handler: BaseHandler, data: dict[str, str] | None = None, **kwargs: Any
+    ) -> dict[str, Any] | None:
+        """None for a wrong password. The comparison below takes ASCII text only."""
+        password = (data or {}).get("password", "")
+        if not password or not password.isascii():
+            return None
+        return await super().authenticate(handler, data, **kwargs)
+
 
 _PLACES = "it is in none of the organisations, teams or projects that may use this hub"
 

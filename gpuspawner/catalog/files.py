@@ -9,9 +9,8 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from ..reading.files import read_bytes
-from ..reading.origin import shown
-from .kinds import plain_path
+from ..core.config_files import read_bytes, shown
+from .value_kinds import plain_path
 
 MOST_BYTES = {
     "logo": 200_000,

@@ -13,36 +13,38 @@ from sqlalchemy.exc import SQLAlchemyError
 from traitlets import TraitError
 
 from .. import __version__
-from ..errors import ConfigError, GPUSpawnerError, StoreUnavailable
-from .audit import audit
-from .backup import backup, restore
-from .catalog import catalog
-from .catalog import grammar as catalog_grammar
+from ..catalog.commands import catalog
+from ..catalog.commands import grammar as catalog_grammar
+from ..core.errors import ConfigError, GPUSpawnerError, StoreUnavailable
+from ..db.commands import audit, backup, restore, takeover
+from ..devices.commands import devices
+from ..leases.commands import extend, leases, release, stop
+from ..ledger.commands import accounts, statement
+from ..ledger.commands import grammar as giving_grammar
+from ..ledger.rate_commands import grammar as rates_grammar
+from ..ledger.rate_commands import rates
+from ..ledger.refill_commands import grammar as refills_grammar
+from ..ledger.refill_commands import refills
+from ..members.commands import roster, roster_grammar
+from ..queue.commands import (
+    boost,
+    cancel,
+    drain,
+    move,
+    pause,
+    place_of,
+    points_of,
+    queue,
+    resume,
+    simulate,
+    trail,
+    undrain,
+)
+from ..slurm.commands import slurm, slurm_grammar
+from ..storage.commands import folders, folders_grammar, workspaces, workspaces_grammar
 from .check import check
 from .config import DEFAULT_FILE, Settings, load, passwords, redact
-from .credits import accounts, statement
-from .devices import devices
-from .folders import folders
-from .folders import grammar as folders_grammar
-from .giving import grammar as giving_grammar
-from .grammar import changes_of
-from .granting import drain, pause, resume, trail, undrain
-from .leases import leases
-from .queue import boost, cancel, move, place_of, points_of, queue
-from .rates import grammar as rates_grammar
-from .rates import rates
-from .refills import grammar as refills_grammar
-from .refills import refills
-from .release import release
-from .roster import grammar as roster_grammar
-from .roster import roster
-from .sessions import extend, stop
-from .simulate import simulate
-from .slurm import grammar as slurm_grammar
-from .slurm import slurm
-from .takeover import takeover
-from .workspaces import grammar as workspaces_grammar
-from .workspaces import workspaces
+from .output import changes_of
 
 OK, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -1,8 +1,9 @@
-"""``gpuspawner check``: is everything there that a hub needs? One line each, with the remedy."""
+"""The command ``gpuspawner check``: whether everything that a hub needs is there."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import copy
 import json
 import os
@@ -12,26 +13,79 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.metadata import entry_points
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..broker.broker import utcnow
-from ..broker.view import COUNTED, DeviceView
-from ..catalog import Catalog, load
-from ..engines.probe import Finding, Status
-from ..errors import ConfigError, GPUSpawnerError, TooMuchAsked
-from ..model import DeviceStatus, Inventory, Request
-from ..pool import must_run
+from ..catalog.loader import Catalog, load
+from ..core.errors import ConfigError, GPUSpawnerError, TooMuchAsked
+from ..devices.commands import look
+from ..devices.models import DeviceStatus, Inventory
+from ..devices.placement import must_run
+from ..devices.repository import StoredHealth
+from ..devices.snapshots import COUNTED, DeviceView
+from ..engines.preflight import CheckFinding, Status
+from ..leases.models import Request
+from ..monitoring.health import SICK
+from ..services import utcnow
 from ..slurm.cluster import Cluster, read_cluster
-from ..store.health import Known
-from ..telemetry.health import SICK
 from .check_database import check_database
 from .config import DEFAULT_FILE, Settings
-from .devices import look
+from .hub import HubSettings
 from .output import count, printable
 
-if TYPE_CHECKING:
-    from .hub import Hub
+BASES = {"GPUDockerSpawner": "docker", "GPUSlurmSpawner": "slurm", "GPULocalSpawner": "local"}
+"""Our classes, and their modules in gpuspawner.spawners."""
+
+
+NO_LOSS = {*BASES, "DockerSpawner", "LocalProcessSpawner", "SimpleLocalProcessSpawner"}
+"""Classes that define nothing of the admin's own."""
+
+
+def check_spawner_class(file: str | Path, hub: HubSettings) -> Iterator[CheckFinding]:
+    """Yield a red finding for a spawner class whose form, hooks and settings have no effect."""
+    kind = type(hub.spawner).__name__
+    replaced = [name for name in _replaced_classes(Path(file)) if name not in hub.kinds]
+    if "SystemUserSpawner" in hub.app.config and "SystemUserSpawner" not in hub.kinds:
+        replaced.append("SystemUserSpawner")
+    ours = next((name for name in BASES if name in hub.kinds), "GPUDockerSpawner")
+    for name in dict.fromkeys(replaced):
+        text = f"{kind} takes the place of {name}: what that defines and is told has no effect."
+        remedy = (
+            f"from gpuspawner.spawners.{BASES[ours]} import {ours}; "
+            f"class GPU{name}({ours}, {name}): pass; "
+            f"c.JupyterHub.spawner_class = GPU{name}."
+        )
+        yield CheckFinding("spawner class", Status.FAIL, text, remedy)
+
+
+def _replaced_classes(file: Path) -> list[str]:
+    """The names of the admin's own and DockerSpawner's classes that the file sets first."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return []  # the configuration's own finding says so
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    found = [
+        _class_name(node.value)
+        for node in sorted(assigned, key=lambda node: node.lineno)
+        if any(ast.unparse(target).endswith(".JupyterHub.spawner_class") for target in node.targets)
+    ]
+    return [name for name in found[:-1] if name]
+
+
+def _class_name(value: ast.expr) -> str:
+    """The class that a value of ``spawner_class`` names; empty for one without loss."""
+    path = ast.unparse(value)
+    if isinstance(value, ast.Constant):
+        known = {e.name: e.value for e in entry_points(group="jupyterhub.spawners")}
+        path = known.get(str(value.value), str(value.value)).replace(":", ".")
+        if "." not in path:
+            return ""  # no class: JupyterHub says so
+    name = path.rpartition(".")[2]
+    return name if name.isidentifier() and name not in NO_LOSS else ""
+
 
 PRODUCTION = "gpuspawner.spawners.docker.GPUDockerSpawner"
 """Whose needs are checked when there is no configuration."""
@@ -75,10 +129,9 @@ def check(arguments: argparse.Namespace, settings: Settings) -> int:
     return 0 if ok else 1
 
 
-def findings(settings: Settings, *, containers: bool = True) -> Iterator[Finding]:
+def findings(settings: Settings, *, containers: bool = True) -> Iterator[CheckFinding]:
     """Every check in the order in which one leans on the other."""
     # JupyterHub is imported here, after the first words of the other commands: it is slow.
-    from .check_class import check_spawner_class
     from .check_hub import check_proxy, check_services
     from .check_servers import check_docker, check_local
     from .check_slurm import check_slurm
@@ -101,10 +154,12 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[Finding
         finding, inventory = _devices(settings, readable)
     yield finding
     if catalog is not None and (old := _too_old(catalog, inventory)):
-        yield Finding("driver", Status.FAIL, old, "Install a newer driver, or change the entry.")
+        yield CheckFinding(
+            "driver", Status.FAIL, old, "Install a newer driver, or change the entry."
+        )
     if hub is None:
         for name in LEANING_ON_HUB:
-            yield Finding(name, Status.UNCHECKED, "The configuration is not valid.")
+            yield CheckFinding(name, Status.UNCHECKED, "The configuration is not valid.")
         return
     if hub.uses_docker:
         yield from _whatever_happens("servers", check_docker(hub, catalog, inventory, containers))
@@ -116,19 +171,19 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[Finding
     yield from _whatever_happens("services", check_services(hub))
 
 
-def _whatever_happens(name: str, steps: Iterator[Finding]) -> Iterator[Finding]:
+def _whatever_happens(name: str, steps: Iterator[CheckFinding]) -> Iterator[CheckFinding]:
     """The findings of some steps; one that breaks is red and hides no other."""
     try:
         yield from steps
     except Exception as error:
         text = f"This check broke ({type(error).__name__}: {error})."
-        yield Finding(name, Status.FAIL, text, "Please report it: that should not happen.")
+        yield CheckFinding(name, Status.FAIL, text, "Please report it: that should not happen.")
 
 
 # Configuration and catalog.
 
 
-def _configuration(settings: Settings) -> tuple[Finding, Hub | None]:
+def _configuration(settings: Settings) -> tuple[CheckFinding, HubSettings | None]:
     from .hub import open_hub
 
     name, config = "configuration", settings.config
@@ -139,42 +194,42 @@ def _configuration(settings: Settings) -> tuple[Finding, Hub | None]:
         hub = open_hub(config)
     except ConfigError as error:
         remedy = f"Correct {settings.file}: the hub would not start with it."
-        return Finding(name, Status.FAIL, error.message, remedy), None
+        return CheckFinding(name, Status.FAIL, error.message, remedy), None
     kind = type(hub.spawner).__name__
     if settings.file is None:
         text = f"There is no {DEFAULT_FILE} here (-f names one): checking what {kind} needs."
-        return Finding(name, Status.UNCHECKED, text), hub
+        return CheckFinding(name, Status.UNCHECKED, text), hub
     if not hub.leases_gpus:
         text = f"{settings.file}: its spawner {kind} leases no GPUs."
         remedy = 'Set c.JupyterHub.spawner_class = "gpu-docker" (or "gpu-local" to try out).'
-        return Finding(name, Status.FAIL, text, remedy), hub
-    return Finding(name, Status.OK, f"{settings.file}, servers by {kind}"), hub
+        return CheckFinding(name, Status.FAIL, text, remedy), hub
+    return CheckFinding(name, Status.OK, f"{settings.file}, servers by {kind}"), hub
 
 
-def _catalog(hub: Hub) -> tuple[Finding, Catalog | None]:
+def _catalog(hub: HubSettings) -> tuple[CheckFinding, Catalog | None]:
     name, path = "catalog", str(hub.spawner.catalog)
     if not path:
         text = "No catalog is set: there is one environment, the spawner's own image"
-        return Finding(name, Status.OK, text), None
+        return CheckFinding(name, Status.OK, text), None
     try:
         catalog = load(path)
     except GPUSpawnerError as error:
         remedy = "Correct it: until then servers do not start."
-        return Finding(name, Status.FAIL, error.message, remedy), None
+        return CheckFinding(name, Status.FAIL, error.message, remedy), None
     text = f"{path}: {count(len(catalog.environments), 'environment')}"
-    return Finding(name, Status.OK, text), catalog
+    return CheckFinding(name, Status.OK, text), catalog
 
 
-def _cluster(hub: Hub) -> tuple[Finding, Cluster | None]:
+def _cluster(hub: HubSettings) -> tuple[CheckFinding, Cluster | None]:
     name, path = "cluster", hub.cluster_file
     try:
         cluster = read_cluster(path)
     except GPUSpawnerError as error:
         remedy = "Correct it, or write it anew with gpuspawner slurm config."
-        return Finding(name, Status.FAIL, error.message, remedy), None
+        return CheckFinding(name, Status.FAIL, error.message, remedy), None
     devices = sum(len(node.devices) for node in cluster.nodes)
     text = f"{path}: {count(len(cluster.nodes), 'node')}, {count(devices, 'device')}"
-    return Finding(name, Status.OK, text), cluster
+    return CheckFinding(name, Status.OK, text), cluster
 
 
 def _too_old(catalog: Catalog, inventory: Inventory) -> str:
@@ -196,7 +251,7 @@ def _too_old(catalog: Catalog, inventory: Inventory) -> str:
 # Devices.
 
 
-def _devices(settings: Settings, readable: bool) -> tuple[Finding, Inventory]:
+def _devices(settings: Settings, readable: bool) -> tuple[CheckFinding, Inventory]:
     name = "devices"
     try:
         broker = settings.open_broker() if readable else None
@@ -204,31 +259,31 @@ def _devices(settings: Settings, readable: bool) -> tuple[Finding, Inventory]:
     except GPUSpawnerError as error:
         nothing = Inventory(devices=(), observed_at=utcnow())
         remedy = "Set c.Broker.device_source." if isinstance(error, ConfigError) else ""
-        return Finding(name, Status.FAIL, error.message, remedy), nothing
+        return CheckFinding(name, Status.FAIL, error.message, remedy), nothing
     inventory, views = seen.inventory, seen.views
     if inventory.error:
         text = f"No GPU can be seen: {inventory.error}"
-        return Finding(name, Status.FAIL, text, NO_GPU), inventory
+        return CheckFinding(name, Status.FAIL, text, NO_GPU), inventory
     text = f"{_source(inventory)}: {_states(views)}"
     unknown = [view for view in views if view.device.status is DeviceStatus.UNKNOWN]
     if unknown:
         why = ". ".join(f"{v.device.index} ({v.device.uuid}): {v.detail}" for v in unknown)
         remedy = f"Unknown devices are not leased. {why}. See nvidia-smi and journalctl -k."
-        return Finding(name, Status.FAIL, text, remedy), inventory
+        return CheckFinding(name, Status.FAIL, text, remedy), inventory
     sick = [view for view in views if _is_sick(health.get(view.device.uuid))]
     if sick:
         why = ". ".join(f"{v.device.index} ({v.device.uuid}): {v.detail}" for v in sick)
         remedy = f"Sick devices come back after a probe, or by gpuspawner undrain. {why}."
         text += f"; {count(len(sick), 'device')} sick"
-        return Finding(name, Status.FAIL, text, remedy), inventory
+        return CheckFinding(name, Status.FAIL, text, remedy), inventory
     if not any(view.state in COUNTED for view in views):
-        return Finding(name, Status.FAIL, text, "There is no device to lease."), inventory
+        return CheckFinding(name, Status.FAIL, text, "There is no device to lease."), inventory
     occupied = [view for view in views if view.state == "occupied"]
     remedy = " ".join(f"Device {v.device.index} is {v.detail}: end that." for v in occupied)
-    return Finding(name, Status.OK, text, remedy), inventory
+    return CheckFinding(name, Status.OK, text, remedy), inventory
 
 
-def _is_sick(known: Known | None) -> bool:
+def _is_sick(known: StoredHealth | None) -> bool:
     return known is not None and known.state.verdict == SICK
 
 
@@ -253,7 +308,7 @@ def _states(views: Sequence[DeviceView]) -> str:
 # What it looks like.
 
 
-def line_of(finding: Finding, coloured: bool | None = None) -> str:
+def line_of(finding: CheckFinding, coloured: bool | None = None) -> str:
     """A finding for people, in colour where somebody looks."""
     coloured = _coloured() if coloured is None else coloured
     word = f"{WORDS[finding.status]:<{WORD_WIDTH}}"
@@ -266,7 +321,7 @@ def line_of(finding: Finding, coloured: bool | None = None) -> str:
     return line
 
 
-def _summary(found: Sequence[Finding]) -> str:
+def _summary(found: Sequence[CheckFinding]) -> str:
     counts = Counter(finding.status for finding in found)
     parts = [f"{counts[status]} {WORDS[status]}" for status in WORDS if counts[status]]
     return ", ".join(parts) + "."

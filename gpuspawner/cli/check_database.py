@@ -17,13 +17,13 @@ from alembic.script import ScriptDirectory
 from alembic.util.exc import CommandError
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from ..engines.probe import Finding, Status
-from ..errors import GPUSpawnerError
-from ..store import Store
-from ..store.migrate import config as alembic_config
-from ..store.migrate import revision as schema_revision
-from ..store.migrate import upgrade
-from ..store.schema import accounts, lease_places, leases, postings, tickets, transfers
+from ..core.errors import GPUSpawnerError
+from ..db.engine import Store
+from ..db.schema import accounts, lease_places, leases, postings, tickets, transfers
+from ..db.upgrades import config as alembic_config
+from ..db.upgrades import revision as schema_revision
+from ..db.upgrades import upgrade
+from ..engines.preflight import CheckFinding, Status
 from .config import passwords, redact, shown_url, sqlite_path
 
 NAME = "database"
@@ -33,7 +33,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
 )
 
 
-def check_database(url: str) -> tuple[Finding, bool]:
+def check_database(url: str) -> tuple[CheckFinding, bool]:
     """The finding, and whether the database can be read by the checks that follow."""
     path = sqlite_path(url)
     try:
@@ -45,7 +45,7 @@ def check_database(url: str) -> tuple[Finding, bool]:
             return _check(url, f"SQLite at {path}")
         return _check_place(path), False
     except GPUSpawnerError as error:
-        return Finding(NAME, Status.FAIL, redact(error.message, passwords(url))), False
+        return CheckFinding(NAME, Status.FAIL, redact(error.message, passwords(url))), False
 
 
 def network_file_system(path: Path, mounts: str | None = None) -> str:
@@ -65,13 +65,13 @@ def network_file_system(path: Path, mounts: str | None = None) -> str:
     return kind if kind in NETWORK_FILE_SYSTEMS else ""
 
 
-def _on_network(path: Path, kind: str) -> Finding:
+def _on_network(path: Path, kind: str) -> CheckFinding:
     text = f"{path} lies on a network file system ({kind}): SQLite's locks do not hold there."
     remedy = "Put the file on a disk of this machine, or use PostgreSQL (c.Broker.database_url)."
-    return Finding(NAME, Status.FAIL, text, remedy)
+    return CheckFinding(NAME, Status.FAIL, text, remedy)
 
 
-def _check_place(path: Path) -> Finding:
+def _check_place(path: Path) -> CheckFinding:
     """There is no file yet: make one beside its place, as the hub will, and remove it again."""
     trial = path.with_name(f".gpuspawner-check-{secrets.token_hex(6)}.sqlite")
     try:
@@ -79,7 +79,7 @@ def _check_place(path: Path) -> Finding:
         finding, _ = _check(f"sqlite:///{trial}", f"SQLite at {path}")
     except OSError as error:
         text = f"SQLite at {path} cannot be made by {_user()}: {error.strerror}."
-        return Finding(NAME, Status.FAIL, text, _remedy(f"sqlite:///{path}"))
+        return CheckFinding(NAME, Status.FAIL, text, _remedy(f"sqlite:///{path}"))
     finally:
         for ending in ("", "-wal", "-shm", "-journal"):
             with suppress(OSError):
@@ -87,10 +87,10 @@ def _check_place(path: Path) -> Finding:
     if finding.status is not Status.OK:
         return finding
     text = f"SQLite at {path}: not there yet, the hub can make it (tried as {_user()})"
-    return Finding(NAME, Status.OK, text)
+    return CheckFinding(NAME, Status.OK, text)
 
 
-def _check(url: str, where: str) -> tuple[Finding, bool]:
+def _check(url: str, where: str) -> tuple[CheckFinding, bool]:
     store = Store(url)
     try:
         with store.write_engine.connect() as connection:
@@ -102,12 +102,12 @@ def _check(url: str, where: str) -> tuple[Finding, bool]:
     except (SQLAlchemyError, OSError, CommandError) as error:
         why = redact(str(getattr(error, "orig", None) or error).strip(), passwords(url))
         text = f"{where} cannot be used by {_user()}: {' '.join(why.split())}."
-        return Finding(NAME, Status.FAIL, text, _remedy(url)), False
+        return CheckFinding(NAME, Status.FAIL, text, _remedy(url)), False
     finally:
         store.close()
 
 
-def _check_schema(connection: sa.Connection, where: str) -> tuple[Finding, bool]:
+def _check_schema(connection: sa.Connection, where: str) -> tuple[CheckFinding, bool]:
     scripts = ScriptDirectory.from_config(alembic_config())
     head = scripts.get_current_head()
     now = schema_revision(connection)
@@ -115,18 +115,18 @@ def _check_schema(connection: sa.Connection, where: str) -> tuple[Finding, bool]
         upgrade(connection)
     elif now not in {script.revision for script in scripts.walk_revisions()}:
         text = f"{where} is of version {now}, which this gpuspawner does not know."
-        return Finding(NAME, Status.FAIL, text, "Install the newer gpuspawner again."), False
+        return CheckFinding(NAME, Status.FAIL, text, "Install the newer gpuspawner again."), False
     elif now != head:
         text = f"{where} is of version {now}, this gpuspawner needs {head}."
         remedy = "Make a backup and restart the hub: it brings the database up to date."
-        return Finding(NAME, Status.FAIL, text, remedy), False
+        return CheckFinding(NAME, Status.FAIL, text, remedy), False
     if allowed := _what_it_allows(connection):
         text = f"{where} does not forbid {', '.join(allowed)}: constraints are missing."
         remedy = "Restore a backup, or start with an empty database. Grant nothing until then."
-        return Finding(NAME, Status.FAIL, text, remedy), False
+        return CheckFinding(NAME, Status.FAIL, text, remedy), False
     state = "empty, the hub fills it at its start" if now is None else f"version {now}"
     text = f"{where}: {state}, writable, refuses double leases and changes to the ledger"
-    return Finding(NAME, Status.OK, f"{text} (tried as {_user()})"), now is not None
+    return CheckFinding(NAME, Status.OK, f"{text} (tried as {_user()})"), now is not None
 
 
 def _what_it_allows(connection: sa.Connection) -> list[str]:

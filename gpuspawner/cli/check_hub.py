@@ -20,14 +20,13 @@ import requests
 from jupyterhub.scopes import expand_scopes
 from traitlets import TraitError
 
-from ..engines.probe import Finding, Status
-from ..engines.surroundings import check_hub_reachable
-from ..scopes import ACCOUNTING_SCOPES, CULLER_SCOPES
-from .hub import Hub
+from ..core.scopes import ACCOUNTING_SCOPES, CULLER_SCOPES
+from ..engines.preflight import CheckFinding, Status, check_hub_reachable
+from .hub import HubSettings
 
 SERVICES = {
     "accounting": (
-        ("gpuspawner.accounting", "gpuspawner-accounting"),
+        ("gpuspawner.service", "gpuspawner-accounting"),
         frozenset(ACCOUNTING_SCOPES),
         "Nobody is charged, and leases of servers that die unseen are not settled.",
         "Put this last in jupyterhub_config.py: import gpuspawner; gpuspawner.add_services(c)",
@@ -46,7 +45,7 @@ what to do."""
 # The way from servers to the Hub.
 
 
-def check_reachable(client: docker.APIClient, image: str, hub: Hub) -> Finding:
+def check_reachable(client: docker.APIClient, image: str, hub: HubSettings) -> CheckFinding:
     """Whether a container on the servers' network reaches the Hub's API, also when the hub
     does not run now: then this process listens in its place."""
     name, url = "hub API", hub.api_url
@@ -54,7 +53,7 @@ def check_reachable(client: docker.APIClient, image: str, hub: Hub) -> Finding:
     hosts = dict((hub.spawner.extra_host_config or {}).get("extra_hosts") or {})
     if hub.app.internal_ssl:
         text = f"{url} wants certificates (internal_ssl), which this check does not have."
-        return Finding(name, Status.UNCHECKED, text)
+        return CheckFinding(name, Status.UNCHECKED, text)
     if not url.startswith("http://") or listens(*hub.bind_address):
         return check_hub_reachable(client, image, network, url, hosts)
     try:
@@ -66,9 +65,9 @@ def check_reachable(client: docker.APIClient, image: str, hub: Hub) -> Finding:
             f"{_address(*hub.bind_address)}: {error.strerror or error}."
         )
         remedy = "Start the hub and check again. If that is no address of this machine, set "
-        return Finding(name, Status.UNCHECKED, text, remedy + "c.JupyterHub.hub_ip.")
+        return CheckFinding(name, Status.UNCHECKED, text, remedy + "c.JupyterHub.hub_ip.")
     text = f"{finding.text.rstrip('.')} (the hub does not run: this check listened in its place)"
-    return Finding(name, finding.status, text, finding.remedy)
+    return CheckFinding(name, finding.status, text, finding.remedy)
 
 
 def listens(ip: str, port: int) -> bool:
@@ -89,7 +88,7 @@ def in_place_of_hub(ip: str, port: int) -> Iterator[None]:
         daemon_threads = True
         address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
 
-    with Server((ip if ip != "*" else "", port), _Answer) as server:
+    with Server((ip if ip != "*" else "", port), _ReachableHandler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
@@ -99,7 +98,7 @@ def in_place_of_hub(ip: str, port: int) -> Iterator[None]:
             thread.join()
 
 
-class _Answer(BaseHTTPRequestHandler):
+class _ReachableHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = json.dumps({"version": "gpuspawner check"}).encode()
         self.send_response(200)
@@ -125,18 +124,18 @@ def _address(ip: str, port: int) -> str:
 # Proxy.
 
 
-def check_proxy(hub: Hub) -> Iterator[Finding]:
+def check_proxy(hub: HubSettings) -> Iterator[CheckFinding]:
     """Whether the proxy can be started, or answers when somebody else starts it."""
     name, cls = "proxy", hub.app.proxy_class
     if "ConfigurableHTTPProxy" not in {c.__name__ for c in cls.__mro__}:
         text = f"{cls.__name__} is not configurable-http-proxy: this check does not know it."
-        yield Finding(name, Status.UNCHECKED, text)
+        yield CheckFinding(name, Status.UNCHECKED, text)
         return
     try:
         proxy = cls(app=hub.app, config=hub.app.config)
     except (TraitError, ValueError) as error:
         text = f"The proxy's settings are not valid: {error}."
-        yield Finding(name, Status.FAIL, text, "Correct c.ConfigurableHTTPProxy.")
+        yield CheckFinding(name, Status.FAIL, text, "Correct c.ConfigurableHTTPProxy.")
         return
     if proxy.should_start:
         yield _check_proxy_program(list(proxy.command))
@@ -144,13 +143,13 @@ def check_proxy(hub: Hub) -> Iterator[Finding]:
         yield _check_running_proxy(proxy.api_url, proxy.auth_token)
 
 
-def _check_proxy_program(command: list[str]) -> Finding:
+def _check_proxy_program(command: list[str]) -> CheckFinding:
     program = shutil.which(command[0])
     beside = shutil.which(command[0], path=str(Path(sys.executable).parent))
     remedy = "Install Node.js, then: npm install -g configurable-http-proxy"
     if not (program or beside):
         text = f"The proxy's program {command[0]} is not on the PATH."
-        return Finding("proxy", Status.FAIL, text, remedy)
+        return CheckFinding("proxy", Status.FAIL, text, remedy)
     try:
         done = subprocess.run(
             [program or str(beside), *command[1:], "--version"],
@@ -161,17 +160,17 @@ def _check_proxy_program(command: list[str]) -> Finding:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("proxy", Status.FAIL, f"{command[0]} does not run: {error}.", remedy)
+        return CheckFinding("proxy", Status.FAIL, f"{command[0]} does not run: {error}.", remedy)
     said = (done.stdout + done.stderr).strip().splitlines() or [""]
     if done.returncode:
-        return Finding("proxy", Status.FAIL, f"{command[0]} does not run: {said[-1]}.", remedy)
+        return CheckFinding("proxy", Status.FAIL, f"{command[0]} does not run: {said[-1]}.", remedy)
     text = f"{command[0]} {said[-1]}"
     if not program:
         text += f" (only in {Path(str(beside)).parent}: have that on the hub's PATH too)"
-    return Finding("proxy", Status.OK, text)
+    return CheckFinding("proxy", Status.OK, text)
 
 
-def _check_running_proxy(api_url: str, token: str) -> Finding:
+def _check_running_proxy(api_url: str, token: str) -> CheckFinding:
     url = f"{api_url.rstrip('/')}/api/routes"
     remedy = "Start the proxy, or let the hub start it (c.ConfigurableHTTPProxy.should_start)."
     try:
@@ -180,33 +179,35 @@ def _check_running_proxy(api_url: str, token: str) -> Finding:
             answer = session.get(url, headers={"Authorization": f"token {token}"}, timeout=5)
     except requests.RequestException:
         text = f"The proxy, which the hub does not start itself, does not answer at {api_url}."
-        return Finding("proxy", Status.FAIL, text, remedy)
+        return CheckFinding("proxy", Status.FAIL, text, remedy)
     if answer.status_code == 403:
         text = f"The proxy at {api_url} does not take the hub's token."
-        return Finding("proxy", Status.FAIL, text, "Give both the same CONFIGPROXY_AUTH_TOKEN.")
+        return CheckFinding(
+            "proxy", Status.FAIL, text, "Give both the same CONFIGPROXY_AUTH_TOKEN."
+        )
     if answer.status_code != 200:
         text = f"What answers at {api_url} is no configurable-http-proxy ({answer.status_code})."
-        return Finding("proxy", Status.FAIL, text, remedy)
-    return Finding("proxy", Status.OK, f"The proxy answers at {api_url}")
+        return CheckFinding("proxy", Status.FAIL, text, remedy)
+    return CheckFinding("proxy", Status.OK, f"The proxy answers at {api_url}")
 
 
 # Services.
 
 
-def check_services(hub: Hub) -> Iterator[Finding]:
+def check_services(hub: HubSettings) -> Iterator[CheckFinding]:
     """Whether the services that keep leases honest are wired, with the scopes they need."""
     for name, (commands, scopes, absence, remedy) in SERVICES.items():
         service = next((s for s in hub.app.services if _runs(s, commands)), None)
         if service is None:
             text = f"No such service is in c.JupyterHub.services. {absence}"
-            yield Finding(name, Status.FAIL, text, remedy)
+            yield CheckFinding(name, Status.FAIL, text, remedy)
         elif missing := scopes - _scopes_of(hub, service):
             text = f"The service {service['name']!r} lacks {', '.join(sorted(missing))}."
             advice = f"Add a role to c.JupyterHub.load_roles with services=[{service['name']!r}] "
-            yield Finding(name, Status.FAIL, text, advice + "and these scopes.")
+            yield CheckFinding(name, Status.FAIL, text, advice + "and these scopes.")
         else:
             text = f"The service {service['name']!r} is configured with its scopes"
-            yield Finding(name, Status.OK, text)
+            yield CheckFinding(name, Status.OK, text)
 
 
 def _runs(service: dict[str, Any], commands: tuple[str, ...]) -> bool:
@@ -216,7 +217,7 @@ def _runs(service: dict[str, Any], commands: tuple[str, ...]) -> bool:
     return any(command in (text or str(service.get("name", ""))) for command in commands)
 
 
-def _scopes_of(hub: Hub, service: dict[str, Any]) -> set[str]:
+def _scopes_of(hub: HubSettings, service: dict[str, Any]) -> set[str]:
     roles = [r for r in hub.app.load_roles if service["name"] in r.get("services", ())]
     if service.get("admin") or any(r["name"] == "admin" for r in roles):
         return set().union(*(scopes for _, scopes, _, _ in SERVICES.values()))

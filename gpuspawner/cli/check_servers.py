@@ -1,40 +1,131 @@
-"""What servers need: an engine with images and GPUs, a way to the Hub, a place for files."""
+"""Checks of what servers need: an engine, GPUs, a way to the Hub, and storage.
+
+munge, and with it Slurm, refuses what a machine with another time says, and does not say by how
+much it is another. A node's engine and its sampler tell the time without munge.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 
 import docker
 from docker.errors import DockerException, ImageNotFound, NotFound
 from requests import RequestException
 
-from ..catalog import Catalog, Mount
-from ..engines.disk import check_disk
+from ..catalog.loader import Catalog
+from ..catalog.models import Mount
+from ..devices.models import Device, Inventory
+from ..devices.placement import leasable
+from ..engines.disk_usage import check_disk
+from ..engines.gpu_loss import check_cgroups
 from ..engines.injection import candidates
-from ..engines.lost import check_cgroups
-from ..engines.preflight import check_engine, check_image, prove_injection
-from ..engines.probe import Finding, Status, no_answer
-from ..engines.surroundings import check_directory, check_volume
-from ..model import Device, Inventory
-from ..pool import leasable
-from .check_files import check_quotas
+from ..engines.preflight import (
+    CheckFinding,
+    Status,
+    check_directory,
+    check_engine,
+    check_image,
+    check_volume,
+    no_answer,
+    prove_injection,
+)
+from ..slurm.cluster import Node
+from ..slurm.telemetry import MOST_APART, seconds_ahead
+from ..storage.quotas import Quotas
+from ..storage.service import FileSettings
 from .check_hub import check_reachable
-from .hub import Hub
+from .hub import HubSettings
+
+_Settings = type("Broker", (FileSettings,), {})
+"""A class's name says which section it reads."""
+
+
+def check_quotas(hub: HubSettings) -> Iterator[CheckFinding]:
+    """A finding for each kind of quota that is set; none when there is none."""
+    settings = _Settings(config=hub.app.config)
+    quotas = Quotas(settings.xfs_quota)
+    if getattr(hub.spawner, "workspace_quota", 0):
+        yield _check("quota", str(hub.spawner.workspace), "c.GPUDockerSpawner.workspace", quotas)
+    if settings.folder_quota and settings.folder_source:
+        yield _check("folder quota", settings.folder_source, "c.Broker.folder_source", quotas)
+
+
+def _check(name: str, template: str, setting: str, quotas: Quotas) -> CheckFinding:
+    root = os.path.dirname(template.partition("{")[0]) if "{" in template else template
+    if not template.startswith("/"):
+        text = "A quota is set, and nothing keeps it: a volume takes what is written into it."
+        remedy = f'Keep files in a directory of XFS: {setting} = "/srv/.../{{...}}".'
+        return CheckFinding(name, Status.FAIL, text, remedy)
+    if problem := quotas.problem(root):
+        remedy = "Make an XFS, mount it with the option prjquota (in /etc/fstab), and let "
+        remedy += "xfs_quota run as root; until then a full workspace is only noticed."
+        return CheckFinding(name, Status.FAIL, problem, remedy)
+    return CheckFinding(name, Status.OK, f"{root}: the file system keeps quotas")
+
+
+REFUSED = 300.0
+"""Seconds apart from which munge believes nothing."""
+
+_FRACTION = re.compile(r"\.\d+")
+
+
+def check_clock(node: Node, client: docker.APIClient | None) -> CheckFinding | None:
+    """How far a node's clock is from this machine's; None when nobody there tells. ``client`` is
+    of the node's engine, if that answers."""
+    name = f"clock {node.name}"
+    told = [*_of_engine(client), *_of_sampler(node)]
+    if not told:
+        return None
+    apart = max(told, key=abs)
+    if abs(apart) <= MOST_APART:
+        return CheckFinding(name, Status.OK, f"It is within {MOST_APART:.0f} s of this machine's")
+    text = f"Its clock is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} this machine's"
+    if abs(apart) < REFUSED:
+        text += f": at {REFUSED:.0f} s munge refuses what it says, and Slurm gives it up."
+    else:
+        text += ": munge refuses what it says, and Slurm gives it no jobs."
+    remedy = (
+        f"On {node.name}, and here: timedatectl. Let every machine keep its time by NTP: apt-get "
+        "install systemd-timesyncd"
+    )
+    return CheckFinding(name, Status.FAIL, text, remedy)
+
+
+def _of_engine(client: docker.APIClient | None) -> Iterator[float]:
+    """Seconds ahead; nothing when it does not say."""
+    if client is None:
+        return
+    try:
+        before = datetime.now(timezone.utc)
+        said = _FRACTION.sub("", str(client.info()["SystemTime"]))
+        here = before + (datetime.now(timezone.utc) - before) / 2
+        there = datetime.fromisoformat(said.replace("Z", "+00:00"))
+        yield (there - here).total_seconds()
+    except (DockerException, RequestException, KeyError, ValueError, TypeError):
+        return  # what is wrong with it is said elsewhere
+
+
+def _of_sampler(node: Node) -> Iterator[float]:
+    if node.sampler and (ahead := seconds_ahead(node)) is not None:
+        yield ahead
+
 
 NO_CONTAINERS = "No containers were started (--no-containers)."
 
 
 def check_docker(
-    hub: Hub, catalog: Catalog | None, inventory: Inventory, containers: bool
-) -> Iterator[Finding]:
+    hub: HubSettings, catalog: Catalog | None, inventory: Inventory, containers: bool
+) -> Iterator[CheckFinding]:
     """Everything about servers that run in Docker."""
     finding, client = check_engine(hub.connect, hub.engine_address)
     yield finding
     if client is None:
         for name in ("image", "GPU injection", "hub API", "disk limit", "workspace"):
-            yield Finding(name, Status.UNCHECKED, "The engine does not answer.")
+            yield CheckFinding(name, Status.UNCHECKED, "The engine does not answer.")
         return
     images = images_of(hub, catalog)
     for image in images:
@@ -48,8 +139,8 @@ def check_docker(
             yield _check_cgroups(client, mode)
         yield check_reachable(client, image, hub)
     else:
-        yield Finding("GPU injection", Status.UNCHECKED, why)
-        yield Finding("hub API", Status.UNCHECKED, why)
+        yield CheckFinding("GPU injection", Status.UNCHECKED, why)
+        yield CheckFinding("hub API", Status.UNCHECKED, why)
     limit = int(getattr(hub.spawner, "disk_limit", 0))
     yield check_disk(client, image, limit, is_local=hub.engine_is_local, why=why)
     yield _check_workspace(client, image, hub, why)
@@ -58,20 +149,22 @@ def check_docker(
         yield _check_mounts(client, mounts, hub)
 
 
-def check_local(hub: Hub) -> Iterator[Finding]:
+def check_local(hub: HubSettings) -> Iterator[CheckFinding]:
     """Everything about servers that run as processes beside the hub."""
     for name in ("engine", "image", "GPU injection", "hub API", "disk limit"):
-        yield Finding(name, Status.UNCHECKED, "Servers run as local processes, for trying out.")
+        yield CheckFinding(
+            name, Status.UNCHECKED, "Servers run as local processes, for trying out."
+        )
     root = Path(root_of(str(getattr(hub.spawner, "workspace", ""))) or ".").resolve()
     there = next(p for p in (root, *root.parents) if p.exists())
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
-        yield Finding("workspace", Status.OK, f"Members' directories can be made in {root}")
+        yield CheckFinding("workspace", Status.OK, f"Members' directories can be made in {root}")
     else:
         text = f"Members' directories cannot be made in {root}: {there} is not writable."
-        yield Finding("workspace", Status.FAIL, text, f"Let the hub's user write {there}.")
+        yield CheckFinding("workspace", Status.FAIL, text, f"Let the hub's user write {there}.")
 
 
-def images_of(hub: Hub, catalog: Catalog | None) -> list[str]:
+def images_of(hub: HubSettings, catalog: Catalog | None) -> list[str]:
     """The images that members can choose, each once; those for GPUs first."""
     if catalog is None:
         return [hub.spawner.image]
@@ -100,35 +193,35 @@ def _first_present(client: docker.APIClient, images: Sequence[str]) -> str:
 
 
 def check_injection(
-    client: docker.APIClient, image: str, hub: Hub, inventory: Inventory
-) -> tuple[Finding, str]:
+    client: docker.APIClient, image: str, hub: HubSettings, inventory: Inventory
+) -> tuple[CheckFinding, str]:
     """The finding, and the mode that works; nothing when none was proved to."""
     name = "GPU injection"
     wanted = str(getattr(hub.spawner, "gpu_injection", "auto"))
     device = _device_to_try(inventory)
     if device is None:
-        return Finding(name, Status.UNCHECKED, "There is no device to try with."), ""
+        return CheckFinding(name, Status.UNCHECKED, "There is no device to try with."), ""
     if wanted != "auto":
         finding = prove_injection(client, image, wanted, device.uuid)
         return finding, wanted if finding.status is Status.OK else ""
     if inventory.source == "simulated":
         text = "The devices are simulated: none is injected unless gpu_injection says how."
-        return Finding(name, Status.UNCHECKED, text), ""
+        return CheckFinding(name, Status.UNCHECKED, text), ""
     try:
         modes = candidates(client.info())
     except (DockerException, RequestException):
-        return Finding(name, Status.UNCHECKED, "The engine does not say what it offers."), ""
-    failed: list[Finding] = []
+        return CheckFinding(name, Status.UNCHECKED, "The engine does not say what it offers."), ""
+    failed: list[CheckFinding] = []
     for mode in modes:
         finding = prove_injection(client, image, mode, device.uuid)
         if finding.status is Status.OK:
             return finding, mode
         failed.append(finding)
     text = " ".join(dict.fromkeys(finding.text for finding in failed))
-    return Finding(name, failed[0].status, text, failed[0].remedy), ""
+    return CheckFinding(name, failed[0].status, text, failed[0].remedy), ""
 
 
-def _check_cgroups(client: docker.APIClient, mode: str) -> Finding:
+def _check_cgroups(client: docker.APIClient, mode: str) -> CheckFinding:
     try:
         return check_cgroups(client.info(), mode)
     except (DockerException, RequestException) as error:
@@ -144,23 +237,27 @@ def _device_to_try(inventory: Inventory) -> Device | None:
 # Files.
 
 
-def _check_workspace(client: docker.APIClient, image: str, hub: Hub, why: str) -> Finding:
+def _check_workspace(
+    client: docker.APIClient, image: str, hub: HubSettings, why: str
+) -> CheckFinding:
     name, template = "workspace", str(getattr(hub.spawner, "workspace", ""))
     if not template and hub.spawner.volumes:
         text = "Files are kept as c.DockerSpawner.volumes says: this check does not judge that."
-        return Finding(name, Status.UNCHECKED, text)
+        return CheckFinding(name, Status.UNCHECKED, text)
     if not template:
         text = "Members' files go with their container."
         remedy = 'Set c.GPUDockerSpawner.workspace = "gpuspawner-work-{username}".'
-        return Finding(name, Status.FAIL, text, remedy)
+        return CheckFinding(name, Status.FAIL, text, remedy)
     if not template.startswith("/"):
         return check_volume(client)
     if not image:
-        return Finding(name, Status.UNCHECKED, why)
+        return CheckFinding(name, Status.UNCHECKED, why)
     return check_directory(client, image, root_of(template))
 
 
-def _check_mounts(client: docker.APIClient, mounts: Sequence[Mount], hub: Hub) -> Finding:
+def _check_mounts(
+    client: docker.APIClient, mounts: Sequence[Mount], hub: HubSettings
+) -> CheckFinding:
     """Whether datasets and shared folders are where the catalog says."""
     missing, unseen = [], []
     for mount in mounts:
@@ -178,9 +275,9 @@ def _check_mounts(client: docker.APIClient, mounts: Sequence[Mount], hub: Hub) -
     if missing:
         text = "Not there: " + ", ".join(f"{m.name} ({m.source})" for m in missing) + "."
         remedy = "Make these folders or volumes on the engine's machine, or correct the catalog."
-        return Finding("datasets", Status.FAIL, text, remedy)
+        return CheckFinding("datasets", Status.FAIL, text, remedy)
     if unseen:
         text = "Whether they are on the engine's machine cannot be seen from here: "
         text += ", ".join(m.name for m in unseen) + "."
-        return Finding("datasets", Status.UNCHECKED, text)
-    return Finding("datasets", Status.OK, f"{', '.join(m.name for m in mounts)}: there")
+        return CheckFinding("datasets", Status.UNCHECKED, text)
+    return CheckFinding("datasets", Status.OK, f"{', '.join(m.name for m in mounts)}: there")

@@ -1,16 +1,17 @@
-"""What a cluster needs beside a hub: Slurm's daemons, and on every node an engine, GPUs, images,
-the way to the hub and members' files."""
+"""Checks of what a cluster needs: Slurm's daemons or slurmrestd, and every node."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from datetime import datetime, timezone
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +19,164 @@ import docker
 from docker.errors import DockerException, ImageNotFound
 from requests import RequestException
 
-from ..broker.broker import utcnow
-from ..catalog import Catalog
-from ..engines.preflight import check_engine
-from ..engines.probe import Finding, Status, no_answer
-from ..engines.surroundings import check_sees
-from ..errors import GPUSpawnerError
-from ..model import Device, Inventory
+from ..catalog.loader import Catalog
+from ..core.errors import ConfigError, GPUSpawnerError, SlurmUnavailable
+from ..devices.models import Device, Inventory
+from ..engines.preflight import CheckFinding, Status, check_engine, check_sees, no_answer
+from ..services import utcnow
 from ..slurm.cluster import Cluster, Node
-from ..slurm.commands import Slurm
 from ..slurm.config import TESTED, is_tested
-from ..slurm.reaching import connector
+from ..slurm.images import connector
+from ..slurm.jobs import behind, stays_behind
+from ..slurm.programs import Slurm
+from ..slurm.rest import Rest
 from ..slurm.telemetry import trouble_of
-from ..slurm.usage import behind, stays_behind
-from .check_clocks import check_clock
 from .check_hub import check_reachable
-from .check_servers import NO_CONTAINERS, check_injection, images_of, root_of
-from .check_slurm_rest import check_rest
-from .hub import Hub
-from .node_states import OFF, READY, NodeState, node_states
+from .check_servers import NO_CONTAINERS, check_clock, check_injection, images_of, root_of
+from .hub import HubSettings
+
+READY = frozenset(("idle", "mixed", "allocated", "completing", "planned", "reserved"))
+OFF = "~"
+"""Behind a state: the node is off, to save power."""
+
+_GPUS = re.compile(r"gpu(?::([^:,(]+))?:(\d+)")
+_NO_WORK = frozenset(("DRAIN", "NOT_RESPONDING", "FAIL", "MAINTENANCE", "INVALID_REG"))
+"""Flags of nodes that take no jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """A node as ``sinfo`` has it."""
+
+    state: str
+    """With its flags: ``idle``, ``down*``, ``idle~``."""
+    reason: str
+    gpus: Mapping[str, int]
+    """By type."""
+    version: str
+
+    @property
+    def off(self) -> bool:
+        return self.state.endswith(OFF)
+
+
+def node_states(slurm: Slurm) -> dict[str, NodeState]:
+    """Every node by name. Raises SlurmUnavailable."""
+    said = slurm.run("sinfo", "--Node", "--noheader", "--format=%N|%T|%v|%G|%E")
+    found = {}
+    for line in said.splitlines():
+        name, state, version, gres, reason = line.split("|", 4)
+        gpus = {kind: int(number) for kind, number in _GPUS.findall(gres)}
+        found[name] = NodeState(state, "" if reason == "none" else reason, gpus, version)
+    return found
+
+
+def node_states_of(rest: Rest) -> dict[str, NodeState]:
+    """The same, by slurmrestd. Raises SlurmUnavailable."""
+    found = {}
+    try:
+        for node in json.loads(rest.nodes())["nodes"]:
+            flags = {str(flag).upper() for flag in node.get("state_flags") or ()}
+            words = [str(node["state"]).lower(), *sorted(f.lower() for f in flags & _NO_WORK)]
+            state = "+".join(words) + (OFF if "POWERED_DOWN" in flags else "")
+            gpus = {kind: int(number) for kind, number in _GPUS.findall(str(node["gres"] or ""))}
+            version = str(node.get("slurmd_version") or "")
+            found[str(node["name"])] = NodeState(
+                state, str(node.get("reason") or ""), gpus, version
+            )
+    except (ValueError, KeyError, TypeError) as error:
+        why = f"slurmrestd did not answer as Slurm 22.05 does ({error!r:.80})"
+        raise SlurmUnavailable(why=why) from None
+    return found
+
+
+SOON = timedelta(days=7)
+"""A token that ends within so long is worth a warning."""
+SOMEBODY = "nobody"
+"""A user for whom we try whether we may act; nothing is done for them."""
+
+
+def check_rest(settings: Mapping[str, Any]) -> tuple[list[CheckFinding], Mapping[str, NodeState]]:
+    """Whether slurmrestd answers to ``c.Broker``'s token, and how the nodes are."""
+    try:
+        rest = Rest(
+            str(settings["slurm_rest"]),
+            str(settings.get("slurm_rest_token", "")),
+            str(settings.get("slurm_rest_ca", "")),
+        )
+        found = [_check_token(rest)]
+    except ConfigError as error:
+        remedy = "On the controller: scontrol token username=slurm lifespan=31536000"
+        return [CheckFinding("token", Status.FAIL, error.message, remedy)], {}
+    found.append(_check_slurmrestd(rest))
+    states: Mapping[str, NodeState] = {}
+    if found[-1].status is Status.OK:
+        if settings.get("jobs_of_members", True):
+            found.append(_check_members(rest))
+        try:
+            states = node_states_of(rest)
+        except GPUSpawnerError as error:
+            found.append(CheckFinding("nodes", Status.FAIL, error.message))
+    found.append(_check_programs())
+    return found, states
+
+
+def _check_token(rest: Rest) -> CheckFinding:
+    name, token = "token", rest.token()
+    if token.ends_at is None:
+        return CheckFinding(name, Status.OK, f"It is {token.user}'s and has no end")
+    ends = f"{token.ends_at:%Y-%m-%d %H:%M} UTC"
+    remedy = f"On the controller: scontrol token username={token.user} lifespan=31536000"
+    if token.has_ended():
+        return CheckFinding(name, Status.FAIL, f"It ended on {ends}.", remedy)
+    if token.ends_at - datetime.now(timezone.utc) < SOON:
+        text = f"It ends on {ends}: put the next one into {rest.token_file} before."
+        return CheckFinding(name, Status.UNCHECKED, text, remedy)
+    return CheckFinding(name, Status.OK, f"It is {token.user}'s, until {ends}")
+
+
+def _check_slurmrestd(rest: Rest) -> CheckFinding:
+    name = "controller"
+    remedy = "On the controller: systemctl status slurmrestd slurmctld"
+    try:
+        version, up = rest.ping()
+    except SlurmUnavailable as error:
+        return CheckFinding(name, Status.FAIL, error.message, remedy)
+    if not is_tested(version):
+        text = f"This is Slurm {version}; gpuspawner was tried with {', '.join(TESTED)}."
+        return CheckFinding(name, Status.FAIL, text, "Install one of these (Debian 12 has it).")
+    if not up:
+        return CheckFinding(name, Status.FAIL, "slurmrestd reaches no controller.", remedy)
+    return CheckFinding(name, Status.OK, f"Slurm {version} answers at {rest.url}")
+
+
+def _check_members(rest: Rest) -> CheckFinding:
+    """Whether we may act for others than ourselves."""
+    name = "members' jobs"
+    try:
+        rest.ping(user=SOMEBODY)
+    except SlurmUnavailable:
+        text = f"The token of {rest.token().user} may not act for members."
+        remedy = "Make it for SlurmUser (scontrol token username=slurm), or set "
+        return CheckFinding(name, Status.FAIL, text, f"{remedy}c.Broker.jobs_of_members = False.")
+    return CheckFinding(name, Status.OK, f"The token of {rest.token().user} may act for members")
+
+
+def _check_programs() -> CheckFinding:
+    name = "slurmdbd"
+    if shutil.which("sacctmgr") is None:
+        text = "Slurm's database is not asked: it takes sacctmgr, which is not on this machine."
+        remedy = "Type gpuspawner slurm sync and audit on a machine that has slurm-client."
+        return CheckFinding(name, Status.UNCHECKED, text, remedy)
+    return CheckFinding(name, Status.OK, "sacctmgr is here, for Slurm's database")
+
 
 SOCKET = "/run/munge/munge.socket.2"
 
 
 def check_slurm(
-    hub: Hub, catalog: Catalog | None, cluster: Cluster, containers: bool
-) -> Iterator[Finding]:
+    hub: HubSettings, catalog: Catalog | None, cluster: Cluster, containers: bool
+) -> Iterator[CheckFinding]:
     """Everything about servers on the nodes of a cluster."""
     states: Mapping[str, NodeState] = {}
     if hub.app.config.Broker.get("slurm_rest"):
@@ -52,21 +185,21 @@ def check_slurm(
     else:
         slurm = Slurm(conf=cluster.slurm_conf)
         yield _check_munge(cluster)
-        finding = _check_controller(slurm)
+        finding = _check_slurm_controller(slurm)
         yield finding
         if finding.status is Status.OK:
             yield _check_accounting(slurm, cluster)
             try:
                 states = node_states(slurm)
             except GPUSpawnerError as error:
-                yield Finding("nodes", Status.FAIL, error.message)
+                yield CheckFinding("nodes", Status.FAIL, error.message)
     if states:  # else nobody said how they are, and that was said
         yield from (_check_node(node, states.get(node.name)) for node in cluster.nodes)
     clients: dict[Node, docker.APIClient] = {}
     for node in cluster.nodes:
         if (state := states.get(node.name)) and state.off:
             text = "The node is off, to save power: what is on it was not looked at."
-            yield Finding(f"engine {node.name}", Status.UNCHECKED, text)
+            yield CheckFinding(f"engine {node.name}", Status.UNCHECKED, text)
             continue
         finding, client = _check_engine(node, bool(getattr(hub.spawner, "job_cgroup", "")))
         yield finding
@@ -86,7 +219,7 @@ def check_slurm(
 # Slurm's daemons.
 
 
-def _check_munge(cluster: Cluster) -> Finding:
+def _check_munge(cluster: Cluster) -> CheckFinding:
     name, socket = "munge", _munge_socket(cluster)
     try:
         done = subprocess.run(
@@ -94,14 +227,14 @@ def _check_munge(cluster: Cluster) -> Finding:
         )
     except FileNotFoundError:
         text = "The program munge is not on this machine."
-        return Finding(name, Status.FAIL, text, "apt-get install munge")
+        return CheckFinding(name, Status.FAIL, text, "apt-get install munge")
     except subprocess.TimeoutExpired:
         done = subprocess.CompletedProcess([], 1, "", "munge: no answer within 10 seconds")
     if done.returncode:
         said = done.stderr.strip().partition("\n")[0].removeprefix("munge: ")
         text = f"munged does not answer at {socket}: {said.rstrip('.')}."
-        return Finding(name, Status.FAIL, text, "sudo systemctl start munge")
-    return Finding(name, Status.OK, f"munged answers at {socket}")
+        return CheckFinding(name, Status.FAIL, text, "sudo systemctl start munge")
+    return CheckFinding(name, Status.OK, f"munged answers at {socket}")
 
 
 def _munge_socket(cluster: Cluster) -> str:
@@ -113,7 +246,7 @@ def _munge_socket(cluster: Cluster) -> str:
     return SOCKET
 
 
-def _check_controller(slurm: Slurm) -> Finding:
+def _check_slurm_controller(slurm: Slurm) -> CheckFinding:
     name = "controller"
     remedy = (
         "On the controller: systemctl status slurmctld munge. The same /etc/munge/munge.key and "
@@ -125,40 +258,42 @@ def _check_controller(slurm: Slurm) -> Finding:
         if "UP" in said.split():
             slurm.run("sinfo", "--noheader")  # munge has its say here, and with it the clocks
     except GPUSpawnerError as error:
-        return Finding(name, Status.FAIL, error.message, remedy)
+        return CheckFinding(name, Status.FAIL, error.message, remedy)
     if not is_tested(version):
         text = f"This is Slurm {version}; gpuspawner was tried with {', '.join(TESTED)}."
-        return Finding(name, Status.FAIL, text, "Install one of these (Debian 12 has it).")
+        return CheckFinding(name, Status.FAIL, text, "Install one of these (Debian 12 has it).")
     if "UP" not in said.split():
-        return Finding(name, Status.FAIL, f"{said}.", remedy)
-    return Finding(name, Status.OK, f"Slurm {version}: {said}")
+        return CheckFinding(name, Status.FAIL, f"{said}.", remedy)
+    return CheckFinding(name, Status.OK, f"Slurm {version}: {said}")
 
 
-def _check_accounting(slurm: Slurm, cluster: Cluster) -> Finding:
+def _check_accounting(slurm: Slurm, cluster: Cluster) -> CheckFinding:
     name = "slurmdbd"
     try:
         known = slurm.run("sacctmgr", "--noheader", "--parsable2", "show", "cluster")
         lacks = behind(slurm) if stays_behind(slurm) else 0
     except GPUSpawnerError as error:
         remedy = "On the controller: systemctl status slurmdbd mariadb"
-        return Finding(name, Status.FAIL, error.message, remedy)
+        return CheckFinding(name, Status.FAIL, error.message, remedy)
     if cluster.name not in [line.partition("|")[0] for line in known.splitlines()]:
         text = f"The accounting database does not know the cluster {cluster.name}."
-        return Finding(name, Status.FAIL, text, f"sacctmgr -i add cluster {cluster.name}")
+        return CheckFinding(name, Status.FAIL, text, f"sacctmgr -i add cluster {cluster.name}")
     if lacks:
         text = f"The controller has {lacks} messages that the accounting database did not take "
         text += "yet: jobs beside servers are paid once it knows of them."
         remedy = "If sdiag says so for long, on the controller: systemctl status slurmdbd mariadb"
-        return Finding(name, Status.FAIL, text, remedy)
-    return Finding(name, Status.OK, f"The accounting database knows the cluster {cluster.name}")
+        return CheckFinding(name, Status.FAIL, text, remedy)
+    return CheckFinding(
+        name, Status.OK, f"The accounting database knows the cluster {cluster.name}"
+    )
 
 
-def _check_node(node: Node, seen: NodeState | None) -> Finding:
+def _check_node(node: Node, seen: NodeState | None) -> CheckFinding:
     name = f"node {node.name}"
     if seen is None:
         text = "Slurm does not know this node, which is in cluster.yaml."
         remedy = "Write both anew with gpuspawner slurm config, and copy them to every node."
-        return Finding(name, Status.FAIL, text, remedy)
+        return CheckFinding(name, Status.FAIL, text, remedy)
     wanted: dict[str, int] = {}
     for device in node.devices:
         wanted[device.gres] = wanted.get(device.gres, 0) + 1
@@ -168,22 +303,22 @@ def _check_node(node: Node, seen: NodeState | None) -> Finding:
         text = f"It is {seen.state}{why}: it takes no jobs."
         remedy = f"On {node.name}: systemctl status slurmd. Once it is well: scontrol update "
         remedy += f"NodeName={node.name} State=RESUME"
-        return Finding(name, Status.FAIL, text, remedy)
+        return CheckFinding(name, Status.FAIL, text, remedy)
     if seen.gpus != wanted:
         other = ", ".join(f"{n} {kind}" for kind, n in seen.gpus.items()) or "no GPUs"
         text = f"Slurm counts {other}, and cluster.yaml {what}."
         remedy = "Write both anew with gpuspawner slurm config, and restart slurmctld and slurmd."
-        return Finding(name, Status.FAIL, text, remedy)
+        return CheckFinding(name, Status.FAIL, text, remedy)
     if seen.version and not seen.off and not is_tested(seen.version):
         text = f"Its slurmd is {seen.version}; gpuspawner was tried with {', '.join(TESTED)}."
-        return Finding(name, Status.FAIL, text, "Install one of these there.")
-    return Finding(name, Status.OK, f"{seen.state}, {what}")
+        return CheckFinding(name, Status.FAIL, text, "Install one of these there.")
+    return CheckFinding(name, Status.OK, f"{seen.state}, {what}")
 
 
 # Engines.
 
 
-def _check_engine(node: Node, nested: bool) -> tuple[Finding, docker.APIClient | None]:
+def _check_engine(node: Node, nested: bool) -> tuple[CheckFinding, docker.APIClient | None]:
     name = f"engine {node.name}"
     finding, client = check_engine(connector(node), node.engine)
     if client is None:
@@ -203,17 +338,17 @@ def _check_engine(node: Node, nested: bool) -> tuple[Finding, docker.APIClient |
     except (DockerException, RequestException) as error:
         return no_answer(name, error), client
     if wrong:
-        return Finding(name, Status.FAIL, *wrong), client
+        return CheckFinding(name, Status.FAIL, *wrong), client
     return replace(finding, name=name), client
 
 
-def check_sampler(node: Node) -> Finding:
+def check_sampler(node: Node) -> CheckFinding:
     """Whether the node tells what its devices do."""
     name = f"sampler {node.name}"
     if why := trouble_of(node, _now()):
         remedy = f"On {node.name}: systemctl status gpuspawner-sampler"
-        return Finding(name, Status.FAIL, f"{node.sampler}: {why.rstrip('.')}.", remedy)
-    return Finding(name, Status.OK, f"It tells at {node.sampler} what its GPUs do")
+        return CheckFinding(name, Status.FAIL, f"{node.sampler}: {why.rstrip('.')}.", remedy)
+    return CheckFinding(name, Status.OK, f"It tells at {node.sampler} what its GPUs do")
 
 
 def _unfit(info: Mapping[str, Any], nested: bool) -> tuple[str, str] | None:
@@ -238,7 +373,7 @@ def _now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def _check_image(image: str, clients: Mapping[Node, docker.APIClient]) -> Finding:
+def _check_image(image: str, clients: Mapping[Node, docker.APIClient]) -> CheckFinding:
     """Whether every node has the very same image."""
     found: dict[str, list[str]] = {}
     for node, client in clients.items():
@@ -252,26 +387,28 @@ def _check_image(image: str, clients: Mapping[Node, docker.APIClient]) -> Findin
     if missing := found.pop("", []):
         text = f"The image {image} is not on {', '.join(missing)}."
         remedy = f"gpuspawner catalog pull (or, on each of these: docker pull {image})"
-        return Finding("image", Status.FAIL, text, remedy)
+        return CheckFinding("image", Status.FAIL, text, remedy)
     if len(found) > 1:
         text = f"The image {image} is not the same on all nodes: " + "; ".join(
             f"{', '.join(names)} {which[7:19]}" for which, names in found.items()
         )
-        return Finding("image", Status.FAIL, f"{text}.", f"On each of these: docker pull {image}")
-    return Finding("image", Status.OK, f"{image}: the same on {', '.join(*found.values())}")
+        return CheckFinding(
+            "image", Status.FAIL, f"{text}.", f"On each of these: docker pull {image}"
+        )
+    return CheckFinding("image", Status.OK, f"{image}: the same on {', '.join(*found.values())}")
 
 
 # What servers find on a node.
 
 
 def _check_servers(
-    node: Node, client: docker.APIClient, hub: Hub, images: Sequence[str], containers: bool
-) -> Iterator[Finding]:
+    node: Node, client: docker.APIClient, hub: HubSettings, images: Sequence[str], containers: bool
+) -> Iterator[CheckFinding]:
     names = (f"GPUs {node.name}", f"hub API {node.name}")
     image = _present(client, images) if containers else ""
     if not image:
         why = "There is no image to try with." if containers else NO_CONTAINERS
-        yield from (Finding(name, Status.UNCHECKED, why) for name in names)
+        yield from (CheckFinding(name, Status.UNCHECKED, why) for name in names)
         return
     finding, _ = check_injection(client, image, hub, inventory_of(node))
     yield replace(finding, name=names[0])
@@ -296,37 +433,37 @@ def _present(client: docker.APIClient, images: Sequence[str]) -> str:
 
 
 def _check_workspaces(
-    hub: Hub,
+    hub: HubSettings,
     clients: Mapping[Node, docker.APIClient],
     images: Sequence[str],
     containers: bool,
-) -> Finding:
+) -> CheckFinding:
     """Whether what the hub writes in the folder of workspaces is there on every node."""
     name, template = "workspaces", str(getattr(hub.spawner, "workspace", ""))
     if not template.startswith("/"):
         text = "Members' files would stay on the node where they were written."
         remedy = "Share a folder among all machines (NFS), and set c.GPUDockerSpawner.workspace = "
-        return Finding(name, Status.FAIL, text, f'{remedy}"/srv/workspaces/{{username}}".')
+        return CheckFinding(name, Status.FAIL, text, f'{remedy}"/srv/workspaces/{{username}}".')
     root, token = root_of(template), secrets.token_hex(12)
     tries = {node: (c, _present(c, images)) for node, c in clients.items()}
     if not containers or not all(image for _, image in tries.values()) or not tries:
         why = "There is no image to try with." if containers else NO_CONTAINERS
-        return Finding(name, Status.UNCHECKED, why)
+        return CheckFinding(name, Status.UNCHECKED, why)
     path = os.path.join(root, f".gpuspawner-check-{token}")
     try:
         Path(path).write_text(token, encoding="utf-8")
     except OSError as error:
         text = f"The hub's machine cannot write in {root}: {error.strerror}."
         remedy = "Mount it here as on the nodes, and run this as the hub's user."
-        return Finding(name, Status.FAIL, text, remedy)
+        return CheckFinding(name, Status.FAIL, text, remedy)
     try:
         for node, (client, image) in tries.items():
             if why := check_sees(client, image, root, os.path.basename(path), token):
                 text = f"On {node.name} {root} is not what it is here: {why}."
                 remedy = f"Mount it there too (/etc/fstab): the same folder, at {root}."
-                return Finding(name, Status.FAIL, text, remedy)
+                return CheckFinding(name, Status.FAIL, text, remedy)
     finally:
         with suppress(OSError):
             os.unlink(path)
     names = ", ".join(node.name for node in clients)
-    return Finding(name, Status.OK, f"{root} is the same here and on {names}")
+    return CheckFinding(name, Status.OK, f"{root} is the same here and on {names}")

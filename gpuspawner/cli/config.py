@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import traceback
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from traitlets import TraitError
 from traitlets.config import Config
 from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 
-from ..broker import Broker
-from ..broker.queue_settings import QueueSettings
-from ..broker.settings import BrokerSettings
-from ..errors import ConfigError, StoreUnavailable
-from ..scheduler import Scheduler
+from ..base_service import BrokerSettings
+from ..core.errors import ConfigError, StoreUnavailable
+from ..queue.scheduler import Scheduler
+from ..queue.settings import QueueSettings
+from ..services import Broker
 
 DEFAULT_FILE = "jupyterhub_config.py"
 _PASSWORD = re.compile(r"://[^\s:/@]*:([^\s@]+)@")
@@ -143,3 +144,18 @@ def redact(text: str, secrets: tuple[str, ...]) -> str:
 def _line(trace: TracebackType | None, path: Path) -> str:
     lines = [f.lineno for f in traceback.extract_tb(trace) if Path(f.filename).name == path.name]
     return f", line {lines[-1]}," if lines else ""
+
+
+def catalog_file(arguments: argparse.Namespace, settings: Settings) -> Path:
+    """The catalog that the command or else the hub's configuration names. Raises ConfigError."""
+    if arguments.file:
+        return Path(arguments.file)
+    from .hub import open_hub
+
+    named = str(getattr(open_hub(settings.config).spawner, "catalog", ""))
+    if not named:
+        raise ConfigError(
+            "No catalog is set, so there is one environment: the spawner's own image. Name a file, "
+            'or set c.GPUSpawnerMixin.catalog = "/etc/gpuspawner/catalog.yaml".'
+        )
+    return Path(named)

@@ -14,7 +14,7 @@ from jupyterhub.app import JupyterHub
 from traitlets import TraitError
 from traitlets.config import Config
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
 
 DEFAULT_HOST = "unix:///var/run/docker.sock"
 ENGINE_SECONDS = 20
@@ -22,7 +22,7 @@ ENGINE_SECONDS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Hub:
+class HubSettings:
     """A hub that is configured and not started, and one of its spawners."""
 
     app: Any
@@ -82,12 +82,12 @@ class Hub:
         return docker.APIClient(**settings)
 
 
-def open_hub(config: Config) -> Hub:
+def open_hub(config: Config) -> HubSettings:
     """Make the hub's objects without starting anything. Raises ConfigError."""
     try:
         app = JupyterHub(config=config, log_level="ERROR")
         app.init_hub()
-        return Hub(app, app.spawner_class(config=config, user=_nobody()))
+        return HubSettings(app, app.spawner_class(config=config, user=_nobody()))
     except (TraitError, ImportError, AttributeError, ValueError) as error:
         raise ConfigError(what=f"JupyterHub says: {error}") from error
 

@@ -1,15 +1,78 @@
-"""How values look: aligned tables and local times for people, plain values for scripts."""
+"""The output of commands: tables, progress, and plain values for scripts."""
 
 from __future__ import annotations
 
+import argparse
+import getpass
 import json
+import os
+import shutil
 import sys
+import time
 import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from ..model import format_credits
+from ..core.units import format_credits
+from ..engines.images import PullProgress
+
+Work = Callable[..., int]
+Add = Callable[[str, Work, str], argparse.ArgumentParser]
+
+
+def changes_of(command: argparse.ArgumentParser, common: Callable[..., Any]) -> Add:
+    """How to add a change to a command: its word, what does it, and its help.
+
+    ``common`` makes the options of every command. What was said before the word holds: only
+    what is said after it replaces that.
+    """
+    actions = command.add_subparsers(title="changes", metavar="CHANGE")
+
+    def add(name: str, work: Work, what: str) -> argparse.ArgumentParser:
+        after = common(argument_default=argparse.SUPPRESS)
+        sub: argparse.ArgumentParser = actions.add_parser(
+            name, help=what, description=what, parents=[after]
+        )
+        sub.set_defaults(command=work)
+        return sub
+
+    return add
+
+
+BAR = 24
+LINE_EVERY = 10.0
+"""Seconds between two lines where there is no terminal."""
+
+
+def follow(name: str, progress: Iterator[PullProgress]) -> None:
+    """Show a pull on stderr until it is done."""
+    terminal = sys.stderr.isatty()
+    said_at = time.monotonic()
+    last = ""
+    try:
+        for now in progress:
+            line = bar(name, now)
+            if terminal and line != last:
+                width = shutil.get_terminal_size().columns - 1
+                print(f"\r\x1b[K{line[:width]}", end="", file=sys.stderr, flush=True)
+            elif not terminal and time.monotonic() - said_at >= LINE_EVERY:
+                said_at = time.monotonic()
+                print(line, file=sys.stderr, flush=True)
+            last = line
+    finally:
+        if terminal and last:
+            print(file=sys.stderr, flush=True)
+
+
+def bar(name: str, now: PullProgress) -> str:
+    """``name [######------]  50%  40 of 80 MB, 3 of 6 layers``."""
+    part = now.got / now.size if now.size else now.done / now.layers if now.layers else 0.0
+    filled = int(part * BAR)
+    amount = f"{now.got / 1e6:.0f} of {now.size / 1e6:.0f} MB, " if now.size else ""
+    shown = "#" * filled + "-" * (BAR - filled)
+    return f"{name} [{shown}] {part:4.0%}  {amount}{now.done} of {now.layers} layers"
+
 
 GAP = "  "
 
@@ -81,3 +144,13 @@ def _width(text: str) -> int:
 def _pad(text: str, width: int, right: bool) -> str:
     space = " " * (width - _width(text))
     return space + text if right else text + space
+
+
+def default_actor() -> str:
+    """Who types this, also below sudo."""
+    if user := os.environ.get("SUDO_USER"):
+        return user
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return f"uid {os.getuid()}"

@@ -1,7 +1,1 @@
-"""Where devices are seen: NVML, or a simulated fleet for trying out and for tests."""
-
-from __future__ import annotations
-
-from .base import DeviceSource, open_source
-
-__all__ = ["DeviceSource", "open_source"]
+"""GPUs: inventory, topology, placement, drains and health."""

@@ -1,21 +1,118 @@
-"""Simulated devices: any fleet from a short text, for trying out and for tests.
+"""Simulated GPUs: any fleet from a short text, with scripted faults and samples.
+
+The script is a JSON file, named by the environment variable ``GPUSPAWNER_SIMULATION`` and read
+anew when it changes. It says by UUID or index what a device shows instead, until it is gone from
+the script: ``{"0": {"use": 97, "celsius": 91}, "1": {"error": "It fell off the bus.", "xids":
+[79]}}``. Most names are of :class:`gpuspawner.monitoring.models.Sample`; ``processes`` are
+``[[PID, "name"], ...]``, ``held_bytes`` is memory that no process holds, and ``probe`` is why the
+device fails a probe.
 
 ``4xA100-80GB,2xT4`` is four devices of model ``A100-80GB`` and two of model ``T4``.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import re
 import threading
 import uuid
-from dataclasses import replace
-from datetime import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
-from ..errors import ConfigError
-from ..model import Device, DeviceProcess, DeviceStatus, Inventory
-from .base import NODE, PIX, Sampler, nvlinks, pair
-from .look import unknown
-from .script import Script, Shows, processes_of
+from ..core.errors import ConfigError
+from ..monitoring.models import Condition, Sample
+from .models import Device, DeviceProcess, DeviceStatus, Inventory
+from .source import NODE, PIX, LooksLost, Sampler, nvlinks, pair, unknown
+
+log = logging.getLogger(__name__)
+
+SCRIPT = "GPUSPAWNER_SIMULATION"
+SCRIPTED = {
+    "use": int,
+    "memory_activity": int,
+    "used_bytes": int,
+    "milliwatts": int,
+    "celsius": int,
+    "sm_mhz": int,
+    "throttle": int,
+    "ecc_errors": int,
+    "xids": list,
+    "error": str,
+    "condition": dict,
+    "processes": list,
+    "held_bytes": int,
+    "probe": str,
+}
+"""What it may say, and of which type."""
+CONDITIONS = tuple(each.name for each in fields(Condition))
+
+Shows = Mapping[str, Any]
+"""What a device shows instead."""
+
+
+class Script:
+    """The script, as it is now. A mistake in it changes nothing, and is said in the log."""
+
+    def __init__(self) -> None:
+        self._read: tuple[Any, Mapping[str, Shows]] = (None, {})
+
+    def of(self, uuid: str, index: int) -> Shows:
+        """What one device shows; nothing when it is as it would be."""
+        told = self.told()
+        return told.get(uuid) or told.get(str(index)) or {}
+
+    def told(self) -> Mapping[str, Shows]:
+        """All of it; nothing when there is no script."""
+        path = os.environ.get(SCRIPT)
+        if not path:
+            return {}
+        try:
+            stat = os.stat(path)
+            version = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            if self._read[0] != version:
+                self._read = (version, _checked(json.loads(Path(path).read_text())))
+        except FileNotFoundError:
+            self._read = (None, {})
+        except (OSError, ValueError) as error:
+            log.warning("The script of simulated devices %s cannot be used: %s", path, error)
+        return self._read[1]
+
+
+def processes_of(shows: Shows) -> tuple[DeviceProcess, ...]:
+    """The compute processes that a device shows beside its own."""
+    return tuple(DeviceProcess(pid, name=name) for pid, name in shows.get("processes", ()))
+
+
+def _checked(script: Any) -> dict[str, dict[str, Any]]:
+    """Raises ValueError with a sentence for what is no script."""
+    if not isinstance(script, dict) or not all(isinstance(v, dict) for v in script.values()):
+        raise ValueError("write an object of objects, by UUID or index")
+    for device, shows in script.items():
+        for name, value in shows.items():
+            if name not in SCRIPTED:
+                raise ValueError(f"device {device} has {name!r}; there are {', '.join(SCRIPTED)}")
+            if not isinstance(value, SCRIPTED[name]) or isinstance(value, bool):
+                raise ValueError(f"{name} of device {device} is {value!r}")
+        for name in shows.get("condition", {}):
+            if name not in CONDITIONS:
+                there = ", ".join(CONDITIONS)
+                raise ValueError(f"condition of device {device} has {name!r}; there are {there}")
+        for each in shows.get("processes", []):
+            if not _is_process(each):
+                raise ValueError(f'{each!r} of device {device} is no process: write [PID, "name"]')
+    return script
+
+
+def _is_process(each: Any) -> bool:
+    if not isinstance(each, list) or len(each) != 2:
+        return False
+    return isinstance(each[0], int) and isinstance(each[1], str)
+
 
 GIB = 2**30
 MOST_DEVICES = 10_000
@@ -82,7 +179,7 @@ class SimulatedDevices:
         self.script = Script()
 
     def observe(self, now: datetime) -> Inventory:
-        """The fleet as it stands; see :class:`gpuspawner.devices.base.DeviceSource`."""
+        """The fleet as it stands; see :class:`gpuspawner.devices.source.DeviceSource`."""
         with self._lock:
             if self._lost:
                 return Inventory(devices=(), observed_at=now, source=self.name, error=self._lost)
@@ -96,7 +193,6 @@ class SimulatedDevices:
 
     def sampler(self, processes_every: float = 60.0) -> Sampler:
         """What tells what they do; see :mod:`.simulated_samples`."""
-        from .simulated_samples import SimulatedSampler
 
         return SimulatedSampler(self)
 
@@ -212,3 +308,128 @@ def _build_links(
                 links[pair(uuids[first + one], uuids[first + other])] = closeness
         first += count
     return links
+
+
+IDLE_SHARE = 0.05
+"""A process that takes less of a processor does not compute: servers and kernels that wait do."""
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class _SeenProcess:
+    """A process as it was at the last look."""
+
+    cpu_seconds: float
+    at: float
+    computes: bool
+
+
+class SimulatedSampler:
+    """Samples a simulated fleet. For one thread."""
+
+    def __init__(self, devices: SimulatedDevices, proc: Path = Path("/proc")) -> None:
+        self._devices = devices
+        self._proc = proc
+        self._seen: dict[int, _SeenProcess] = {}
+        self._reported: dict[str, tuple[int, ...]] = {}
+        self.pids: Mapping[str, Sequence[int]] = {}
+        """Which processes each device is leased to, by its UUID. Set by who knows the leases."""
+
+    def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
+        """One look at the fleet; see :class:`gpuspawner.devices.source.Sampler`."""
+        inventory = self._devices.observe(now)
+        if inventory.error:
+            raise LooksLost(inventory.error)
+        pids, script = self.pids, self._devices.script
+        alive: dict[int, _SeenProcess] = {}
+        samples = []
+        for device in inventory.devices:
+            sample = self._of(device, pids.get(device.uuid, ()), now, monotonic, alive)
+            samples.append(self._as_scripted(sample, script.of(device.uuid, device.index)))
+        self._seen = alive
+        return tuple(samples)
+
+    def _of(
+        self,
+        device: Device,
+        pids: Sequence[int],
+        now: datetime,
+        monotonic: float,
+        alive: dict[int, _SeenProcess],
+    ) -> Sample:
+        load, used, processes = 0.0, 0, list(device.processes)
+        for pid in pids:
+            read = self._read(pid)
+            if read is None:
+                continue
+            cpu, resident, name = read
+            before = self._seen.get(pid)
+            passed = monotonic - before.at if before else 0.0
+            share = (cpu - before.cpu_seconds) / passed if before and passed > 0 else 0.0
+            computed = before is not None and before.computes
+            alive[pid] = _SeenProcess(cpu, monotonic, computed or share >= IDLE_SHARE)
+            if alive[pid].computes:
+                load += share if share >= IDLE_SHARE else 0.0
+                used += resident
+                processes.append(DeviceProcess(pid, resident, "compute", name))
+        use = min(100, round(100 * load))
+        return Sample(
+            uuid=device.uuid,
+            index=device.index,
+            at=now,
+            use=use,
+            memory_activity=use // 2,
+            used_bytes=min(used, device.memory_bytes),
+            total_bytes=device.memory_bytes,
+            milliwatts=60_000 + 2_400 * use,
+            celsius=35 + use * 2 // 5,
+            sm_mhz=1410 if use else 210,
+            memory_mhz=1593,
+            ecc_errors=0,
+            processes=tuple(processes),
+            error=device.reason if device.status.value == "unknown" else "",
+        )
+
+    def _read(self, pid: int) -> tuple[float, int, str] | None:
+        """Seconds of processor, bytes resident and name; None when it is gone."""
+        try:
+            stat = (self._proc / str(pid) / "stat").read_text(errors="replace")
+        except OSError:
+            return None
+        name, _, rest = stat.partition("(")[2].rpartition(")")
+        fields = rest.split()
+        if fields[0] in ("Z", "X"):
+            return None
+        return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[21]) * _PAGE, name
+
+    # The script.
+
+    def _as_scripted(self, sample: Sample, changed: Mapping[str, Any]) -> Sample:
+        shows = dict(changed)
+        for name in ("probe", "processes", "held_bytes"):  # it is the device that shows these
+            shows.pop(name, None)
+        if "condition" in shows:
+            shows["condition"] = Condition(**shows["condition"])
+        xids = tuple(shows.pop("xids", ()))
+        if xids != self._reported.get(sample.uuid, ()):  # an error is reported once
+            self._reported[sample.uuid] = xids
+            shows["xids"] = xids
+        if shows.get("error"):
+            return Sample(
+                uuid=sample.uuid,
+                index=sample.index,
+                at=sample.at,
+                error=shows["error"],
+                xids=shows.get("xids", ()),
+            )
+        return replace(sample, **shows) if shows else sample
+
+    def fails_probe(self, uuid: str) -> str:
+        """Why a device of this fleet fails a probe; empty when it passes. For any thread."""
+        for device in self._devices.observe(datetime.now(timezone.utc)).devices:
+            if device.uuid == uuid:
+                shows = self._devices.script.of(uuid, device.index)
+                return str(shows.get("probe") or shows.get("error") or "")
+        return "there is no such device"

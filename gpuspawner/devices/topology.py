@@ -1,12 +1,18 @@
-"""How close the GPUs of one machine are, from what NVML says about PCIe and NVLink. Pure."""
+"""Which GPUs of a machine are closely linked. Pure.
+
+Up to :data:`EXACT_UP_TO` candidates the best set is found; beyond, a good one by growing from
+the best linked devices and swapping, in time that hardly depends on the number of candidates.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 
-from .base import NODE, PHB, PIX, PXB, SAME_BOARD, SYS, nvlinks, pair
+from .source import NODE, PHB, PIX, PXB, SAME_BOARD, SYS, nvlinks, pair
 
 PCIE_STEPS: Mapping[int | None, int] = {
     0: SAME_BOARD,
@@ -42,3 +48,200 @@ def closeness(
         if step:
             links[pair(one, other)] = step
     return links
+
+
+Links = Mapping[tuple[str, str], int]
+"""Closeness by UUIDs in sorted order; see :attr:`gpuspawner.devices.models.Inventory.links`."""
+
+EXACT_UP_TO = 16
+_SEEDS = 8
+_SWAPS = 32
+
+
+@dataclass(frozen=True, order=True)
+class Connected:
+    """A set of candidates and how close it is: the greater, the better."""
+
+    total: int
+    """Sum of the closeness of its pairs."""
+    least: int
+    """Closeness of its worst pair."""
+    members: tuple[int, ...] = field(compare=False)
+    """Positions among the candidates, ascending."""
+
+
+def best_connected(candidates: Sequence[str], count: int, links: Links) -> Connected:
+    """The ``count`` closest of the candidates (at least ``count``, and at least 2 of them).
+
+    Greatest sum over the pairs, then greatest worst pair, then the earliest candidates.
+    """
+    near = _neighbours(candidates, links)
+    good = _greedy(near, count)
+    return _exact(near, count, good) if len(near) <= EXACT_UP_TO else good
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """The devices that one device has links to."""
+
+    closeness: Mapping[str, int]
+    worth: int
+    """Sum of all its closeness."""
+    group: int | None
+    """Devices with links between them, over however many others, have the same number."""
+
+    def worth_among(self, free: Collection[str]) -> int:
+        """Sum of its closeness to those that are free: what they miss when it is taken."""
+        return sum(value for other, value in self.closeness.items() if other in free)
+
+
+ALONE = Near({}, 0, None)
+"""Of a device without links."""
+
+
+def neighbours(links: Links) -> dict[str, Near]:
+    """What each linked device is linked to."""
+    found: dict[str, dict[str, int]] = {}
+    for (one, other), closeness in links.items():
+        found.setdefault(one, {})[other] = closeness
+        found.setdefault(other, {})[one] = closeness
+    group: dict[str, int] = {}
+    for number, uuid in enumerate(found):
+        reached = [] if uuid in group else [uuid]
+        while reached:
+            member = reached.pop()
+            if member not in group:
+                group[member] = number
+                reached += found[member]
+    return {uuid: Near(near, sum(near.values()), group[uuid]) for uuid, near in found.items()}
+
+
+Neighbours = list[dict[int, int]]
+"""For each candidate, the closeness of every other one that it has a link to."""
+
+
+def _neighbours(candidates: Sequence[str], links: Links) -> Neighbours:
+    position = {uuid: number for number, uuid in enumerate(candidates)}
+    near: Neighbours = [{} for _ in candidates]
+    for (uuid, other_uuid), closeness in links.items():
+        one, other = position.get(uuid), position.get(other_uuid)
+        if one is not None and other is not None and closeness > 0:
+            near[one][other] = near[other][one] = closeness
+    return near
+
+
+def _measure(near: Neighbours, members: Collection[int]) -> Connected:
+    ordered = tuple(sorted(members))
+    scores = [
+        near[one].get(other, 0)
+        for at, one in enumerate(ordered)
+        for other in ordered[at + 1 :]
+    ]  # fmt: skip
+    return Connected(sum(scores), min(scores), ordered)
+
+
+# Beyond a few candidates: grow, then swap.
+
+
+def _greedy(near: Neighbours, count: int) -> Connected:
+    strength = [sum(heapq.nlargest(count - 1, links.values())) for links in near]
+    strongest = sorted(range(len(near)), key=lambda number: -strength[number])
+    best: Connected | None = None
+    for seed in strongest[:_SEEDS]:
+        found = _measure(near, _swap(near, _grow(near, seed, count, strongest)))
+        if best is None or found > best:
+            best = found
+    assert best is not None, "there are at least two candidates"
+    return best
+
+
+def _grow(near: Neighbours, seed: int, count: int, strongest: list[int]) -> set[int]:
+    """Add the candidate closest to the set so far, or the strongest one when none is close."""
+    members = {seed}
+    gain = dict(near[seed])
+    spare = iter(strongest)
+    while len(members) < count:
+        if gain:
+            added = max(gain, key=lambda number: (gain[number], -number))
+            del gain[added]
+        else:
+            added = next(number for number in spare if number not in members)
+        members.add(added)
+        for number, closeness in near[added].items():
+            if number not in members:
+                gain[number] = gain.get(number, 0) + closeness
+    return members
+
+
+def _swap(near: Neighbours, members: set[int]) -> set[int]:
+    """Exchange a member for an outsider while that makes the set closer."""
+    for _ in range(_SWAPS):
+        inside = {
+            number: sum(c for other, c in near[number].items() if other in members)
+            for number in members
+        }
+        outside: dict[int, int] = {}
+        for number in members:
+            for other, closeness in near[number].items():
+                if other not in members:
+                    outside[other] = outside.get(other, 0) + closeness
+        leavers = heapq.nsmallest(_SEEDS, inside, key=lambda number: (inside[number], -number))
+        comers = heapq.nlargest(_SEEDS, outside, key=lambda number: (outside[number], -number))
+        gains = [
+            (outside[comer] - near[comer].get(leaver, 0) - inside[leaver], -comer, -leaver)
+            for comer in comers
+            for leaver in leavers
+        ]
+        gained, comer, leaver = max(gains, default=(0, 0, 0))
+        if gained <= 0:
+            break
+        members = (members - {-leaver}) | {-comer}
+    return members
+
+
+# Few candidates: all sets, leaving out those that cannot beat the best one so far.
+
+
+def _exact(near: Neighbours, count: int, good: Connected) -> Connected:
+    """The best set; of equal ones the earliest. ``good`` is one that it must equal or beat."""
+    size = len(near)
+    row = [[links.get(other, 0) for other in range(size)] for links in near]
+    reach = [_reach(scores, count) for scores in row]
+    best = Connected(good.total, good.least - 1, good.members)
+
+    def extend(members: tuple[int, ...], total: int, least: int, gain: list[int]) -> None:
+        """``gain`` is, for each candidate, the sum of its closeness to the members."""
+        nonlocal best
+        missing = count - len(members)
+        if not missing:
+            best = max(best, Connected(total, least, members))
+            return
+        first = members[-1] + 1 if members else 0
+        # Each addition is worth at most its links to the members and half of its best links to
+        # the other additions (a link between two of them is counted at both ends).
+        worth = sorted(
+            (2 * gain[number] + reach[number][missing - 1] for number in range(first, size)),
+            reverse=True,
+        )
+        bound = total + sum(worth[:missing]) // 2
+        if (bound, least) <= (best.total, best.least):
+            return
+        for number in range(first, size - missing + 1):
+            scores = row[number]
+            extend(
+                (*members, number),
+                total + gain[number],
+                min([least, *(scores[member] for member in members)]),
+                [old + new for old, new in zip(gain, scores, strict=True)],
+            )
+
+    extend((), 0, max(map(max, row)), [0] * size)
+    return best
+
+
+def _reach(scores: list[int], count: int) -> list[int]:
+    """Sums of the 0, 1, ..., ``count`` greatest scores."""
+    sums = [0]
+    for score in sorted(scores, reverse=True)[:count]:
+        sums.append(sums[-1] + score)
+    return sums

@@ -15,11 +15,18 @@ import docker
 import requests
 from docker.errors import DockerException
 
-from ..errors import EngineUnavailable
-from .images import local
+from ..core.errors import EngineUnavailable
+from .images import local_images
 from .injection import candidates, gpu_environment, gpu_host_config
-from .preflight import prove_injection
-from .probe import Status, lacks_shell, output_of, scratch_config, scratch_container, words_of
+from .preflight import (
+    Status,
+    lacks_shell,
+    output_of,
+    prove_injection,
+    scratch_config,
+    scratch_container,
+    words_of,
+)
 
 PATIENCE = 60.0
 """Seconds that a process may take."""
@@ -51,7 +58,7 @@ def probe_in_container(
     ``auto``. Raises Untried when that says nothing about the device.
     """
     try:
-        image = next((image for image in images if image and local(client, image)), "")
+        image = next((image for image in images if image and local_images(client, image)), "")
         if not image:
             raise Untried("none of the images of this hub is on the engine")
         if mode == "auto":
@@ -115,4 +122,6 @@ def _told(output: str, errors: str = "") -> Probed:
 
 
 def _source() -> str:
-    return (importlib.resources.files(__package__) / "device_inside.py").read_text(encoding="utf-8")
+    return (importlib.resources.files(__package__) / "device_probe_program.py").read_text(
+        encoding="utf-8"
+    )

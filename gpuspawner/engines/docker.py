@@ -13,8 +13,8 @@ import docker
 import requests
 from docker.errors import APIError, DockerException, NotFound
 
-from ..errors import AnotherEngine, EngineUnavailable
-from ..model import Lease, LeaseState, ServerRef, Sighting
+from ..core.errors import AnotherEngine, EngineUnavailable
+from ..leases.models import Lease, LeaseState, ServerRef, Sighting
 from .base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 
 T = TypeVar("T")

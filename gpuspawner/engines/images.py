@@ -1,18 +1,194 @@
-"""The images of a Docker Engine: what is here, what a registry offers, and what may go."""
+"""Images of a Docker Engine: contents, pulls, updates and removal."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import docker
 import requests
-from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+import urllib3
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound, StreamParseError
 
-from ..errors import EngineUnavailable
-from .probe import words_of
-from .pulls import split_image, unavailable
+from ..core.errors import EngineUnavailable, ImageUnavailable
+from .preflight import output_of, scratch_config, scratch_container, words_of
+
+_LIST = """
+exec python3 -c '
+from importlib.metadata import distributions
+for found in distributions():
+    print("package", found.metadata["Name"], found.version)
+'
+"""
+
+
+def packages_of_image(client: docker.APIClient, image: str) -> dict[str, str]:
+    """Version by name of a package, in the order of their names; none where nobody can say."""
+    config = scratch_config(image, _LIST, {}, {"NetworkMode": "none"})
+    try:
+        with scratch_container(client, config) as container:
+            client.start(container)
+            printed = output_of(client, container)
+    except (DockerException, requests.RequestException, OSError):
+        return {}
+    lines = [line.split(" ") for line in printed.splitlines()]
+    found = {words[1]: words[2] for words in lines if words[0] == "package" and len(words) == 3}
+    return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
+
+
+Connect = Callable[[float], docker.APIClient]
+"""Makes a client of the engine, with a timeout in seconds."""
+
+SILENT_SECONDS = 300.0
+"""Seconds without a word of the engine after which a pull is given up. It tells of each piece
+that comes or is unpacked, so that even a slow registry is not silent."""
+
+_LATER = "Try again; what came already is kept for a while."
+
+_WHY = (
+    (
+        r"no space left on device|disk quota exceeded",
+        "the engine's disk is full",
+        "Make room: `gpuspawner catalog prune` shows what can go.",
+    ),
+    (
+        r"verification failed|does not match|unexpected (commit )?digest|wrong digest",
+        "what its registry sent is not what the digest says, so it was thrown away",
+        "Try again; if it stays, tell who runs the registry.",
+    ),
+    (
+        r"manifest unknown|not found|does not exist|access to the resource is denied|"
+        r"name unknown|no such (image|manifest)",
+        "its registry has no such image, or shows it to others only",
+        "Check the name, or sign in with `docker login` as the hub's user.",
+    ),
+    (
+        r"unauthorized|authentication required|no basic auth|denied",
+        "its registry wants a sign-in",
+        "Sign in with `docker login` as the hub's user.",
+    ),
+    (
+        r"timed? ?out|deadline exceeded|connection (refused|reset)|no such host|unexpected EOF|"
+        r"\bEOF\b|byte range|TLS handshake|network is unreachable|temporary failure|"
+        r"name resolution",
+        "its registry does not answer, or stopped in the middle",
+        _LATER,
+    ),
+)
+
+_NO_ANSWER = (
+    DockerException,
+    requests.RequestException,
+    urllib3.exceptions.HTTPError,  # the stream of a pull is read below requests
+    OSError,
+)
+
+
+class PullProgress(NamedTuple):
+    """How far a pull is."""
+
+    done: int
+    """Layers that are here."""
+    layers: int
+    """Layers that are known of."""
+    got: int
+    """Bytes that came, of ``size``."""
+    size: int
+    """Bytes of all layers whose download has begun."""
+
+
+def split_image(image: str) -> tuple[str, str]:
+    """Repository and tag, or the digest of a pinned one; a registry's port is no tag."""
+    name, at, digest = image.partition("@")
+    repository, tag = name, "latest"
+    if ":" in name.rpartition("/")[2]:
+        repository, _, tag = name.rpartition(":")
+    return repository, digest if at else tag
+
+
+def pull(
+    connect: Connect, image: str, silent: float = SILENT_SECONDS
+) -> Generator[PullProgress, None, None]:
+    """Pull ``image`` and say how far it is. Raises ImageUnavailable.
+
+    ``connect`` makes a client with a timeout in seconds, for this pull alone. A digest is proved
+    by the engine: another image under its name is refused. To give up is to close the
+    generator: the engine then stops, unless somebody else pulls the same.
+    """
+    try:
+        with closing(connect(silent)) as client:
+            _limit(client, silent)
+            yield from _pull(client, image)
+    except (requests.Timeout, urllib3.exceptions.ReadTimeoutError, TimeoutError) as error:
+        why = f"nothing came from its registry for {silent:.0f} seconds"
+        raise ImageUnavailable(image=image, why=why, remedy=_LATER) from error
+    except StreamParseError as error:
+        raise ImageUnavailable(image=image, why="the engine stopped", remedy=_LATER) from error
+    except _NO_ANSWER as error:
+        raise unavailable(image, words_of(error)) from error
+
+
+def _limit(client: docker.APIClient, silent: float) -> None:
+    """Give up a silent pull: docker-py itself waits for one as long as it takes."""
+    post = client.post
+
+    def patient(url: str, **kwargs: Any) -> Any:
+        return post(url, **{**kwargs, "timeout": silent})
+
+    client.post = patient
+
+
+def _pull(client: docker.APIClient, image: str) -> Generator[PullProgress, None, None]:
+    repository, tag = split_image(image)
+    progress = _Layers()
+    for event in client.pull(repository, tag, stream=True, decode=True):
+        if "error" in event:
+            raise unavailable(image, str(event["error"]))
+        if progress.hear(event):
+            yield progress.now()
+    yield progress.now()
+
+
+class _Layers:
+    """Docker's messages about each layer, added up."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._done: set[str] = set()
+        self._bytes: dict[str, tuple[int, int]] = {}
+
+    def hear(self, event: dict[str, Any]) -> bool:
+        """Whether the message was about a layer."""
+        layer, status = str(event.get("id", "")), str(event.get("status", ""))
+        if not layer or status.startswith("Pulling from"):
+            return False
+        self._known.add(layer)
+        if status in ("Pull complete", "Already exists"):
+            self._done.add(layer)
+        detail = event.get("progressDetail") or {}
+        if status == "Downloading" and detail.get("total"):
+            self._bytes[layer] = (int(detail["current"]), int(detail["total"]))
+        elif status == "Download complete" and layer in self._bytes:
+            self._bytes[layer] = (self._bytes[layer][1],) * 2
+        return True
+
+    def now(self) -> PullProgress:
+        got = sum(current for current, _ in self._bytes.values())
+        size = sum(whole for _, whole in self._bytes.values())
+        return PullProgress(len(self._done), len(self._known), got, size)
+
+
+def unavailable(image: str, said: str) -> ImageUnavailable:
+    """The engine's words as a reason and what to do."""
+    for pattern, why, remedy in _WHY:
+        if re.search(pattern, said, re.IGNORECASE):
+            return ImageUnavailable(image=image, why=why, remedy=remedy)
+    why = " ".join(said.split()).rstrip(".")[:300]
+    return ImageUnavailable(image=image, why=why, remedy="Try again in a moment.")
+
 
 ENTRY = "gpuspawner.catalog."
 """What the labels begin with by which an image says how its catalog entry looks."""
@@ -50,7 +226,7 @@ class LocalImage:
         return next((digest for name, _, digest in found if name == repository), "")
 
 
-def local(client: docker.APIClient, reference: str) -> LocalImage | None:
+def local_images(client: docker.APIClient, reference: str) -> LocalImage | None:
     """The image that the engine has under this reference. Raises EngineUnavailable."""
     try:
         return _image(client.inspect_image(reference))
@@ -60,7 +236,7 @@ def local(client: docker.APIClient, reference: str) -> LocalImage | None:
         raise _no_answer(error) from error
 
 
-def offered(client: docker.APIClient, reference: str) -> str:
+def offered_digest(client: docker.APIClient, reference: str) -> str:
     """The digest that the reference's registry has now for its tag. Raises ImageUnavailable."""
     repository, tag = split_image(reference.partition("@")[0])
     try:
@@ -70,7 +246,7 @@ def offered(client: docker.APIClient, reference: str) -> str:
         raise unavailable(reference, words_of(error)) from error
 
 
-def pinned(reference: str, digest: str) -> str:
+def pinned_image(reference: str, digest: str) -> str:
     """The reference with this digest in place of any other: ``name:tag@sha256:...``."""
     return f"{reference.partition('@')[0]}@{digest}"
 
@@ -91,14 +267,14 @@ def removable(client: docker.APIClient, named: Collection[str]) -> list[Removabl
     whatever else the engine has is somebody else's. One that any container has, running or
     not, that keeps a member's own packages, or that others are built on, stays.
     """
-    wanted = [found for reference in set(named) if (found := local(client, reference))]
+    wanted = [found for reference in set(named) if (found := local_images(client, reference))]
     repositories = {name for image in wanted for name in image.repositories}
     repositories |= {split_image(reference)[0] for reference in named}
     try:
         # One that gets a container from here on is refused by the engine itself.
         used = {str(listed["ImageID"]) for listed in client.containers(all=True)}
         used |= {image.id for image in wanted}
-        seen = [local(client, str(listed["Id"])) for listed in client.images()]
+        seen = [local_images(client, str(listed["Id"])) for listed in client.images()]
         images = [image for image in seen if image]  # without those that went meanwhile
     except (DockerException, requests.RequestException, OSError) as error:
         raise _no_answer(error) from error

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ..model import Lease, ServerRef, Sighting
+from ..leases.models import Lease, ServerRef, Sighting
 
 LEASE_VARIABLE = "GPUSPAWNER_LEASE_ID"
 _MARK = f"{LEASE_VARIABLE}=".encode()

@@ -1,4 +1,9 @@
-"""Whether a Docker Engine is ready for members: it answers, has the images, injects GPUs.
+"""Checks of a Docker Engine and its surroundings, and the short-lived containers that they use.
+
+A check's container is removed again, whatever happens; one that a killed check left behind
+is removed by the next.
+
+Each question is answered from inside a container that ends at once.
 
 What it can prove about GPUs it proves by a real container that ends at once. The spawner's
 own self-test asks the same question in the same way.
@@ -7,33 +12,297 @@ own self-test asks the same question in the same way.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import docker
 import requests
-from docker.errors import DockerException, ImageNotFound
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from .injection import gpu_environment, gpu_host_config
-from .probe import (
-    Finding,
-    Status,
-    lacks_shell,
-    no_answer,
-    output_of,
-    remove_leftovers,
-    scratch_config,
-    scratch_container,
-    words_of,
-)
 
-__all__ = ["Finding", "Status", "check_engine", "check_image", "prove_injection"]
+LABEL_CHECK = "gpuspawner.check"
+"""On containers and volumes of a check. Its value is when it was made, in seconds of Unix time."""
+
+PATIENCE = 30
+"""Seconds after which a check's container has failed."""
+
+LEFTOVER_AFTER = 600
+"""Seconds after which a check's container belongs to a check that was killed."""
+
+_SYSTEM_ERROR = re.compile(r"\b\w*Error\(\d+, ['\"]([^'\"]+)['\"]\)")
+
+
+class Status(str, Enum):
+    """What a check found. What was not checked is never counted as good."""
+
+    OK = "ok"
+    FAIL = "fail"
+    UNCHECKED = "unchecked"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFinding:
+    """One line of a check."""
+
+    name: str
+    status: Status
+    text: str
+    remedy: str = ""
+    """What to do, when something is to be done."""
+
+
+def remove_leftovers(client: docker.APIClient) -> None:
+    """Remove what checks left that were killed. Says nothing: the check itself will."""
+    with suppress(DockerException, requests.RequestException):
+        for listed in client.containers(all=True, filters={"label": LABEL_CHECK}):
+            made = str((listed.get("Labels") or {}).get(LABEL_CHECK, ""))
+            if made.isdigit() and time.time() - int(made) > LEFTOVER_AFTER:
+                with suppress(APIError):
+                    client.remove_container(listed["Id"], force=True, v=True)
+
+
+def scratch_config(
+    image: str, script: str, environment: Mapping[str, str], host: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The Engine API's words for a container that runs a shell script; ``host`` is HostConfig."""
+    return {
+        "Image": image,
+        "Entrypoint": ["sh", "-c"],
+        "Cmd": [script],
+        "Env": [f"{name}={value}" for name, value in environment.items()],
+        "Labels": {LABEL_CHECK: str(int(time.time()))},
+        "HostConfig": dict(host),
+    }
+
+
+@contextmanager
+def scratch_container(client: docker.APIClient, config: Mapping[str, Any]) -> Iterator[str]:
+    """A container that is there inside the block only, also when that is interrupted."""
+    name = f"gpuspawner-check-{secrets.token_hex(6)}"
+    answered = False
+    try:
+        try:
+            client.create_container_from_config(dict(config), name)
+            answered = True
+        except APIError:
+            answered = True
+            raise
+        yield name
+    finally:
+        # Interrupted before the engine answered, the container may appear a moment later.
+        _remove(client, name, patience=0.0 if answered else 5.0)
+
+
+def _remove(client: docker.APIClient, name: str, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            client.remove_container(name, force=True, v=True)
+            return
+        except NotFound:
+            if time.monotonic() >= deadline:
+                return
+        except APIError as error:
+            if error.status_code == 409:  # it is going by itself
+                return
+            raise
+        time.sleep(0.1)
+
+
+def output_of(client: docker.APIClient, container: str) -> str:
+    """What the container printed, once it ended."""
+    try:
+        client.wait(container, timeout=PATIENCE)
+    except requests.RequestException:
+        return f"It did not end within {PATIENCE} seconds."
+    text: str = client.logs(container).decode(errors="replace")
+    return text
+
+
+def words_of(error: Exception) -> str:
+    """The engine's own words, on one line and without the parts that tell nothing."""
+    if isinstance(error, APIError) and error.explanation:
+        text = str(error.explanation)
+    else:
+        text = str(error) or type(error).__name__
+    if system := _SYSTEM_ERROR.search(text):
+        return system[1]  # the rest is the library's own stack of errors
+    text = re.sub(r"OCI runtime create failed: (?:.*?: )?(?=error running|nvidia|exec)", "", text)
+    return " ".join(text.split()).rstrip(".")[:400]
+
+
+def lacks_shell(text: str) -> bool:
+    """Whether a start failed because the image has no ``sh``."""
+    return '"sh"' in text and "not found" in text
+
+
+def no_answer(name: str, error: Exception) -> CheckFinding:
+    """The finding of a check whose question the engine did not answer."""
+    text = f"The Docker Engine did not answer: {words_of(error)}."
+    return CheckFinding(name, Status.FAIL, text, "Try again; see: journalctl -u docker")
+
+
+def check_hub_reachable(
+    client: docker.APIClient,
+    image: str,
+    network: str,
+    url: str,
+    extra_hosts: Mapping[str, str] | None = None,
+) -> CheckFinding:
+    """Whether a container on the servers' network reaches the Hub's API at ``url``."""
+    name = "hub API"
+    remove_leftovers(client)
+    found = re.fullmatch(r"https?://(\[[^]]+\]|[^:/]+):(\d+)(/.*)", url)
+    if not found:
+        return CheckFinding(name, Status.UNCHECKED, f"{url} is no URL that a container could open.")
+    host, port, path = found.groups()
+    environment = {"URL": url, "HOST": host.strip("[]"), "PORT": port, "PATH_": path}
+    hosts = [f"{alias}:{address}" for alias, address in (extra_hosts or {}).items()]
+    config = scratch_config(
+        image, _FETCH, environment, {"NetworkMode": network, "ExtraHosts": hosts}
+    )
+    try:
+        with scratch_container(client, config) as container:
+            client.start(container)
+            answer = output_of(client, container)
+    except (DockerException, requests.RequestException) as error:
+        return _unreached(client, network, url, words_of(error))
+    if '"version"' in answer:
+        return CheckFinding(name, Status.OK, f"A container on the network {network} reaches {url}")
+    if _NO_TOOL in answer:
+        text = f"The image {image} has neither python3 nor curl nor bash to ask {url} with."
+        return CheckFinding(name, Status.UNCHECKED, text)
+    said = answer.strip().splitlines()
+    return _unreached(client, network, url, said[-1][:200] if said else "no answer")
+
+
+_NO_TOOL = "gpuspawner: no tool"
+_FETCH = f"""
+if command -v python3 >/dev/null 2>&1; then
+    exec python3 -c '
+import os, urllib.request
+plain = urllib.request.build_opener(urllib.request.ProxyHandler({{}}))
+try:
+    print(plain.open(os.environ["URL"], timeout=8).read(300).decode(errors="replace"))
+except Exception as error:
+    print(getattr(error, "reason", None) or error)
+'
+elif command -v curl >/dev/null 2>&1; then
+    exec curl --silent --show-error --max-time 8 --noproxy "*" "$URL" 2>&1
+elif command -v bash >/dev/null 2>&1; then
+    exec bash -c 'exec 3<>"/dev/tcp/$HOST/$PORT" || exit 1
+        printf "GET %s HTTP/1.0\\r\\nHost: %s\\r\\n\\r\\n" "$PATH_" "$HOST" >&3
+        while read -r -t 8 line <&3 || [ -n "$line" ]; do echo "$line"; done' 2>&1
+fi
+echo "{_NO_TOOL}"
+"""
+
+
+def _unreached(client: docker.APIClient, network: str, url: str, why: str) -> CheckFinding:
+    text = f"A container on the network {network} does not reach the Hub's API at {url}: {why}."
+    if "network" in why.lower() and "not found" in why.lower():
+        return CheckFinding("hub API", Status.FAIL, text, f"docker network create {network}")
+    gateway = network_gateway(client, network)
+    such_as = f", such as {gateway}, this network's gateway" if gateway else ""
+    remedy = (
+        f"Set c.JupyterHub.hub_ip to an address that containers reach{such_as}, and let the "
+        "firewall of this machine pass that port."
+    )
+    return CheckFinding("hub API", Status.FAIL, text, remedy)
+
+
+def network_gateway(client: docker.APIClient, network: str) -> str:
+    """The engine's machine as containers of this network see it; empty when nobody can say."""
+    try:
+        pools = client.inspect_network(network)["IPAM"].get("Config") or []
+    except (DockerException, requests.RequestException, KeyError):
+        return ""
+    return next((str(pool["Gateway"]) for pool in pools if pool.get("Gateway")), "")
+
+
+def check_volume(client: docker.APIClient, driver: str = "local") -> CheckFinding:
+    """Whether a member's workspace volume could be created. The one created here goes again."""
+    name = f"gpuspawner-check-{secrets.token_hex(6)}"
+    label = {LABEL_CHECK: str(int(time.time()))}
+    try:
+        try:
+            client.create_volume(name, driver=driver, labels=label)
+        finally:
+            with suppress(NotFound):
+                client.remove_volume(name, force=True)
+    except (DockerException, requests.RequestException) as error:
+        text = f"The engine cannot create a volume with the driver {driver!r}: {words_of(error)}."
+        remedy = "Make room on the engine's disk, or set another volume driver."
+        return CheckFinding("workspace", Status.FAIL, text, remedy)
+    return CheckFinding("workspace", Status.OK, f"Volumes can be created (driver {driver})")
+
+
+def check_directory(client: docker.APIClient, image: str, directory: str) -> CheckFinding:
+    """Whether a member's workspace could be made below a directory of the engine's machine.
+
+    A container makes a folder there as root, gives it away as a start does, and removes it.
+    """
+    name = "workspace"
+    trial = f".gpuspawner-check-{secrets.token_hex(6)}"
+    script = f"cd /root-of-workspaces && mkdir {trial} && chown 1000 {trial}; e=$?; rmdir {trial}"
+    mount = {"Type": "bind", "Source": directory, "Target": "/root-of-workspaces"}
+    config = scratch_config(
+        image, f"{script} && [ $e = 0 ] && echo writable", {}, {"NetworkMode": "none"}
+    )
+    config["HostConfig"]["Mounts"] = [mount]  # unlike Binds, it never makes the directory
+    config["User"] = "0"
+    try:
+        with scratch_container(client, config) as container:
+            client.start(container)
+            answer = output_of(client, container).strip()
+    except (DockerException, requests.RequestException) as error:
+        if lacks_shell(str(error)):
+            return CheckFinding(
+                name, Status.UNCHECKED, f"The image {image} has no shell to try with."
+            )
+        text = f"The directory {directory} cannot be mounted: {words_of(error)}."
+        remedy = f"Make it on the engine's machine: sudo mkdir -p {directory}"
+        return CheckFinding(name, Status.FAIL, text, remedy)
+    if answer.endswith("writable"):
+        return CheckFinding(name, Status.OK, f"{directory} takes members' directories")
+    said = answer.splitlines()[0][:200] if answer else "no answer"
+    text = f"Members' directories cannot be made in {directory}: {said}."
+    remedy = "It has to be writable for root on the engine's machine: no read-only mount, and no "
+    remedy += "root_squash on NFS."
+    return CheckFinding(name, Status.FAIL, text, remedy)
+
+
+def check_sees(
+    client: docker.APIClient, image: str, directory: str, file: str, content: str
+) -> str:
+    """Why a container does not read ``content`` in a file of a directory of the engine's machine;
+    empty when it does."""
+    mount = {"Type": "bind", "Source": directory, "Target": "/there", "ReadOnly": True}
+    script = 'cat "/there/$FILE" 2>&1'
+    config = scratch_config(image, script, {"FILE": file}, {"NetworkMode": "none"})
+    config["HostConfig"]["Mounts"] = [mount]
+    config["User"] = "0"
+    try:
+        with scratch_container(client, config) as container:
+            client.start(container)
+            answer = output_of(client, container).strip()
+    except (DockerException, requests.RequestException) as error:
+        return words_of(error)
+    if answer == content:
+        return ""
+    return answer.splitlines()[0][:200].rstrip(".") if answer else "no answer"
+
 
 Connect = Callable[[], docker.APIClient]
 
 
-def check_engine(connect: Connect, where: str) -> tuple[Finding, docker.APIClient | None]:
+def check_engine(connect: Connect, where: str) -> tuple[CheckFinding, docker.APIClient | None]:
     """Whether the engine answers, and a client for the checks that follow."""
     name = "engine"
     try:
@@ -41,31 +310,33 @@ def check_engine(connect: Connect, where: str) -> tuple[Finding, docker.APIClien
         version = client.version()
     except (DockerException, requests.RequestException, OSError, ValueError, TypeError) as error:
         text = f"The Docker Engine at {where} does not answer: {words_of(error)}."
-        return Finding(name, Status.FAIL, text, _no_engine_remedy(str(error))), None
+        return CheckFinding(name, Status.FAIL, text, _no_engine_remedy(str(error))), None
     text = f"Docker Engine {version['Version']} (API {version['ApiVersion']}) at {where}"
-    return Finding(name, Status.OK, text), client
+    return CheckFinding(name, Status.OK, text), client
 
 
-def check_image(client: docker.APIClient, image: str, name: str = "image") -> Finding:
+def check_image(client: docker.APIClient, image: str, name: str = "image") -> CheckFinding:
     """Whether the engine has the image, so that nobody's first start waits for a pull."""
     try:
         found = client.inspect_image(image)
     except ImageNotFound:
         text = f"The image {image} is not on this engine: the first start would wait for a pull."
-        return Finding(name, Status.FAIL, text, f"docker pull {image}")
+        return CheckFinding(name, Status.FAIL, text, f"docker pull {image}")
     except (DockerException, requests.RequestException) as error:
         return no_answer(name, error)
-    return Finding(name, Status.OK, f"{image} ({found['Size'] / 1e9:.1f} GB)")
+    return CheckFinding(name, Status.OK, f"{image} ({found['Size'] / 1e9:.1f} GB)")
 
 
-def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) -> Finding:
+def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) -> CheckFinding:
     """Whether ``mode`` gives a container exactly the device ``uuid``, and none when none is asked.
 
     Two short containers of ``image`` run at once and say what they see.
     """
     name = "GPU injection"
     if mode == "none":
-        return Finding(name, Status.UNCHECKED, "No GPUs are injected (gpu_injection is 'none').")
+        return CheckFinding(
+            name, Status.UNCHECKED, "No GPUs are injected (gpu_injection is 'none')."
+        )
     remove_leftovers(client)
     with_device, without = _look_config(image, mode, [uuid]), _look_config(image, mode, [])
     try:
@@ -75,22 +346,24 @@ def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) 
         ):
             client.start(one)
             client.start(other)
-            seen = _Seen.of(output_of(client, one))
-            seen_without = _Seen.of(output_of(client, other))
+            seen = _SeenDevices.of(output_of(client, one))
+            seen_without = _SeenDevices.of(output_of(client, other))
     except ImageNotFound:
         return check_image(client, image, name)
     except (DockerException, requests.RequestException) as error:
         if lacks_shell(str(error)):
             text = f"The image {image} has no shell to look around with."
-            return Finding(name, Status.UNCHECKED, text, "Name an image with sh.")
+            return CheckFinding(name, Status.UNCHECKED, text, "Name an image with sh.")
         why = words_of(error)
         text = f"A container with {uuid} by {mode} does not start: {why}."
-        return Finding(name, Status.FAIL, text, _injection_remedy(why, mode))
+        return CheckFinding(name, Status.FAIL, text, _injection_remedy(why, mode))
     if wrong := _judge(seen, uuid) or _judge_without(seen_without):
-        return Finding(name, Status.FAIL, f"By {mode}: {wrong}.", _injection_remedy(wrong, mode))
+        return CheckFinding(
+            name, Status.FAIL, f"By {mode}: {wrong}.", _injection_remedy(wrong, mode)
+        )
     proof = "and NVML names it" if seen.uuids else "by its device node; no nvidia-smi to name it"
     text = f"By {mode}: a container sees exactly {uuid} ({proof}); one without GPUs sees none"
-    return Finding(name, Status.OK, text)
+    return CheckFinding(name, Status.OK, text)
 
 
 _LOOK = """
@@ -105,7 +378,7 @@ _UUID = re.compile(r"UUID: ([^\s)]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _SeenDevices:
     """What a container said it sees."""
 
     nodes: tuple[str, ...]
@@ -114,7 +387,7 @@ class _Seen:
     complete: bool
 
     @classmethod
-    def of(cls, text: str) -> _Seen:
+    def of(cls, text: str) -> _SeenDevices:
         lines = [line.partition(" ") for line in text.splitlines()]
         return cls(
             nodes=tuple(rest for word, _, rest in lines if word == "node"),
@@ -124,7 +397,7 @@ class _Seen:
         )
 
 
-def _judge(seen: _Seen, uuid: str) -> str:
+def _judge(seen: _SeenDevices, uuid: str) -> str:
     """What is wrong with a container that was given one device; nothing when all is well."""
     # A MIG instance is listed below the GPU that it is part of.
     instance = uuid.startswith("MIG-")
@@ -143,7 +416,7 @@ def _judge(seen: _Seen, uuid: str) -> str:
     return ""
 
 
-def _judge_without(seen: _Seen) -> str:
+def _judge_without(seen: _SeenDevices) -> str:
     """What is wrong with a container that was given no device."""
     if not seen.complete:
         return "the container without GPUs ended before it had looked around"

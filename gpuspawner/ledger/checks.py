@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ..model import Account, Lease, LeaseState
-from .entries import Transfer, TransferKind, is_system
+from ..leases.models import Lease, LeaseState
+from .models import Account, Transfer, TransferKind, is_system
 from .rules import owed
 
 
@@ -19,7 +19,7 @@ from .rules import owed
 class PostingRow:
     """A posting with what its transfer says, as the store holds it.
 
-    Unlike :class:`~gpuspawner.ledger.entries.Posting` it can be wrong: that is what the
+    Unlike :class:`~gpuspawner.ledger.models.Posting` it can be wrong: that is what the
     checks are to find.
     """
 

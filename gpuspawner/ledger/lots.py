@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from ..errors import LedgerError
-from .entries import SYSTEM_GRANTS, Posting, Transfer, TransferKind
+from ..core.errors import LedgerError
+from .models import SYSTEM_GRANTS, Posting, Transfer, TransferKind
 from .rules import ACTOR_ACCOUNTING, HOUR, owed, time_left, transfer_id
 
 _MICROSECOND = timedelta(microseconds=1)
@@ -55,7 +55,7 @@ class Lot:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class LotUse:
     """What a lease costs its account, as far as that is known."""
 
     rate: int
@@ -73,10 +73,10 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class LotFlow:
     """What moves on an account beside its lots."""
 
-    uses: Sequence[Use] = ()
+    uses: Sequence[LotUse] = ()
     moves: Sequence[tuple[datetime, int]] = ()
     """Moments, and microcredits into (minus: out of) the account: no charges of leases, and no
     reversals of lots."""
@@ -86,7 +86,7 @@ class Flow:
         with it, since the account is there."""
         uses = sorted(self.uses, key=lambda use: use.started_at, reverse=True)
         moves = sorted(self.moves, reverse=True)
-        running: list[Use] = []
+        running: list[LotUse] = []
         came = spent = 0
         for moment in moments:
             while moves and moves[-1][0] <= moment:
@@ -100,7 +100,7 @@ class Flow:
             yield moment, came, spent + sum(use.cost(moment) for use in running)
 
 
-def left_of(lots: Iterable[Lot], flow: Flow, now: datetime) -> dict[str, int]:
+def left_of(lots: Iterable[Lot], flow: LotFlow, now: datetime) -> dict[str, int]:
     """Microcredits that are left of each lot: at its end, or now. By the lot's id.
 
     Of a lot that was reversed it is what was left then; of one that begins later, all of it.

@@ -1,16 +1,152 @@
-"""Credits that come again and again: how much, for whom, when. Pure."""
+"""Recurring refills: how much, for whom, and when they recur. Pure.
+
+A rule speaks of the clock on the wall. What falls into an hour that daylight saving leaves out
+comes as late as if the clock had not been changed; what falls into an hour that comes twice, comes
+at the first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from enum import Enum
+from itertools import islice, pairwise
 
-from ..errors import InvalidRequest
-from ..model import Account, format_credits, member_account
-from .entries import check_account
-from .recurrence import Recurrence
+from dateutil.rrule import rrule, rrulestr
+
+from ..core.errors import InvalidRequest
+from ..core.units import format_credits
+from .models import Account, check_account, member_account
+from .pricing import open_zone
+
+LONGEST = 400
+"""Characters of a rule."""
+
+FREQUENCIES = ("DAILY", "WEEKLY", "MONTHLY", "YEARLY")
+
+YEARS = 10
+"""A rule that does not come in so many years is taken for a slip of the pen."""
+
+LEAST_GAP = timedelta(hours=1)
+"""Between two occurrences."""
+
+LOOKED_AT = 400
+"""Occurrences of a new rule whose distance is looked at."""
+
+_PARTS = frozenset(
+    {"FREQ", "INTERVAL", "COUNT", "UNTIL", "WKST", "BYMONTH", "BYMONTHDAY", "BYYEARDAY"}
+    | {"BYWEEKNO", "BYDAY", "BYSETPOS", "BYHOUR", "BYMINUTE"}
+)
+_UNTIL = re.compile(r"([0-9]{8})(?:T([0-9]{6})(Z?))?")
+_MOST = {"INTERVAL": 1000, "COUNT": 100_000}
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """A rule with its zone and its beginning. Make it with :meth:`parse`."""
+
+    rule: str
+    """Such as ``FREQ=WEEKLY;BYDAY=MO``."""
+    zone: str
+    starts_at: datetime
+    """Aware, in UTC: the first occurrence is not before it, and has its time of day."""
+
+    @classmethod
+    def parse(cls, text: str, zone: str, starts_at: datetime) -> Recurrence:
+        """Raises ValueError with a sentence for what is no rule, never comes or comes too often."""
+        made = cls(_normal(text), zone, starts_at.astimezone(timezone.utc))
+        open_zone(zone)
+        try:
+            first = list(islice(made.after(made.starts_at, inclusive=True), LOOKED_AT))
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise ValueError(f"{_short(text)} is no recurrence rule: {error}. {_REMEDY}") from None
+        if not first or first[0] > made.starts_at + YEARS * timedelta(days=366):
+            raise ValueError(
+                f"{_short(text)} never comes: there is no such day within {YEARS} years. {_REMEDY}"
+            )
+        if any(later - one < LEAST_GAP for one, later in pairwise(first)):
+            raise ValueError(f"{_short(text)} comes more than once an hour. {_REMEDY}")
+        return made
+
+    def after(self, moment: datetime, *, inclusive: bool = False) -> Iterator[datetime]:
+        """The occurrences after the moment, or from it on, in UTC and in order; lazily."""
+        zone = open_zone(self.zone)
+        # A day before: on the wall, a moment may be earlier than one that came before it.
+        wall = moment.astimezone(zone).replace(tzinfo=None) - timedelta(days=1)
+        last = None
+        for local in self._wall().xafter(wall, inc=True):
+            try:
+                at = local.replace(tzinfo=zone).astimezone(timezone.utc)
+            except OverflowError:  # past the year 9999
+                return
+            # Two times of day, one of which is left out, may be the same moment.
+            if (at > moment or (inclusive and at == moment)) and at != last:
+                last = at
+                yield at
+
+    def next(self, moment: datetime) -> datetime | None:
+        """The first occurrence after the moment; None when there is no other."""
+        return next(self.after(moment), None)
+
+    def _wall(self) -> rrule:
+        """The rule by the clock on the wall."""
+        zone = open_zone(self.zone)
+        start = self.starts_at.astimezone(zone).replace(tzinfo=None)
+        rule = _UNTIL_PART.sub(lambda found: f"UNTIL={_until(found[1], self.zone)}", self.rule)
+        made = rrulestr(rule, dtstart=start)
+        assert isinstance(made, rrule)  # one line is one rule
+        return made
+
+
+_UNTIL_PART = re.compile(r"UNTIL=([^;]*)")
+
+
+def _until(text: str, zone: str) -> str:
+    """The end as the clock on the wall shows it; a day lasts to its end."""
+    found = _UNTIL.fullmatch(text)
+    if not found:
+        raise ValueError(f"UNTIL={text[:40]} is neither 20271231 nor 20271231T120000Z")
+    day, time, utc = found.groups()
+    if not time:
+        return f"{day}T235959"
+    if not utc:
+        return f"{day}T{time}"
+    moment = datetime.strptime(f"{day}{time}", "%Y%m%d%H%M%S").replace(tzinfo=timezone.utc)
+    return moment.astimezone(open_zone(zone)).strftime("%Y%m%dT%H%M%S")
+
+
+def _normal(text: str) -> str:
+    """The rule in capitals and without its name. Raises ValueError for what cannot be one."""
+    rule = text.strip().upper().removeprefix("RRULE:")
+    if len(rule) > LONGEST or not rule.isascii() or not rule.isprintable() or " " in rule:
+        raise ValueError(f"{_short(text)} is no recurrence rule. {_REMEDY}")
+    parts: dict[str, str] = {}
+    for part in rule.rstrip(";").split(";"):
+        name, equals, value = part.partition("=")
+        if name == "BYSECOND" or (name == "FREQ" and value in ("SECONDLY", "MINUTELY", "HOURLY")):
+            raise ValueError(f"{_short(text)} comes too often: once a day, say. {_REMEDY}")
+        if not equals or not value or name not in _PARTS or name in parts:
+            raise ValueError(f"{_short(text)} is no recurrence rule: see {part[:40]!r}. {_REMEDY}")
+        most = _MOST.get(name)
+        if most and not (value.isdigit() and 1 <= int(value[:9]) <= most):
+            raise ValueError(f"{part[:40]} is not from 1 to {most}. {_REMEDY}")
+        parts[name] = value
+    if parts.get("FREQ") not in FREQUENCIES:
+        raise ValueError(f"{_short(text)} does not say how often. {_REMEDY}")
+    return ";".join(f"{name}={value}" for name, value in parts.items())
+
+
+_REMEDY = (
+    "Write it like FREQ=WEEKLY;BYDAY=MO;BYHOUR=8 or FREQ=MONTHLY;BYMONTHDAY=1 (RFC 5545, with "
+    f"FREQ={', '.join(FREQUENCIES[:-1])} or {FREQUENCIES[-1]})."
+)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:60] + "...")
+
 
 EVERYBODY = "everybody"
 """Every member who has an account."""

@@ -1,4 +1,4 @@
-"""What GPU time costs, and the transfers that say so. Pure: the time is always passed in.
+"""The ledger's rules: charges, holds, settlements, and who may pay for whom. Pure.
 
 The one law is that a charge does not depend on when the tick runs. What a lease owes is
 a function of its rate and its time alone; a tick charges what is owed less what was
@@ -12,13 +12,23 @@ releases) that saw the same lease, the store takes one.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from ..errors import LedgerError
-from ..model import Account, Lease, LeaseState, ServerRef
-from .entries import SYSTEM_GRANTS, SYSTEM_USAGE, Posting, Transfer, TransferKind, check_account
+from ..core.errors import InvalidRequest, LedgerError, NotAllowed
+from ..leases.models import Lease, LeaseState, ServerRef
+from .models import (
+    SYSTEM_GRANTS,
+    SYSTEM_USAGE,
+    Account,
+    Posting,
+    Transfer,
+    TransferKind,
+    check_account,
+    group_account,
+    member_account,
+)
 
 HOUR = 3_600_000_000
 """Microseconds in an hour."""
@@ -298,3 +308,37 @@ def _move(
         postings=(Posting(target, amount), Posting(source, -amount)),
         lease_id=lease_id,
     )
+
+
+LONGEST = 300
+"""Characters of an account's name that somebody may send."""
+
+
+def accounts_of(user: str, groups: Collection[str]) -> tuple[str, ...]:
+    """The accounts that a member may draw on, their own first; not all of them need be open."""
+    return (member_account(user), *(group_account(group) for group in sorted(groups)))
+
+
+def check_payer(asked: str, user: str, groups: Collection[str]) -> str:
+    """The account that is to pay, if the member may draw on it. Raises NotAllowed."""
+    mine = accounts_of(user, groups)
+    if asked in mine:
+        return asked
+    allowed = " or ".join(mine[:5])
+    raise NotAllowed(
+        f"The field 'account' names {asked[:60]!r}, which you may not draw on: write {allowed}, "
+        "or leave it out.",
+        field="account",
+    )
+
+
+def parse_account(value: object) -> str:
+    """The account that somebody named in a form. Raises InvalidRequest."""
+    text = value.strip() if isinstance(value, str) and len(value) <= LONGEST else ""
+    kind, _, name = text.partition(":")
+    if kind not in ("member", "group") or not name.strip() or not text.isprintable():
+        said = "so much" if isinstance(value, int) else repr(str(value)[:60])
+        raise InvalidRequest(
+            f"The field 'account' must be member:NAME or group:NAME, not {said}.", field="account"
+        )
+    return text

@@ -1,195 +1,445 @@
-"""Slurm's programs, called with argument vectors: no shell sees what a member wrote."""
+"""The command ``gpuspawner slurm``: from machines with GPUs to a cluster."""
 
 from __future__ import annotations
 
-import math
+import argparse
+import asyncio
+import contextlib
+import difflib
+import hashlib
+import logging
 import os
 import re
-import subprocess
-from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import ClassVar
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from ..errors import SlurmRefused, SlurmUnavailable
-from .controller import SCRIPT, Holder, minutes_of
-
-_AWAY = (
-    "unable to contact slurm controller",
-    "unable to establish configuration source",
-    "connection refused",
-    "connection timed out",
-    "socket timed out",
-    "problem talking to the database",
-    "zero bytes were transmitted",
-    "unexpected message received",
-    "munge",
-    "authentication",
-    "resource temporarily unavailable",
+from ..cli.config import Settings
+from ..cli.output import Add, changes_of, count, note, show
+from ..core.config_files import read_text
+from ..core.errors import ConfigError
+from ..devices.source import Sampled, open_source
+from . import cluster_commands
+from .cluster import TLS, Cluster, Node, cluster_of, sampler_address
+from .cluster_commands import fetched, print_inventory, this_host
+from .config import (
+    TESTED,
+    SlurmOptions,
+    cgroup_conf,
+    cluster_yaml,
+    gres_conf,
+    is_tested,
+    slurm_conf,
+    slurmdbd_conf,
 )
-"""Parts of what the programs say when nobody can answer, in lower case. None of it is an answer:
-a job that could not be asked for may live."""
+from .inventory import MOST_BYTES, HostInventory, read_inventory, with_gres_types
+from .sampler import Recorder, serve
 
-_PREFIX = re.compile(r"^(?:\w+: )?(?:(?:fatal|error): )?(?:Batch job submission failed: )?")
+_HEADER = (
+    "# Written by gpuspawner slurm config, which replaces it when it is run again. What somebody\n"
+    "# edited by hand it replaces with --force only. {digest}\n"
+)
+_DIGEST = re.compile(r"\A#.*\n#.* ([0-9a-f]{64})\n")
+PRIVATE = ("slurmdbd.conf",)
+"""Files that nobody else may read: slurmdbd insists."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slurm:
-    """Slurm as its programs reach it: controller and database. Every call blocks: use a
-    thread."""
+class Draft:
+    """A file as it would be, beside what is there."""
 
-    notes: ClassVar[str] = "admin_comment"
-    owner_writes_notes: ClassVar[bool] = False
+    path: Path
+    text: str
+    before: str | None
+    """None when there is none."""
 
-    conf: str = ""
-    """Path of slurm.conf; empty for Slurm's own default place."""
-    seconds: float = 20.0
-    """How long a program may take; Slurm's own patience for a lost controller is a part of it."""
-    folder: str = ""
-    """Where the programs are, if they are not on PATH."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """More variables for the programs."""
+    @property
+    def changed(self) -> bool:
+        return self.text != self.before
 
-    def run(self, program: str, *words: str, script: str = "") -> str:
-        """What a program such as ``squeue`` prints, given ``script`` on its standard input.
+    @property
+    def edited(self) -> bool:
+        """Whether what is there was not left as a run of the command wrote it."""
+        return self.before is not None and not _is_ours(self.before)
 
-        Raises SlurmUnavailable when nobody answers, and SlurmRefused with Slurm's own words when
-        the answer is no.
-        """
-        path = os.path.join(self.folder, program) if self.folder else program
+    def difference(self) -> str:
+        """What would change, as ``diff -u`` shows it."""
+        lines = difflib.unified_diff(
+            _body(self.before or "").splitlines(),
+            _body(self.text).splitlines(),
+            str(self.path) if self.before is not None else "/dev/null",
+            str(self.path),
+            lineterm="",
+        )
+        return "\n".join(lines)
+
+
+def drafts(folder: Path, bodies: Mapping[str, str]) -> list[Draft]:
+    """The files of these names, beside what is in the folder. Raises ConfigError."""
+    found = []
+    for name, body in bodies.items():
+        path = folder / name
         try:
-            done = subprocess.run(
-                [path, *words],
-                input=script,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=self.seconds,
-                env=self._environment(),
-                check=False,
-            )
+            before = path.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            why = f"the program {program} is not on this machine (install slurm-client)"
-            raise SlurmUnavailable(why=why) from None
-        except subprocess.TimeoutExpired:
-            why = f"{program} did not answer within {self.seconds:g} seconds"
-            raise SlurmUnavailable(why=why) from None
+            before = None
         except OSError as error:
-            raise SlurmUnavailable(why=f"{program} cannot be run ({error.strerror})") from None
-        if done.returncode:
-            raise _error(program, done.stderr or done.stdout, done.returncode)
-        return done.stdout
-
-    # The controller; see :class:`gpuspawner.slurm.controller.Controller`.
-
-    def jobs(self) -> str:
-        return self.run("squeue", "--json")
-
-    def nodes(self) -> str:
-        return self.run("sinfo", "--json")
-
-    def longest(self, partition: str) -> float:
-        told = self.run("sinfo", "--noheader", f"--partition={partition}", "--format=%l")
-        return min(map(minutes_of, told.split()), default=math.inf)
-
-    def submit(self, holder: Holder) -> None:
-        self.run("sbatch", *words(holder), script=SCRIPT)
-
-    def cancel(self, *jobs: int) -> None:
-        self.run("scancel", "--quiet", *map(str, jobs))
-
-    def cancel_named(self, name: str) -> None:
-        self.run("scancel", "--quiet", f"--name={name}")
-
-    def change(
-        self,
-        job: int,
-        *,
-        minutes: int | None = None,
-        priority: int | None = None,
-        nice: int | None = None,
-        excluded: Collection[str] | None = None,
-    ) -> None:
-        nodes = None if excluded is None else ",".join(excluded)
-        told = {"TimeLimit": minutes, "Priority": priority, "Nice": nice, "ExcNodeList": nodes}
-        changes = [f"{key}={value}" for key, value in told.items() if value is not None]
-        self.run("scontrol", "update", f"JobId={job}", *changes)
-
-    def hold(self, jobs: Collection[int], note: str | None = None) -> None:
-        if note is None:
-            self.run("scontrol", "hold", _listed(jobs))
-        else:
-            words = f"JobId={_listed(jobs)}", "Priority=0", f"AdminComment={note}"
-            self.run("scontrol", "update", *words)
-
-    def note(self, jobs: Collection[int], note: str) -> None:
-        self.run("scontrol", "update", f"JobId={_listed(jobs)}", f"AdminComment={note}")
-
-    def release(self, jobs: Collection[int]) -> None:
-        self.run("scontrol", "release", _listed(jobs))
-
-    def close(self, node: str, reason: str) -> None:
-        self.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}")
-
-    def reopen(self, node: str) -> None:
-        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
-
-    def _environment(self) -> dict[str, str]:
-        """No setting of whoever started us reaches the programs: SBATCH_* and the like are
-        options too."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SLURM", "SBATCH_", "SQUEUE_", "SACCT_", "SCONTROL", "SINFO_"))
-            or name == "SLURM_CONF"
-        }
-        if self.conf:
-            kept["SLURM_CONF"] = self.conf
-        return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "TZ": "UTC"} | self.environment
+            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+        found.append(Draft(path, stamped(body), before))
+    return found
 
 
-def words(holder: Holder) -> list[str]:
-    """What ``sbatch`` is told of a job."""
-    told = [
-        "--parsable",
-        "--no-requeue",
-        f"--job-name={holder.name}",
-        f"--comment={holder.comment}",
-        f"--partition={holder.partition}",
-        "--nodes=1",
-        "--ntasks=1",
-        f"--cpus-per-task={holder.cpus}",
-        f"--mem={holder.megabytes}M",
-        f"--gres={holder.gres}",
-        "--output=/dev/null",
-        "--error=/dev/null",
-        "--chdir=/",
-        "--export=NONE",
-    ]
-    if holder.minutes is not None:
-        told.append(f"--time={holder.minutes}")
-    if holder.excluded:
-        told.append("--exclude=" + ",".join(holder.excluded))
-    if holder.nice:
-        told.append(f"--nice={holder.nice}")
-    if holder.user:
-        told.append(f"--uid={holder.user}")
-    if holder.account:
-        told.append(f"--account={holder.account}")
+def stamped(body: str) -> str:
+    """The text below a header that tells whether somebody edited it since."""
+    return _HEADER.format(digest=_digest(body)) + "\n" + body
+
+
+def write(changed: Sequence[Draft]) -> None:
+    """Put the files in their places, each whole or not at all. Raises ConfigError."""
+    for draft in changed:
+        folder = draft.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            number, name = tempfile.mkstemp(dir=folder, prefix=f".{draft.path.name}.")
+            try:
+                with open(number, "w", encoding="utf-8") as file:
+                    file.write(draft.text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.chmod(name, 0o600 if draft.path.name in PRIVATE else 0o644)
+                os.replace(name, draft.path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
+        except OSError as error:
+            raise ConfigError(
+                f"{draft.path} cannot be written: {error.strerror}. Name another folder with --out."
+            ) from None
+
+
+def _body(text: str) -> str:
+    """Without our header."""
+    found = _DIGEST.match(text)
+    return text[found.end() + 1 :] if found else text
+
+
+def _is_ours(text: str) -> bool:
+    found = _DIGEST.match(text)
+    return found is not None and _digest(_body(text)) == found[1]
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+LEAST_SECONDS = 30.0
+"""Between two lists of the processes: the slowest question to a driver."""
+
+
+def sampler_grammar(add: Add) -> None:
+    """The word after ``gpuspawner slurm``."""
+    telling = add("sampler", sampler, "Tell the hub what this node's GPUs do, until it is ended.")
+    telling.add_argument(
+        "--listen",
+        required=True,
+        metavar="URL",
+        help="https://ADDRESS:9401, http://127.0.0.1:9401 or unix:///PATH, as 'sampler' of this "
+        "node in cluster.yaml",
+    )
+    telling.add_argument(
+        "--tls",
+        default="/etc/docker/tls",
+        metavar="DIR",
+        help="of ca.pem, server-cert.pem and server-key.pem, for https (/etc/docker/tls)",
+    )
+    telling.add_argument(
+        "--processes",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="between two lists of the processes on a GPU (60; at least 30)",
+    )
+
+
+def sampler(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Sample and answer until SIGTERM or SIGINT."""
+    try:
+        url = sampler_address(arguments.listen)
+    except ValueError as error:
+        raise ConfigError(f"--listen {error}") from None
+    if not LEAST_SECONDS <= arguments.processes <= 86_400:
+        raise ConfigError(
+            f"--processes {arguments.processes:g}: write {LEAST_SECONDS:.0f} to 86400."
+        )
+    source = open_source(settings.broker.device_source)
+    if not isinstance(source, Sampled):
+        raise ConfigError(f"{source.name} does not tell what its devices do.")
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
+    recorder = Recorder(source.sampler(arguments.processes))
+    asyncio.run(_until_ended(recorder, url, Path(arguments.tls)))
+    return 0
+
+
+async def _until_ended(recorder: Recorder, url: str, tls: Path) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await serve(recorder, url, tls, stop)
+
+
+LOCAL_ENGINE = "unix:///var/run/docker.sock"
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}")
+_SETTING = re.compile(r"[A-Za-z][A-Za-z0-9]{1,60}")
+
+
+def slurm_grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
+    """``gpuspawner slurm`` does nothing without a word after it."""
+    add = changes_of(command, common)
+    add(
+        "inventory", print_inventory, "Print what this machine would bring into a cluster, as JSON."
+    )
+    making = add("config", config, "Write Slurm's configuration for these hosts, and cluster.yaml.")
+    making.add_argument(
+        "hosts",
+        nargs="+",
+        metavar="HOST[=FILE]",
+        help="a machine with GPUs, asked by ssh; or FILE, which gpuspawner slurm inventory wrote "
+        "there",
+    )
+    making.add_argument("--out", default="slurm", metavar="DIR", help="where to (./slurm)")
+    making.add_argument(
+        "--controller",
+        default="",
+        metavar="HOST[=ADDRESS]",
+        help="where slurmctld, its database and the hub run (default: this machine)",
+    )
+    making.add_argument("--name", default="gpuspawner", metavar="NAME", help="of the cluster")
+    making.add_argument("--partition", default="gpu", metavar="NAME", help="of all nodes (gpu)")
+    making.add_argument(
+        "--shards", type=int, default=0, metavar="N", help="parts of each device to share (0: none)"
+    )
+    making.add_argument(
+        "--hours", type=int, default=168, metavar="N", help="the longest job (168: a week)"
+    )
+    making.add_argument(
+        "--engine",
+        default="ssh://{host}",
+        metavar="URL",
+        help="how the hub reaches a node's Docker Engine: ssh://USER@{host} or, with --tls, "
+        "https://{host}:2376",
+    )
+    making.add_argument(
+        "--tls", default="", metavar="DIR", help="of ca.pem, cert.pem and key.pem for the engines"
+    )
+    making.add_argument(
+        "--sampler",
+        default="",
+        metavar="URL",
+        help="where gpuspawner slurm sampler tells on each node what its GPUs do: "
+        "https://{host}:9401, with --tls; on the hub's own machine it is http://127.0.0.1:9401",
+    )
+    making.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="more",
+        metavar="NAME=VALUE",
+        help="another setting of slurm.conf, or another value; may be given again",
+    )
+    making.add_argument("--dry-run", action="store_true", help="show what would change")
+    making.add_argument("--force", action="store_true", help="replace files that were edited")
+    cluster_commands.sync_grammar(add)
+    sampler_grammar(add)
+
+
+def slurm(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Nothing: say what can be said."""
+    raise ConfigError(
+        "Say what: gpuspawner slurm config HOST..., inventory, sampler, sync or audit."
+    )
+
+
+def config(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Write the files; 1, and nothing written, when that would lose an edit."""
+    controller, address = _controller(arguments.controller)
+    options = SlurmOptions(
+        controller=controller,
+        address=address,
+        longest_hours=_hours(arguments.hours),
+        more=_more(arguments.more),
+    )
+    named = [_named(word) for word in arguments.hosts]
+    cluster = _cluster(arguments, settings, options, named)
+    bodies = {
+        "slurm.conf": slurm_conf(cluster, options),
+        "gres.conf": gres_conf(cluster),
+        "cgroup.conf": cgroup_conf(),
+        "slurmdbd.conf": slurmdbd_conf(options),
+        "cluster.yaml": cluster_yaml(cluster),
+    }
+    found = drafts(Path(arguments.out), bodies)
+    changed = [draft for draft in found if draft.changed]
+    lost = [draft for draft in changed if draft.edited and not arguments.force]
+    if not lost and not arguments.dry_run:
+        write(changed)
+    _tell(arguments, cluster, found, lost)
+    return 1 if lost else 0
+
+
+def _tell(
+    arguments: argparse.Namespace,
+    cluster: Cluster,
+    found: Sequence[Draft],
+    lost: Sequence[Draft],
+) -> None:
+    changed = [draft for draft in found if draft.changed]
+    written = bool(changed) and not lost and not arguments.dry_run
+    plain = {
+        "written": written,
+        "changed": [str(draft.path) for draft in changed],
+        "edited": [str(draft.path) for draft in lost],
+        "nodes": [node.name for node in cluster.nodes],
+    }
+    devices = sum(len(node.devices) for node in cluster.nodes)
+    lines = [draft.difference() for draft in changed if draft.before is not None]
+    lines.append(f"{count(len(cluster.nodes), 'node')}, {count(devices, 'device')}.")
+    if not changed:
+        lines[-1] += " Nothing to do."
+    elif written:
+        lines[-1] += f" Written: {', '.join(str(draft.path) for draft in changed)}."
+    show(arguments.json, plain, "\n".join(lines))
+    if lost:
+        names = ", ".join(str(draft.path) for draft in lost)
+        note(
+            f"gpuspawner: Nothing was written: {names} was edited by hand. Give --set or another "
+            "option in place of the edit, or replace it with --force."
+        )
+
+
+# The cluster that the words and the inventories make.
+
+
+def _cluster(
+    arguments: argparse.Namespace,
+    settings: Settings,
+    options: SlurmOptions,
+    named: Sequence[tuple[str, str]],
+) -> Cluster:
+    nodes: dict[str, Node] = {}
+    for host, file in named:
+        found = _inventory(host, file, settings)
+        if found.hostname in nodes:
+            raise ConfigError(
+                f"Two hosts are called {found.hostname}: give each a name of its own (hostnamectl "
+                "set-hostname)."
+            )
+        _check_versions(host, found)
+        engine, tls = _engine(arguments, options, host, found)
+        node = found.node(_address(host, found, options), engine, tls)
+        nodes[found.hostname] = replace(node, sampler=_sampler(arguments.sampler, node, host))
+    made = Cluster(
+        name=arguments.name,
+        partition=arguments.partition,
+        hub_address=options.address or options.controller,
+        shards=arguments.shards,
+        nodes=with_gres_types(list(nodes.values())),
+    )
+    # Whatever cluster.yaml may not say is refused here, in the same words.
+    return cluster_of(cluster_yaml(made), "cluster.yaml (not written)")
+
+
+def _inventory(host: str, file: str, settings: Settings) -> HostInventory:
+    if file:
+        return read_inventory(read_text(file, MOST_BYTES, "inventory"), file)
+    here = socket.gethostname()
+    if host in ("localhost", here, here.partition(".")[0]):
+        return this_host(settings)
+    return read_inventory(fetched(host), f"what {host} printed")
+
+
+def _check_versions(host: str, found: HostInventory) -> None:
+    if not found.slurm:
+        note(f"{host} has no slurmd yet: install slurmd and slurm-client there.")
+    elif not is_tested(found.slurm):
+        raise ConfigError(
+            f"{host} has Slurm {found.slurm}, which gpuspawner was not tried with. Install "
+            f"{' or '.join(TESTED)} (Debian 12 has it)."
+        )
+    if not found.engine:
+        note(f"No Docker Engine answered on {host}: start it there.")
+
+
+def _engine(
+    arguments: argparse.Namespace, options: SlurmOptions, host: str, found: HostInventory
+) -> tuple[str, TLS | None]:
+    if found.hostname == options.controller:
+        return LOCAL_ENGINE, None
+    if arguments.tls:
+        folder = Path(arguments.tls).resolve()
+        names = (str(folder / name) for name in ("ca.pem", "cert.pem", "key.pem"))
+        template = arguments.engine
+        if template == "ssh://{host}":
+            template = "https://{host}:2376"
+        return template.replace("{host}", host), TLS(*names)
+    return arguments.engine.replace("{host}", host), None
+
+
+def _sampler(template: str, node: Node, host: str) -> str:
+    if template and node.engine == LOCAL_ENGINE:
+        return f"http://127.0.0.1:{template.rstrip('/').rpartition(':')[2]}"
+    return template.replace("{host}", host)
+
+
+def _address(host: str, found: HostInventory, options: SlurmOptions) -> str:
+    """The IP address at which the other machines reach a host. Raises ConfigError."""
+    own = found.hostname == options.controller
+    name = options.address if own and options.address else host
+    try:
+        told = str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
+    except OSError:
+        raise ConfigError(
+            f"The address of {name} cannot be found. Give it in place of the name."
+        ) from None
+    if told.startswith("127."):
+        more = f"--controller {found.hostname}=ADDRESS" if own else "its address in place of it"
+        raise ConfigError(f"{name} is {told} here, which no other machine reaches. Give {more}.")
     return told
 
 
-def _listed(jobs: Collection[int]) -> str:
-    return ",".join(map(str, sorted(jobs)))
+# The words of the command.
 
 
-def is_away(said: str) -> bool:
-    """Whether these words of Slurm's are no answer of it."""
-    return any(part in said.lower() for part in _AWAY)
+def _named(word: str) -> tuple[str, str]:
+    host, equals, file = word.partition("=")
+    if not _HOST.fullmatch(host) or (equals and not file):
+        raise ConfigError(f"{word!r} is no host: write its name or address, or HOST=FILE.")
+    return host, file
 
 
-def _error(program: str, said: str, status: int) -> SlurmUnavailable | SlurmRefused:
-    lines = [_PREFIX.sub("", line).strip() for line in said.splitlines() if line.strip()]
-    why = "; ".join(dict.fromkeys(lines)) or f"{program} ended with status {status}"
-    if is_away(said):
-        return SlurmUnavailable(why=why[:300])
-    return SlurmRefused(why=why[:300].rstrip("."))
+def _controller(word: str) -> tuple[str, str]:
+    host, _, address = word.partition("=")
+    host = host or socket.gethostname().partition(".")[0]
+    if not _HOST.fullmatch(host) or (address and not _HOST.fullmatch(address)):
+        raise ConfigError(f"{word!r} is no host: write --controller NAME or NAME=ADDRESS.")
+    return host, address
+
+
+def _hours(number: int) -> int:
+    if not 1 <= number <= 8760:
+        raise ConfigError(f"--hours {number}: write 1 to 8760.")
+    return number
+
+
+def _more(words: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if not _SETTING.fullmatch(name) or not value or not value.isprintable() or "#" in value:
+            raise ConfigError(f"--set {word!r}: write NAME=VALUE as slurm.conf has it.")
+        found[name] = value
+    return found

@@ -1,4 +1,4 @@
-"""The servers on the nodes of a cluster, seen from outside a spawn.
+"""The engines of a cluster's nodes, and a job's cgroup for the container beside it.
 
 A server ends when its job does: then Slurm's epilog has removed the container, or Slurm holds
 back the node until it has. A container that ended before its job takes the job along.
@@ -7,18 +7,19 @@ back the node until it has. A container that ended before its job takes the job 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
-from ..engines import LABEL_LEASE, DockerEngine
-from ..engines.docker import sighting_of
-from ..errors import EngineUnavailable, SlurmUnavailable
-from ..model import Lease, LeaseState, Sighting
-from .delegate import SlurmDelegate
-from .reaching import MOST_AT_ONCE, QUICK
-from .reaching import connector as connector
+from ..core.errors import EngineUnavailable, SlurmUnavailable
+from ..engines.base import LABEL_LEASE
+from ..engines.docker import DockerEngine, sighting_of
+from ..leases.models import Lease, LeaseState, Sighting
+from .cluster import Node
+from .images import MOST_AT_ONCE, QUICK, connector
+from .jobs import SlurmJob
+from .scheduler import SlurmDelegate
 
 LABEL_JOB = "gpuspawner.job"
 """The label of a container with the number of its job: the epilog looks for it."""
@@ -182,3 +183,26 @@ class SlurmEngine:
             self._delegate.cancel_job(int(job))
         except SlurmUnavailable as error:
             raise EngineUnavailable() from error
+
+
+CGROUP_V1 = "/slurm_{node}/uid_{uid}/job_{job}/step_batch"
+"""Where Debian's slurmd keeps a job's batch step, under each controller of cgroup v1."""
+
+
+def nest(create: Mapping[str, Any], job: SlurmJob, node: Node, cgroup: str) -> dict[str, Any]:
+    """The keyword arguments of ``create_container`` for a container of this job on this node.
+
+    ``cgroup`` is the template of its parent, empty for the engine's own: inside of it the job's
+    limits hold for the container too. The port is published where the hub reaches the node.
+    """
+    nested = dict(create)
+    nested["labels"] = {**dict(create.get("labels") or {}), LABEL_JOB: str(job.id)}
+    host = dict(create.get("host_config") or {})
+    if cgroup:
+        host["CgroupParent"] = cgroup.format(node=node.name, uid=job.uid, job=job.id)
+    host["PortBindings"] = {
+        port: [{**binding, "HostIp": node.address} for binding in bindings]
+        for port, bindings in (host.get("PortBindings") or {}).items()
+    }
+    nested["host_config"] = host
+    return nested

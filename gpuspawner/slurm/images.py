@@ -1,4 +1,4 @@
-"""Images on the nodes: who has which, and fetching them to those that lack one.
+"""Images on the nodes of a cluster, and the engines that they are pulled with.
 
 A server is started where its image is. Pulling it only there, and only then, would let the GPU
 of whoever goes first stand idle for the length of a pull.
@@ -15,14 +15,42 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import docker
 from docker.errors import NotFound
 
-from ..engines import DockerEngine
-from ..engines.pulls import Progress, pull
-from ..errors import EngineUnavailable, ImageAwaited, ImageUnavailable, InvalidRequest
-from ..model import Ticket
+from ..core.errors import EngineUnavailable, ImageAwaited, ImageUnavailable, InvalidRequest
+from ..engines.docker import DockerEngine
+from ..engines.images import PullProgress, pull
+from ..queue.models import Ticket
 from .cluster import Node
-from .reaching import MOST_AT_ONCE, QUICK, connector, reach
+
+QUICK = 3.0
+"""Seconds that a node may take to answer, when it is asked all the time."""
+
+MOST_AT_ONCE = 8
+"""Nodes that are asked at once."""
+
+
+class _Client(docker.APIClient):
+    """A client that trusts what ``cluster.yaml`` names. requests would put the certificates and
+    proxies in their place that the environment has for the internet."""
+
+    trust_env = property(lambda self: False, lambda self, value: None)
+
+
+def connector(node: Node, timeout: float = 20) -> Callable[[], docker.APIClient]:
+    """What makes a client of a node's engine."""
+
+    def connect() -> docker.APIClient:
+        return _Client(version="auto", timeout=timeout, **node.client_settings())
+
+    return connect
+
+
+def reach(node: Node) -> Callable[[float], docker.APIClient]:
+    """What makes a client of a node's engine, given a timeout in seconds."""
+    return lambda timeout: connector(node, timeout)()
+
 
 HERE = 60.0
 """Seconds for which it is believed that a node has an image."""
@@ -34,7 +62,7 @@ NEVER = None, float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedImage:
     """The image of a server."""
 
     name: str
@@ -42,9 +70,9 @@ class Wanted:
     """Whether it may be pulled at all."""
 
 
-def nobody_knows(ticket: Ticket) -> Wanted | None:
+def nobody_knows(ticket: Ticket) -> WantedImage | None:
     """The answer of a process that has no catalog: see
-    :meth:`gpuspawner.broker.Broker.name_images`."""
+    :meth:`gpuspawner.services.Broker.name_images`."""
     return None
 
 
@@ -53,7 +81,7 @@ class NodeImages:
 
     def __init__(
         self, nodes: Iterable[Node], log: logging.Logger | Any = None,
-        wanted: Callable[[Ticket], Wanted | None] = nobody_knows,
+        wanted: Callable[[Ticket], WantedImage | None] = nobody_knows,
     ) -> None:  # fmt: skip
         """``wanted`` says which image a ticket's server needs; None: nobody knows, and every node
         will do."""
@@ -66,7 +94,7 @@ class NodeImages:
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="gpuspawner-images")
         self._lock = threading.Lock()
         self._seen: dict[tuple[str, str], tuple[bool | None, float]] = {}
-        self._pulls: dict[tuple[str, str], Progress | None] = {}
+        self._pulls: dict[tuple[str, str], PullProgress | None] = {}
         self._failed: dict[tuple[str, str], tuple[ImageUnavailable, float]] = {}
 
     def lacking(self, ticket: Ticket, able: Collection[str]) -> frozenset[str]:
@@ -117,7 +145,7 @@ class NodeImages:
             return None
         return True
 
-    def _give_up_or_wait(self, wanted: Wanted, able: Collection[str]) -> None:
+    def _give_up_or_wait(self, wanted: WantedImage, able: Collection[str]) -> None:
         if not wanted.pulls:
             raise InvalidRequest(
                 f"The image {wanted.name} is on no machine, and pulling is off. Choose another "
@@ -183,10 +211,10 @@ class NodeImages:
                 self._failed[key] = error, time.monotonic()
 
 
-def _part(now: Progress) -> float:
+def _part(now: PullProgress) -> float:
     return now.got / now.size if now.size else now.done / max(1, now.layers)
 
 
-def _said(now: Progress) -> str:
+def _said(now: PullProgress) -> str:
     amount = f", {now.got / 1e6:.0f} of {now.size / 1e6:.0f} MB" if now.size else ""
     return f"{now.done} of {now.layers} layers{amount}"

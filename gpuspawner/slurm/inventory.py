@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..errors import ConfigError
-from ..reading import Origin, Section, shown
-from ..reading.section import text, whole
-from .cluster import NODE_NAME, TLS, Node, NodeDevice, layout
-from .gres import gres_types
+from ..core.config_files import Origin, Section, shown, text, whole
+from ..core.errors import ConfigError
+from .cluster import NODE_NAME, TLS, Node, NodeDevice, gres_types, layout
 
 MOST_BYTES = 1_000_000
 """The longest inventory that is read."""

@@ -20,10 +20,10 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
-from ..telemetry import Sample
+from ..monitoring.models import Sample
 from .cluster import Cluster, Node
-from .holder import devices_of
-from .samples import MOST_BYTES, Nonsense, Said, port_of, read
+from .job_spec import devices_of
+from .sampler import MOST_BYTES, Nonsense, Said, port_of, read
 
 LOG = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ a node that is further apart."""
 
 
 class NodesSampler:
-    """Samples of all nodes' devices; see :class:`gpuspawner.devices.base.Sampler`. For one
+    """Samples of all nodes' devices; see :class:`gpuspawner.devices.source.Sampler`. For one
     thread."""
 
     def __init__(
@@ -87,7 +87,7 @@ class NodesSampler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _SamplerAnswer:
     """What became of a question: the text of the answer, or why there is none."""
 
     body: bytes = b""
@@ -115,7 +115,7 @@ class _Source:
         self._why = "it has not answered yet"
         self._heard_at = time.monotonic()
         self._missing: frozenset[str] = frozenset()
-        self._answer: _Answer | None = None
+        self._answer: _SamplerAnswer | None = None
         self._done = threading.Event()
         self._done.set()
         self._connection: http.client.HTTPConnection | None = None
@@ -139,11 +139,11 @@ class _Source:
             self._done.clear()
             threading.Thread(target=self._fetch, name="node-sampler", daemon=True).start()
 
-    def take(self, until: float) -> _Answer | None:
+    def take(self, until: float) -> _SamplerAnswer | None:
         """The answer, if there is one; waited for only where the last one came."""
         return self.answer(0.0 if self._why else max(0.0, until - time.monotonic()))
 
-    def answer(self, seconds: float) -> _Answer | None:
+    def answer(self, seconds: float) -> _SamplerAnswer | None:
         """The answer, if it comes in so many seconds."""
         if not self._done.wait(seconds):
             return None
@@ -179,13 +179,15 @@ class _Source:
 
     def _fetch(self) -> None:
         try:
-            self._answer = _Answer(body=self._asked())
+            self._answer = _SamplerAnswer(body=self._asked())
         except (OSError, http.client.HTTPException, Nonsense) as error:
             self._close()
-            self._answer = _Answer(why=_in_words(error), resting=self._is_resting(self.node.name))
+            self._answer = _SamplerAnswer(
+                why=_in_words(error), resting=self._is_resting(self.node.name)
+            )
         except Exception as error:  # whatever a node says, it costs its own devices only
             LOG.exception("Asking the sampler of %s failed", self.node.name)
-            self._answer = _Answer(why=f"{error!r:.200}")
+            self._answer = _SamplerAnswer(why=f"{error!r:.200}")
             self._close()
         finally:
             self._done.set()
@@ -215,7 +217,7 @@ class _Source:
             connection.close()
 
 
-def _told(source: _Source, answer: _Answer, now: datetime) -> tuple[Sample, ...]:
+def _told(source: _Source, answer: _SamplerAnswer, now: datetime) -> tuple[Sample, ...]:
     if answer.why:
         source.heard(None, answer.why, answer.resting)
         return ()
@@ -285,7 +287,7 @@ def _connection(node: Node) -> http.client.HTTPConnection:
     """A connection that is not open yet. Proxies of the environment are for the internet."""
     parts = urlsplit(node.sampler)
     if parts.scheme == "unix":
-        return _UnixConnection(parts.path)
+        return _SamplerConnection(parts.path)
     host = parts.hostname or ""
     if parts.scheme == "http":
         return http.client.HTTPConnection(host, port_of(parts), timeout=SECONDS)
@@ -296,7 +298,7 @@ def _connection(node: Node) -> http.client.HTTPConnection:
     return http.client.HTTPSConnection(host, port_of(parts), timeout=SECONDS, context=context)
 
 
-class _UnixConnection(http.client.HTTPConnection):
+class _SamplerConnection(http.client.HTTPConnection):
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=SECONDS)
         self._path = path
@@ -309,7 +311,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 class SamplesNodes:
     """A source of the devices of a cluster that also tells what they do; see
-    :class:`gpuspawner.devices.base.Sampled`."""
+    :class:`gpuspawner.devices.source.Sampled`."""
 
     cluster: Cluster
     _log: logging.Logger | Any

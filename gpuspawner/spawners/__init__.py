@@ -1,3 +1,1 @@
 """Spawners that lease GPUs: put one of them into ``c.JupyterHub.spawner_class``."""
-
-from __future__ import annotations

@@ -1,27 +1,188 @@
-"""The part of the mixin that reads options: traits, catalog and request."""
+"""The base of our spawners: traits, catalog, session lengths, and an admin's own form."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Mapping
-from datetime import datetime
+import math
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cache
 from typing import Any
 
 from jupyterhub.spawner import Spawner, SpawnException
 from jupyterhub.traitlets import Callable
 from traitlets import Any as AnyTrait
-from traitlets import Integer, List, Unicode, Union, default
+from traitlets import DefaultHandler, Float, Integer, List, Unicode, Union, default
+from traitlets.config import Configurable
 
-from ..broker import Terms
-from ..catalog import Catalog, DeviceLimits, Environment
-from ..catalog.watched import watched
-from ..errors import GPUSpawnerError, InvalidRequest
-from ..ledger.payers import check_payer
-from ..model import Request
+from ..catalog.loader import Catalog, watched
+from ..catalog.models import DeviceLimits, Environment, SessionHours
+from ..catalog.value_kinds import MOST_HOURS
+from ..core.errors import ConfigError, GPUSpawnerError, InvalidRequest
+from ..core.units import format_credits
+from ..leases.models import Request
+from ..ledger.rules import check_payer, format_time_left
+from ..queue.service import Terms
 from . import options
-from .data import with_data
-from .hours import Hours
-from .subclass import defines_form, defines_options
+from .options import with_data
+
+STEPS = (1.0, 2.0, 4.0, 8.0, 12.0, 24.0, 48.0, 72.0, 168.0)
+"""Hours that the form offers, as far as they are allowed."""
+
+
+class Hours(Configurable):
+    """The traits that limit how long servers with a GPU run."""
+
+    default_hours = Union(
+        [Float(), Callable()],
+        default_value=None,
+        allow_none=True,
+        config=True,
+        help="""
+        Hours that a server with a GPU may run when its member does not say how long.
+
+        A number, or a callable that takes the spawner. None: as many as ``most_hours``; an
+        environment of the catalog may say otherwise. Example::
+
+            c.GPUSpawnerMixin.default_hours = 8
+        """,
+    )
+
+    most_hours = Union(
+        [Float(), Callable()],
+        default_value=None,
+        allow_none=True,
+        config=True,
+        help="""
+        The most hours of one session with a GPU; an environment may allow fewer.
+
+        A number, or a callable that takes the spawner. ``group_overrides`` can set it for
+        a group. None: no limit, and no end unless the member asks for one. Servers without
+        a GPU have no end. Example::
+
+            c.GPUSpawnerMixin.most_hours = 24
+            c.GPUSpawnerMixin.most_hours = lambda spawner: 72 if spawner.user.admin else 12
+        """,
+    )
+
+    def session_hours(self, environment: Environment) -> SessionHours:
+        """The usual and the greatest length for this member in this environment.
+
+        Raises ConfigError when a setting makes no sense.
+        """
+        usual, most = self._hours("default_hours"), self._hours("most_hours")
+        return options.combine(environment.hours, SessionHours(usual, most))
+
+    def _hours(self, trait: str) -> float | None:
+        value = getattr(self, trait)
+        hours: Any = value(self) if callable(value) else value
+        if hours is None:
+            return None
+        number = isinstance(hours, (int, float)) and not isinstance(hours, bool)
+        if not number or not 0 < hours <= MOST_HOURS:
+            what = (
+                f"c.GPUSpawnerMixin.{trait} is {hours!r}; it is a number of hours, or None. "
+                f"{MOST_HOURS} is the most"
+            )
+            raise ConfigError(what=what)
+        return float(hours)
+
+
+@dataclass(frozen=True, slots=True)
+class HourChoice:
+    """One line of the form's list of hours."""
+
+    hours: float
+    value: str
+    label: str
+
+
+def hour_choices(
+    limits: Sequence[SessionHours], last: float | None, rates: Iterable[int]
+) -> list[HourChoice]:
+    """The hours that a form offers, shortest first, with what they cost.
+
+    ``limits`` are those of the environments that the member may choose, ``last`` what was
+    chosen last time, ``rates`` microcredits per GPU-hour of the models there are.
+    """
+    most = max((_most(limit) for limit in limits), default=0.0)
+    offered = {hours for hours in STEPS if hours <= most}
+    if most < math.inf:
+        offered.add(most)
+    if last is not None and last <= most:
+        offered.add(last)
+    found = sorted(rates)
+    return [
+        HourChoice(hours, repr(hours).removesuffix(".0"), _label(hours, found))
+        for hours in sorted(offered)
+        if hours >= options.LEAST_HOURS
+    ]
+
+
+def usual_label(limits: Sequence[SessionHours]) -> str:
+    """What happens when the member says nothing, in words."""
+    defaults = {limit.default for limit in limits}
+    if len(defaults) > 1:
+        return "usual for the environment"
+    (usual,) = defaults or {None}
+    return f"as usual: {length(usual)}" if usual is not None else "until I stop it"
+
+
+def length(hours: float) -> str:
+    """``1 h 30 min``, ``3 d``, or ``less than a minute``."""
+    return format_time_left(timedelta(hours=hours))
+
+
+def _most(limit: SessionHours) -> float:
+    return math.inf if limit.max is None else limit.max
+
+
+def _label(hours: float, rates: Sequence[int]) -> str:
+    """``4 h, 2 to 16 credits a GPU``; the price is left out where everything is free."""
+    costs = sorted({format_credits(math.ceil(rate * hours)) for rate in rates}, key=float)
+    if not rates or not rates[-1]:
+        return length(hours)
+    price = costs[0] if len(costs) == 1 else f"{costs[0]} to {costs[-1]}"
+    return f"{length(hours)}, {price} credits a GPU"
+
+
+KNOWN_PACKAGES = ("gpuspawner", "jupyterhub", "dockerspawner", "traitlets")
+"""Packages whose classes define only what JupyterHub and this package ship."""
+
+FORM = frozenset({"options_form", "get_options_form"})
+OPTIONS = frozenset({"options_from_form", "run_options_from_form", "apply_user_options"})
+
+
+@cache
+def defines_form(spawner_class: type) -> bool:
+    """Return True if a class of the admin's, above or below ours, has a spawn form."""
+    return not _defined_by_admin(spawner_class).isdisjoint(FORM)
+
+
+@cache
+def defines_options(spawner_class: type) -> bool:
+    """Return True if a class of the admin's has a form or reads what a form sends."""
+    return not _defined_by_admin(spawner_class).isdisjoint(FORM | OPTIONS)
+
+
+def _defined_by_admin(spawner_class: type) -> frozenset[str]:
+    """The names of FORM and OPTIONS that classes outside of the known packages define."""
+    return frozenset(
+        name
+        for cls in spawner_class.__mro__
+        if cls.__module__.partition(".")[0] not in KNOWN_PACKAGES and cls is not object
+        for attribute, value in vars(cls).items()
+        for name in _names_of(attribute, value)
+    )
+
+
+def _names_of(attribute: str, value: Any) -> tuple[str, ...]:
+    """What an attribute of a class defines: itself, or the default of a trait."""
+    if isinstance(value, DefaultHandler):
+        return (str(value.trait_name),)
+    name = attribute.removeprefix("_").removesuffix("_default")
+    return (name,) if attribute == f"_{name}_default" else (attribute,)
 
 
 class GPUSpawnerBase(Hours, Spawner):
@@ -142,7 +303,7 @@ class GPUSpawnerBase(Hours, Spawner):
         names = (*self.own_form_traits, "options_from_form", "apply_user_options")
         return not self._configured.isdisjoint(names) or defines_options(type(self))
 
-    def parse_options(self, fields: Mapping[str, Any]) -> options.Choice:
+    def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice:
         """Our part of ``user_options``. Raises InvalidRequest for fields that nobody reads."""
         foreign = self.takes_foreign_options()
         try:

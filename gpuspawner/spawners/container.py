@@ -1,22 +1,77 @@
-"""What a lease changes in a container, as pure functions over the Engine API's own values."""
+"""Arguments of a container from a lease, and what this engine can do.
+
+An engine may not be able to raise the limits that PyTorch's users expect, or to limit what is
+written.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..engines.base import (
-    LABEL_DISK,
-    LABEL_ENVIRONMENT,
-    LABEL_LEASE,
-    LABEL_MEMBER,
-    LABEL_SERVER,
+import requests
+from docker.errors import APIError, DockerException, ImageNotFound
+
+from ..core.errors import StartFailed
+from ..engines.base import LABEL_DISK, LABEL_ENVIRONMENT, LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
+from ..engines.disk_usage import label_of, may_enforce, refusal, size_option, storage_of
+from ..engines.injection import (
+    Hardening,
+    candidates,
+    gpu_environment,
+    gpu_host_config,
+    harden,
+    without_gpus,
 )
-from ..engines.disk import label_of
-from ..engines.hardening import Hardening, harden
-from ..engines.injection import gpu_environment, gpu_host_config, without_gpus
-from ..model import Lease
+from ..engines.preflight import prove_injection
+from ..leases.models import Lease
+
+if TYPE_CHECKING:
+    from .docker import GPUDockerSpawner
+
+
+INJECTION_KEY = "gpuspawner_injection"
+
+
+async def injection_mode(spawner: GPUDockerSpawner, uuids: Sequence[str]) -> str:
+    """The mode for this start. Raises StartFailed when no way works.
+
+    ``auto`` tries what the engine offers, best first, with a container of the image that
+    is about to start and one of the leased devices; what works serves the hub's life.
+    """
+    if spawner.gpu_injection != "auto":
+        return str(spawner.gpu_injection)
+    if not uuids:
+        return "none"
+    look = await spawner.broker.read(spawner.broker.look)
+    if look.inventory.source == "simulated":
+        return "none"
+    lock = spawner.of_engine(f"{INJECTION_KEY}_lock", asyncio.Lock)
+    async with lock:
+        if INJECTION_KEY not in spawner.engine_settings:
+            spawner.engine_settings[INJECTION_KEY] = await _prove(spawner, uuids[0])
+    mode: str = spawner.engine_settings[INJECTION_KEY]
+    return mode
+
+
+async def _prove(spawner: GPUDockerSpawner, uuid: str) -> str:
+    spawner.said.say("Finding out how GPUs get into containers here", 40)
+    info = await spawner.docker("info")
+    said = []
+    for mode in candidates(info):
+        finding = await asyncio.to_thread(
+            prove_injection, spawner.client, spawner.image, mode, uuid
+        )
+        if finding.status == "ok":
+            spawner.log.info("GPUs get into containers by %s", mode)
+            return mode
+        said.append(f"{mode}: {finding.text}")
+    spawner.log.error("No way to inject a GPU works: %s", "; ".join(said))
+    cause = "this machine's container engine cannot hand GPUs to containers (tell your admin: "
+    raise StartFailed(cause=cause + "gpuspawner check says what to do)")
+
 
 ULIMITS = [
     {"Name": "memlock", "Soft": -1, "Hard": -1},
@@ -136,3 +191,79 @@ def _labels(given: Any) -> dict[str, str]:
 
 def _target(bind: str) -> str:
     return bind.split(":")[1]
+
+
+LIMITS_KEY = "gpuspawner_ulimits"
+DISK_DRIVER = "gpuspawner_disk_driver"
+
+
+async def allowed_ulimits(spawner: GPUDockerSpawner) -> list[dict[str, Any]]:
+    """The default ulimits that containers can have here, maybe none.
+
+    A rootless engine, or one inside another container, may not raise limits, and a
+    container that asks for it does not start. One throw-away container tells.
+    """
+    lock = spawner.of_engine(f"{LIMITS_KEY}_lock", asyncio.Lock)
+    async with lock:
+        if LIMITS_KEY not in spawner.engine_settings:
+            spawner.engine_settings[LIMITS_KEY] = [
+                limit for limit in ULIMITS if await _can_have(spawner, limit)
+            ]
+    found: list[dict[str, Any]] = spawner.engine_settings[LIMITS_KEY]
+    return found
+
+
+async def _can_have(spawner: GPUDockerSpawner, limit: dict[str, Any]) -> bool:
+    try:
+        code, words = await spawner.run_helper(["true"], Ulimits=[limit])
+    except APIError as error:
+        if "rlimit" not in str(error):
+            raise
+        code, words = 1, str(error)
+    if code:
+        spawner.log.warning("This engine cannot set the ulimit %s: %s", limit["Name"], words)
+    return not code
+
+
+async def disk_limit(spawner: GPUDockerSpawner, image: str) -> DiskLimit | None:
+    """How much a server of this image may write into its own container; None: no limit.
+
+    Whether the engine keeps it is proved once, by a container that is created and never started:
+    one that the engine refuses must not keep servers from starting.
+    """
+    limit = int(spawner.disk_limit)
+    if not limit:
+        return None
+    lock = spawner.of_engine(f"{DISK_DRIVER}_lock", asyncio.Lock)
+    async with lock:
+        try:
+            driver = spawner.engine_settings.get(DISK_DRIVER)
+            if driver is None:
+                driver = await _enforcing_driver(spawner, image, limit)
+                spawner.engine_settings[DISK_DRIVER] = driver
+        except ImageNotFound:
+            raise
+        except (DockerException, requests.RequestException, OSError) as error:
+            # The next start asks again; meanwhile the accounting service watches this one.
+            spawner.log.warning("Whether the engine limits containers is not known: %s", error)
+            return DiskLimit(limit)
+    if not driver:
+        return DiskLimit(limit)
+    return DiskLimit(limit, await spawner._ask_engine(_size, spawner, driver, image, limit))
+
+
+async def _enforcing_driver(spawner: GPUDockerSpawner, image: str, limit: int) -> str:
+    """The storage driver that keeps the limit; empty when none does."""
+    info = await spawner._call("info")
+    if not may_enforce(info):
+        return ""
+    driver = str(info["Driver"])
+    size = await spawner._ask_engine(_size, spawner, driver, image, limit)
+    said = await spawner._ask_engine(refusal, spawner.client, image, size)
+    if said:
+        spawner.log.warning("The engine (%s) limits no container: %s", storage_of(info), said)
+    return "" if said else driver
+
+
+def _size(spawner: GPUDockerSpawner, driver: str, image: str, limit: int) -> int:
+    return size_option(spawner.client, driver, image, limit)

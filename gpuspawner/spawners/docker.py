@@ -20,21 +20,24 @@ from dockerspawner import DockerSpawner
 from jupyterhub.traitlets import ByteSpecification
 from traitlets import CaselessStrEnum
 
-from ..engines import DockerEngine
+from ..core.errors import EngineUnavailable, StartFailed
 from ..engines.base import LABEL_LEASE
-from ..engines.docker import belongs_to, foreign_holder, is_alive, lease_of, sighting_of
-from ..engines.hardening import HELPER
-from ..engines.injection import MODES
-from ..errors import EngineUnavailable, StartFailed
-from ..model import Lease
+from ..engines.docker import (
+    DockerEngine,
+    belongs_to,
+    foreign_holder,
+    is_alive,
+    lease_of,
+    sighting_of,
+)
+from ..engines.injection import HELPER, MODES
+from ..leases.models import Lease
 from .base import spawn_exception
-from .container import ContainerSettings, build
-from .gone import Proof
-from .hardening import GPUDockerHardening
-from .injecting import injection_mode
-from .keeping import Kept, Plain, keep, leave_plain
-from .limits import allowed_ulimits, disk_limit
-from .pulling import Pulls
+from .container import ContainerSettings, allowed_ulimits, build, disk_limit, injection_mode
+from .docker_base import GPUDockerHardening
+from .docker_commit import Kept, Plain, keep, leave_plain
+from .mixin import ExitStatus
+from .progress import Pulls
 
 T = TypeVar("T")
 
@@ -464,32 +467,32 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
             self.seen_alive_at = self.broker.clock()
         return status
 
-    async def prove_gone(self) -> Proof:
+    async def prove_gone(self) -> ExitStatus:
         """Gone when no container lives that may hold the lease: by its label, its recorded id, its
         name or its devices. Only exits and absence count, and nothing else."""
         if not self.touched or self.lease is None:
-            return Proof(gone=True)
+            return ExitStatus(gone=True)
         if self._changing is not None and self._is_changing():
             await asyncio.wait([self._changing])
         lease = self.lease
         if self._was_last(lease):
-            return Proof(gone=True)
+            return ExitStatus(gone=True)
         try:
             found = await self._holders(lease)
             living = [each for each in found if is_alive(each) and not _is_unstarted(each)]
             if living:
-                return Proof(gone=False, detail=self._why_not_gone(living, lease))
+                return ExitStatus(gone=False, detail=self._why_not_gone(living, lease))
             own = [each for each in found if belongs_to(each, lease)]
             for each in own:
                 if self.remove or _is_unstarted(each):
                     await self._remove(each["Id"])
             if not own:  # removed, or never created: an older one may be there under the name
-                return Proof(gone=True, ended_at=await self._died_at())
+                return ExitStatus(gone=True, ended_at=await self._died_at())
         except (DockerException, requests.RequestException, OSError) as error:
             raise EngineUnavailable() from error
         ends = [sighting_of(each) for each in own]
         last = max((end.ended_at for end in ends if end.ended_at), default=None)
-        return Proof(
+        return ExitStatus(
             gone=True, ended_at=last, detail=next((e.detail for e in ends if e.detail), "")
         )
 

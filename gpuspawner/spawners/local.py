@@ -11,11 +11,9 @@ from typing import Any
 from jupyterhub.spawner import SimpleLocalProcessSpawner
 from traitlets import Unicode, default
 
-from ..engines import LocalEngine
-from ..engines.local import lives, process_ref, started_at
-from ..model import Sighting
-from .gone import Proof
-from .mixin import GPUSpawnerMixin
+from ..engines.local import LocalEngine, lives, process_ref, started_at
+from ..leases.models import Sighting
+from .mixin import ExitStatus, GPUSpawnerMixin
 
 
 class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
@@ -107,11 +105,11 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
         """Make ``work`` in the member's home directory."""
         self._make_work()
 
-    async def prove_gone(self) -> Proof:
+    async def prove_gone(self) -> ExitStatus:
         """Gone when no process carries the lease in its environment, and the recorded one has
         ended, whatever that carries."""
         recorded = lives(self.lease.engine_ref) if self.lease else False
-        return Proof(gone=not recorded and not await self._mine())
+        return ExitStatus(gone=not recorded and not await self._mine())
 
     async def _mine(self) -> list[Sighting]:
         """The processes that carry the lease in their environment."""

@@ -1,4 +1,4 @@
-"""What a member may ask for, and nothing else.
+"""The options of a spawn: what a member may ask for, validated.
 
 The same fields come from the form, from ``opt-`` parameters of a link and from the REST
 API's ``user_options``; JupyterHub stores them and brings them back. So they are checked
@@ -8,16 +8,91 @@ at every start, as text that a stranger wrote. Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
-from ..catalog import MOST_HOURS, Environment, SessionHours
-from ..errors import InvalidRequest, TooMuchAsked
-from ..ledger.payers import parse_account
-from ..model import Request
-from .data import parse_data
+from ..catalog.loader import Catalog
+from ..catalog.models import Environment, SessionHours
+from ..catalog.value_kinds import MOST_HOURS
+from ..core.errors import InvalidRequest, TooMuchAsked
+from ..leases.models import Request
+from ..ledger.rules import parse_account
+
+MOST_DATA = 200
+LONGEST_DATA = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DataChoice:
+    """One line of the form's list of datasets and folders."""
+
+    name: str
+    where: str
+    """The slugs of the environments that have it, with spaces between."""
+    checked: bool
+
+
+def parse_data(value: Any) -> tuple[str, ...] | None:
+    """Names of datasets and folders; None when nothing is said. Raises InvalidRequest."""
+    said = [value] if isinstance(value, str) else value
+    if said is None:
+        return None
+    if not isinstance(said, (list, tuple)) or len(said) > MOST_DATA:
+        raise InvalidRequest("The field 'data' must be a list of names.", field="data")
+    for name in said:
+        if not isinstance(name, str) or len(name) > LONGEST_DATA or not name.isprintable():
+            shown = repr(str(name)[:60]) if isinstance(name, str) else "something else"
+            raise InvalidRequest(f"The field 'data' must hold names, not {shown}.", field="data")
+    return tuple(dict.fromkeys(name for name in said if name))  # a form says "" for none
+
+
+def with_data(
+    catalog: Catalog,
+    environment: Environment,
+    chosen: Sequence[str] | None,
+    groups: Collection[str],
+) -> Environment:
+    """The environment with only these datasets and folders; with all when None.
+
+    A form names those of other environments too: they are left out. Raises InvalidRequest for
+    what the member has nowhere.
+    """
+    if chosen is None:
+        return environment
+    mounts = (*catalog.datasets, *catalog.shared_folders)
+    known = {mount.name for mount in mounts if mount.visible_to(groups)}
+    for name in chosen:
+        if name not in known:
+            there = f"There are: {', '.join(sorted(known))}." if known else "There are none."
+            raise InvalidRequest(
+                f"There is no dataset and no folder {name[:60]!r} for you. {there}", field="data"
+            )
+    here = {mount.name for mount in catalog.mounts_for(environment, groups)} & set(chosen)
+    return replace(
+        environment,
+        datasets=tuple(m.name for m in catalog.datasets if m.name in here),
+        shared_folders=tuple(m.name for m in catalog.shared_folders if m.name in here),
+    )
+
+
+def data_choices(
+    catalog: Catalog,
+    environments: Sequence[Environment],
+    groups: Collection[str],
+    last: Sequence[str] | None,
+) -> list[DataChoice]:
+    """What the form offers, in the catalog's order."""
+    found: dict[str, list[str]] = {}
+    for environment in environments:
+        for mount in catalog.mounts_for(environment, groups):
+            found.setdefault(mount.name, []).append(environment.slug)
+    return [
+        DataChoice(name, " ".join(slugs), last is None or name in last)
+        for name, slugs in found.items()
+    ]
+
 
 FIELDS = (
     *("environment", "gpus", "gpu_model", "gpu_memory", "hours", "wait", "account", "options"),
@@ -27,7 +102,7 @@ FIELDS = (
 
 IGNORED = ("_xsrf",)
 MOST_GPUS = 1024
-LONGEST = 128
+LONGEST_OPTION = 128
 LEAST_HOURS = 0.25
 MOST_OPTIONS = 2000
 
@@ -38,7 +113,7 @@ _NO = ("no", "false", "off", "0")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FormChoice:
     """The fields, parsed. None is "not said"."""
 
     environment: str | None = None
@@ -84,7 +159,7 @@ class Choice:
 
 def parse(
     fields: Mapping[str, Any], *, foreign: bool = False, extra: Collection[str] = ()
-) -> Choice:
+) -> FormChoice:
     """The member's choice.
 
     A field may be a value or, as in a form, a list of one. ``foreign`` lets all fields pass
@@ -94,7 +169,7 @@ def parse(
     if not isinstance(fields, Mapping):
         raise InvalidRequest("The options must be fields with values.", field="user_options")
     if not fields:
-        return Choice()
+        return FormChoice()
     if not foreign:
         unknown = [str(n) for n in fields if n not in FIELDS + IGNORED and n not in extra]
         if unknown:
@@ -105,7 +180,7 @@ def parse(
                 field=unknown[0],
             )
     environment = _text(fields, "environment")
-    return Choice(
+    return FormChoice(
         environment=environment,
         options=_meant(environment, _options(fields, "options")),
         gpus=_whole(fields, "gpus"),
@@ -120,7 +195,7 @@ def parse(
     )
 
 
-def resolve(choice: Choice, environment: Environment, limit: int) -> Request:
+def resolve(choice: FormChoice, environment: Environment, limit: int) -> Request:
     """The request that the choice makes in this environment.
 
     ``limit`` is the most devices of one server for this member. Raises TooMuchAsked.
@@ -161,7 +236,9 @@ def combine(own: SessionHours, general: SessionHours) -> SessionHours:
     return SessionHours(min(usual, most), most)
 
 
-def session_seconds(choice: Choice, hours: SessionHours, environment: Environment) -> int | None:
+def session_seconds(
+    choice: FormChoice, hours: SessionHours, environment: Environment
+) -> int | None:
     """The session length that the choice makes; None when there is no end.
 
     ``hours`` is what holds for this member there. Raises TooMuchAsked.
@@ -199,7 +276,7 @@ def _single(fields: Mapping[str, Any], name: str) -> Any:
     return None if value == "" else value
 
 
-def _text(fields: Mapping[str, Any], name: str, longest: int = LONGEST) -> str | None:
+def _text(fields: Mapping[str, Any], name: str, longest: int = LONGEST_OPTION) -> str | None:
     value = _single(fields, name)
     if value is None:
         return None
@@ -222,7 +299,11 @@ def _options(fields: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
         raise InvalidRequest(f"The field {name!r} must be a list of choices.", field=name)
     said = [each for each in said if each != ""]  # of a list on a form: as usual
     for each in said:
-        if not isinstance(each, str) or len(each) > 2 * LONGEST or not _OPTION.fullmatch(each):
+        if (
+            not isinstance(each, str)
+            or len(each) > 2 * LONGEST_OPTION
+            or not _OPTION.fullmatch(each)
+        ):
             raise InvalidRequest(
                 f"The field {name!r} must hold texts such as 'memory=large', not {_said(each)}.",
                 field=name,

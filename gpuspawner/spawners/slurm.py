@@ -1,30 +1,80 @@
-"""Servers on the nodes of a cluster: Slurm chooses the node and the GPUs, and the container runs
-there beside the job that holds them."""
+"""Servers on the nodes of a Slurm cluster, and the watch over all of them.
+
+JupyterHub polls each server by itself twice a minute. A server whose machine was lost, or whose
+container died, keeps GPUs from others until somebody looks.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import docker
 from traitlets import Bool, TraitError, Unicode, validate
 
-from ..engines import DockerEngine
-from ..errors import ConfigError, EngineUnavailable, StartFailed, Unavailable
-from ..model import Lease, LeaseState, Request, ServerRef, Ticket
+from ..core.errors import ConfigError, EngineUnavailable, GPUSpawnerError, StartFailed, Unavailable
+from ..engines.docker import DockerEngine
+from ..leases.models import Lease, LeaseState, Request, ServerRef
+from ..queue.models import Ticket
 from ..slurm.cluster import Node
-from ..slurm.delegate import SlurmDelegate
-from ..slurm.images import Wanted
-from ..slurm.jobs import Job
-from ..slurm.nesting import CGROUP_V1, nest
-from ..slurm.reaching import QUICK, connector
+from ..slurm.engine import CGROUP_V1, nest
+from ..slurm.images import QUICK, WantedImage, connector
+from ..slurm.jobs import SlurmJob
+from ..slurm.scheduler import SlurmDelegate
 from .docker import GPUDockerSpawner
-from .gone import Proof
-from .watching import watch_over
+from .mixin import ExitStatus
 
 if TYPE_CHECKING:
-    from ..broker import Terms
+    from ..queue.service import Terms
+
+
+EVERY = 1.5
+"""Seconds between two looks while any server runs on a node."""
+
+KEY = "gpuspawner_watched"
+
+
+class NodeWatch:
+    """The servers of a hub that run on nodes."""
+
+    def __init__(self) -> None:
+        self.servers: WeakSet[GPUSlurmSpawner] = WeakSet()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, spawner: GPUSlurmSpawner) -> None:
+        self.servers.add(spawner)
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        while self.servers:
+            await asyncio.sleep(EVERY)
+            with contextlib.suppress(GPUSpawnerError):
+                await self._look()
+
+    async def _look(self) -> None:
+        """Have the Hub ask after each server that is not there any more."""
+        by_lease = {spawner.lease_id: spawner for spawner in self.servers if spawner.lease_id}
+        self.servers = WeakSet(by_lease.values())
+        if not by_lease:
+            return
+        spawner = next(iter(by_lease.values()))
+        engine = spawner.shared("gpuspawner_nodes", spawner.broker.delegated_engine)
+        running = await spawner.broker.run_outside(engine.running)
+        for lease_id, each in by_lease.items():
+            if lease_id not in running and each.active and not each.pending:
+                each.log.info("%s is not there any more: asking after it", each.server_ref)
+                await each.poll_and_notify()
+
+
+def watch_over(spawner: GPUSlurmSpawner) -> None:
+    """Notice soon when this server is gone."""
+    watched: NodeWatch = spawner.shared(KEY, NodeWatch)
+    watched.add(spawner)
+
 
 ENDING = 30.0
 """Seconds that Slurm may take to end a job and its epilog to clear away."""
@@ -89,9 +139,9 @@ class GPUSlurmSpawner(GPUDockerSpawner):
 
     def _ask(self, request: Request, terms: Terms) -> asyncio.Future[Lease | Ticket]:
         """Also which image the server needs: nodes that lack it are not chosen."""
-        images: dict[ServerRef, Wanted] = self.shared("gpuspawner_wanted_images", dict)
+        images: dict[ServerRef, WantedImage] = self.shared("gpuspawner_wanted_images", dict)
         pulls = self.pull_policy.lower() not in ("never", "skip")
-        images[self.server_ref] = Wanted(str(self.image), pulls)
+        images[self.server_ref] = WantedImage(str(self.image), pulls)
         self.delegate.images.wanted = lambda ticket: images.get(ticket.server)
         return super()._ask(request, terms)
 
@@ -109,7 +159,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             self._node_name = ""
         return self.delegate.cluster.node(self._node_name) if self._node_name else None
 
-    def job(self) -> Job | None:
+    def job(self) -> SlurmJob | None:
         """The job beside the server."""
         if self.lease is None or not self.lease.ticket_id:
             return None
@@ -218,7 +268,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             self.log.warning("%s: %s", self.server_ref, turn.over)
         return 1
 
-    async def prove_gone(self) -> Proof:
+    async def prove_gone(self) -> ExitStatus:
         """Gone is a server whose container is gone, and then its job; or whose job is gone, where
         the node does not answer."""
         lease = self.lease
@@ -226,7 +276,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             return await super().prove_gone()
         # Its member stopped it: what may have ended the job meanwhile is of no interest.
         over = await self._over(lease.ticket_id, SELDOM if self.stopped_at else NOW)
-        own = Proof(gone=True)
+        own = ExitStatus(gone=True)
         if over is None or over.forgotten:
             own = await super().prove_gone()
             if not own.gone:
@@ -237,9 +287,9 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             # Slurm counts whole seconds: it is never before the container's own end.
             ended_at = max(over.ended_at, own.ended_at or self.stopped_at or over.ended_at)
             self.stopped_at = ended_at
-        return Proof(gone=True, ended_at=ended_at, detail=own.detail or over.detail)
+        return ExitStatus(gone=True, ended_at=ended_at, detail=own.detail or over.detail)
 
-    async def _over(self, ticket_id: str, age: float = NOW) -> Proof | None:
+    async def _over(self, ticket_id: str, age: float = NOW) -> ExitStatus | None:
         """How the job of a ticket ended; None while it lives. Raises EngineUnavailable."""
         try:
             turns = await self.broker.run_outside(self.delegate.turns, age)
@@ -247,10 +297,12 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             raise EngineUnavailable() from error
         turn = turns.get(ticket_id)
         if turn is None:
-            return Proof(gone=True, forgotten=True)
-        return Proof(gone=True, ended_at=turn.ended_at, detail=turn.over) if turn.over else None
+            return ExitStatus(gone=True, forgotten=True)
+        return (
+            ExitStatus(gone=True, ended_at=turn.ended_at, detail=turn.over) if turn.over else None
+        )
 
-    async def _end_job(self, ticket_id: str) -> Proof:
+    async def _end_job(self, ticket_id: str) -> ExitStatus:
         """Cancel the job and wait until Slurm has cleared away behind it."""
         try:
             await self.broker.run_outside(self.delegate.cancel, ticket_id)
@@ -261,4 +313,4 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineUnavailable()
             await asyncio.sleep(0.25)
-        return Proof(gone=True, ended_at=over.ended_at)
+        return ExitStatus(gone=True, ended_at=over.ended_at)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
 from tornado import web
 
-from ..broker import DeviceView
-from ..errors import NotAllowed, UnknownAccount
-from ..model import Lease, LeasedDevice, format_credits, member_account
-from ..store.search import Leases
-from ..store.statements import Entry, Page
-from . import figures
-from .base import Handler
+from ..core.errors import GPUSpawnerError, InvalidRequest, LedgerError, NotAllowed, UnknownAccount
+from ..core.units import format_credits
+from ..db.search import Leases
+from ..devices.service import LONGEST_REASON
+from ..devices.snapshots import DeviceView
+from ..leases.models import Lease, LeasedDevice
+from ..ledger.models import member_account
+from ..ledger.statements import EntryPage, StatementEntry
+from . import view_models
+from .base import ServiceHandler
 from .fields import MOST_LINES, one_of, whole
 
 NO_XSRF = (
@@ -23,7 +27,7 @@ NO_XSRF = (
 )
 
 
-class APIHandler(Handler):
+class APIHandler(ServiceHandler):
     """A handler that answers in JSON, errors too, and never sends anybody to a login page."""
 
     def set_default_headers(self) -> None:
@@ -66,7 +70,9 @@ class MeHandler(APIHandler):
 
     @web.authenticated
     async def get(self) -> None:
-        mine = await self.read(figures.member, self.broker, self.user, self.context.warn_minutes)
+        mine = await self.read(
+            view_models.member, self.broker, self.user, self.context.warn_minutes
+        )
         page = await self.read(self._newest)
         self.answer(
             {
@@ -79,11 +85,11 @@ class MeHandler(APIHandler):
             }
         )
 
-    def _newest(self) -> Page:
+    def _newest(self) -> EntryPage:
         try:
             return self.broker.statement_page(member_account(self.user), limit=100)
         except UnknownAccount:  # it opens with the first sign-in
-            return Page((), None)
+            return EntryPage((), None)
 
 
 class DevicesHandler(APIHandler):
@@ -91,7 +97,9 @@ class DevicesHandler(APIHandler):
 
     @web.authenticated
     async def get(self) -> None:
-        overview, found = await self.read(figures.devices, self.broker, self.user, self.admin)
+        overview, found = await self.read(
+            view_models.device_figures, self.broker, self.user, self.admin
+        )
         self.answer(
             {
                 "source": overview.source,
@@ -119,7 +127,7 @@ class LeasesHandler(APIHandler):
         user = None if everybody == "1" else self.user
         found = await self.read(self._find, user, before, limit)
         now = self.broker.clock()
-        told = figures.lease_figures(self.broker, found.found, now)
+        told = view_models.lease_figures(self.broker, found.found, now)
         self.answer(
             {
                 "as_of": instant(now),
@@ -147,7 +155,7 @@ def instant(moment: datetime | None) -> str | None:
     return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def funds(some: figures.Funds) -> dict[str, Any]:
+def funds(some: view_models.Funds) -> dict[str, Any]:
     """An account as JSON."""
     return {
         "account": some.account.name,
@@ -160,7 +168,7 @@ def funds(some: figures.Funds) -> dict[str, Any]:
     }
 
 
-def lease(some: figures.LeaseFigures) -> dict[str, Any]:
+def lease(some: view_models.LeaseFigures) -> dict[str, Any]:
     """A lease as JSON."""
     it: Lease = some.lease
     return {
@@ -199,7 +207,7 @@ def leased(some: LeasedDevice) -> dict[str, Any]:
     }
 
 
-def device(some: figures.DeviceFigures, user: str, admin: bool) -> dict[str, Any]:
+def device(some: view_models.DeviceFigures, user: str, admin: bool) -> dict[str, Any]:
     """A device as JSON, with what this reader may know."""
     view: DeviceView = some.view
     told: dict[str, Any] = {
@@ -219,7 +227,7 @@ def device(some: figures.DeviceFigures, user: str, admin: bool) -> dict[str, Any
     return told
 
 
-def entry(some: Entry) -> dict[str, Any]:
+def entry(some: StatementEntry) -> dict[str, Any]:
     """A line of a statement as JSON."""
     return {
         "id": some.id,
@@ -239,3 +247,55 @@ HANDLERS = [
     ("api/devices", DevicesHandler),
     ("api/leases", LeasesHandler),
 ]
+
+
+LONGEST = 64 * 1024
+"""Bytes of a request that changes something."""
+
+
+class ChangingAPI(APIHandler):
+    """What changes share: the object that was sent, and refusals as sentences."""
+
+    def sent(self, *fields: str, longest: int = LONGEST) -> dict[str, Any]:
+        """The JSON object that was sent, of so many bytes at the most; none of other fields.
+
+        Raises HTTPError 400.
+        """
+        body = self.request.body
+        try:
+            found = json.loads(body or b"{}") if len(body) <= longest else None
+        except (ValueError, RecursionError):
+            found = None
+        there_are = ", ".join(fields)
+        if not isinstance(found, dict):
+            raise _refused(f"Send one JSON object; its fields are {there_are}.")
+        for name in found.keys() - set(fields):
+            raise _refused(f"There is no field {name[:60]!r}; there are {there_are}.", name)
+        if not isinstance(found.setdefault("reason", ""), str):
+            raise _refused("The field 'reason' is text.", "reason")
+        if len(found["reason"]) > LONGEST_REASON:
+            raise _refused(f"The field 'reason' has {LONGEST_REASON} characters at most.", "reason")
+        return found
+
+    async def change(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Change something through the broker, as the one who asks."""
+
+        def call() -> Any:
+            return work(*args, actor=self.user, **kwargs)
+
+        return await self.read(call)
+
+    async def do(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The same, of what was checked before: it cannot be done as things are, if it cannot."""
+        try:
+            return await self.broker.run(work, *args, actor=self.actor, **kwargs)
+        except (InvalidRequest, LedgerError) as error:
+            raise web.HTTPError(409) from error
+        except GPUSpawnerError as error:
+            raise web.HTTPError(error.status_code) from error
+
+
+def _refused(sentence: str, field: str = "") -> web.HTTPError:
+    error = web.HTTPError(400)
+    error.__cause__ = InvalidRequest(sentence, field=field)
+    return error

@@ -1,4 +1,4 @@
-"""What all handlers share: who asks, headers, and errors as sentences."""
+"""The base of the service's handlers: who asks, what they may see, and errors as sentences."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, Protocol, TypeVar
 from jupyterhub.services.auth import HubOAuth, HubOAuthenticated, UserNotAllowed, check_scopes
 from tornado import web
 
-from ..broker import Broker
-from ..broker.channels import Channel
-from ..errors import GPUSpawnerError, Unavailable
-from ..model import ServerRef
-from ..scopes import CUSTOM_SCOPES, SESSION, Reach, reach
-from ..telemetry import Sample
+from ..core.errors import GPUSpawnerError, NotAllowed, Unavailable, UnknownAccount
+from ..core.scopes import CUSTOM_SCOPES, GRANT, READ_ACCOUNTS, SESSION, Reach, reach
+from ..leases.models import ServerRef
+from ..ledger.models import group_account, member_account
+from ..monitoring.models import Sample
+from ..notifications.channels import Channel
+from ..services import Broker
 
 T = TypeVar("T")
 
@@ -88,7 +89,7 @@ class Context:
         return str(self.hub_auth.hub_host + self.hub_auth.hub_prefix)
 
 
-class Handler(HubOAuthenticated, web.RequestHandler):
+class ServiceHandler(HubOAuthenticated, web.RequestHandler):
     """A handler that knows who asks. Subclasses decorate ``get`` with ``web.authenticated``."""
 
     refused = False
@@ -264,3 +265,80 @@ class Handler(HubOAuthenticated, web.RequestHandler):
         if isinstance(cause, GPUSpawnerError):
             return cause.reason, cause.message
         return f"http_{status}", SENTENCES.get(status, OTHERWISE)
+
+
+NOT_YOURS = (
+    "The account {account!r} is not yours, so you cannot see what is on it. Your own is on your "
+    "page; ask an admin if you need to see another."
+)
+NO_SCOPE = (
+    "You may not give credits to {account!r}. Admins may, and whoever has the scope "
+    "custom:gpuspawner:grant for this account's member or group."
+)
+
+ONLY_GIVES = (
+    "You may give credits to {account!r}, and take none back: an amount below zero is for admins. "
+    "Ask one to undo what was given by mistake."
+)
+
+
+async def must_read(handler: ServiceHandler, account: str) -> None:
+    """Let through who may see this account's statement: its member, an admin, a scope's holder.
+
+    Raises HTTPError 403 with a sentence; whether there is such an account, it does not say.
+    """
+    if not handler.is_service and account == member_account(handler.user):
+        return
+    if not await reaches(handler, handler.reach(READ_ACCOUNTS), account):
+        raise web.HTTPError(403) from NotAllowed(NOT_YOURS.format(account=account))
+
+
+async def must_grant(handler: ServiceHandler, account: str) -> None:
+    """Let through who may give credits to this account. Raises HTTPError 403 with a sentence."""
+    if not await reaches(handler, handler.reach(GRANT), account):
+        raise web.HTTPError(403) from NotAllowed(NO_SCOPE.format(account=account))
+
+
+def must_take(handler: ServiceHandler, account: str) -> None:
+    """Let through who may take credits back: admins alone. Raises HTTPError 403."""
+    if not handler.admin:
+        raise web.HTTPError(403) from NotAllowed(ONLY_GIVES.format(account=account))
+
+
+def may_see_balance(handler: ServiceHandler, account: str) -> bool:
+    """Whether it is an account that the member may draw on: their own, or a group's of theirs."""
+    own = {member_account(handler.user), *map(group_account, handler.groups)}
+    return not handler.is_service and account in own
+
+
+async def reaches(handler: ServiceHandler, whom: Reach, account: str) -> bool:
+    """Whether an account is among those that a scope reaches; the ledger's own never are."""
+    if account.startswith("system:"):
+        return False
+    return whom.everybody or account in await accounts_of(handler, whom)
+
+
+async def accounts_of(handler: ServiceHandler, whom: Reach) -> frozenset[str]:
+    """The names of all accounts that a scope reaches which is narrowed; opened or not."""
+    names = set(whom.accounts())
+    for group in whom.groups:
+        names |= {member_account(user) for user in await members_of(handler, group)}
+    return frozenset(names)
+
+
+async def members_of(handler: ServiceHandler, group: str) -> frozenset[str]:
+    """Who is in a group of the Hub; nobody, when there is no such group."""
+    hub = handler.context.hub
+    if hub is None:
+        return frozenset()
+    try:
+        return await hub.members_of(group) or frozenset()
+    except GPUSpawnerError as error:
+        raise web.HTTPError(error.status_code, "%s", error.message) from error
+
+
+def unknown(account: str) -> web.HTTPError:
+    """There is no such account."""
+    error = web.HTTPError(404)
+    error.__cause__ = UnknownAccount(account=account)
+    return error

@@ -9,10 +9,10 @@ from typing import Any
 from dateutil.parser import isoparse
 from tornado import web
 
-from ..errors import InvalidRequest, LedgerError, UnknownAccount
-from ..ledger.entries import check_account
+from ..core.errors import InvalidRequest, LedgerError, UnknownAccount
+from ..core.units import MICRO, format_credits, parse_credits
+from ..ledger.models import check_account
 from ..ledger.pricing import parse_moment
-from ..model import MICRO, format_credits, parse_credits
 
 MOST_CREDITS = 1_000_000_000
 """Credits of one grant at the most: more is a slip of the finger."""

@@ -1,15 +1,350 @@
-"""What the REST API takes and answers, as an OpenAPI 3.1 document. Tests hold the service to it."""
+"""The OpenAPI document of the REST API, and the JSON Schema of catalogs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Callable, Collection
 from typing import Any
 
+from tornado import web
+
 from .. import __version__
-from . import openapi_admin, openapi_cluster, openapi_folders, openapi_now
+from ..catalog.json_schema import schema
 from .api import APIHandler
-from .base import Handler
-from .openapi_schemas import SCHEMAS, choices, ref
+from .base import POLICY, ServiceHandler
+from .fields import EXACT, INSTANT
+from .openapi_schemas import (
+    AMOUNT,
+    COUNT,
+    DAY_SCHEMA,
+    FLAG,
+    FUNDS,
+    INSTANT_SCHEMA,
+    INTEGER,
+    NEEDED,
+    NUMBER,
+    REASON,
+    REFILL,
+    SCHEMAS,
+    TEXT,
+    Schema,
+    choices,
+    full,
+    listed,
+    maybe,
+    ref,
+    sent,
+)
+
+
+class SchemaHandler(web.RequestHandler):
+    """It says what a catalog may hold, and nothing of this hub's own."""
+
+    def initialize(self, context: Any) -> None:
+        self.set_header("Content-Security-Policy", POLICY)
+
+    def get(self) -> None:
+        self.set_header("Content-Type", "application/schema+json")
+        self.set_header("X-Content-Type-Options", "nosniff")
+        self.set_header("Access-Control-Allow-Origin", "*")  # editors in a browser read it too
+        self.set_header("Cache-Control", "public, max-age=3600")
+        self.finish(json.dumps(schema()))
+
+
+CATALOG_SCHEMA_HANDLERS: list[tuple[str, type[web.RequestHandler]]] = [
+    (r"catalog\.schema\.json", SchemaHandler)
+]
+
+
+KEY: Schema = {
+    "type": "string",
+    "pattern": "^[0-9A-Za-z_.:-]{1,100}$",
+    "description": "What is sent again with the same key is done once.",
+}
+MOMENT: Schema = {
+    "type": "string",
+    "format": "date-time",
+    "pattern": f"^{INSTANT}$",
+    "examples": ["2027-07-01T00:00:00Z"],
+}
+PART: Schema = {
+    "type": "string",
+    "pattern": f"^{EXACT.removeprefix('-?')}$",
+    "description": "Credits with six decimals at the most; above zero.",
+    "examples": ["1.5"],
+}
+ADMIN_WRITTEN: Schema = {"type": "string", "pattern": r"^[^\u0000]*$"}
+
+RULES = {
+    "rule": {**ADMIN_WRITTEN, "maxLength": 400, "examples": ["FREQ=WEEKLY;BYDAY=MO;BYHOUR=6"]},
+    "zone": {**ADMIN_WRITTEN, "maxLength": 60, "examples": ["Europe/Vienna"]},
+    "from": maybe(MOMENT),
+    "mode": {"enum": ["add", "top_up"]},
+    "amount": PART,
+    "cap": maybe(PART),
+    "keep_days": maybe({"type": "integer", "minimum": 1, "maximum": 3660}),
+    "audience": {
+        "type": "array",
+        "items": {**ADMIN_WRITTEN, "minLength": 1, "maxLength": 100},
+        "minItems": 1,
+        "examples": [["members:ml101"], ["member:ada"]],
+    },
+    "reason": NEEDED,
+    "key": KEY,
+    "dry_run": FLAG,
+}
+
+ADMIN_SCHEMAS: dict[str, Schema] = {
+    "Refund": sent(("reason",), amount=maybe(PART), reason=NEEDED, key=KEY),
+    "NewRate": sent(
+        ("rate",),
+        **{
+            "rate": {**ADMIN_WRITTEN, "maxLength": 40, "examples": ["2.5"]},
+            "model": {**ADMIN_WRITTEN, "maxLength": 100, "examples": ["A100"]},
+            "environment": {**ADMIN_WRITTEN, "maxLength": 100, "examples": ["course"]},
+            "slots": maybe({"type": "integer", "minimum": 1, "maximum": 1024}),
+            "hours": {**ADMIN_WRITTEN, "maxLength": 100, "examples": ["Mon-Fri 20-8, Sat, Sun"]},
+            "zone": {**ADMIN_WRITTEN, "maxLength": 60, "examples": ["Europe/Vienna"]},
+            "from": maybe(MOMENT),
+            "reason": REASON,
+        },
+    ),
+    "NewRefill": sent(("rule", "amount", "audience", "reason"), **RULES),
+    "Refill": full(
+        **REFILL["properties"],
+        made={**FLAG, "description": "Whether there is one now."},
+        comes_at=listed({"type": "string", "format": "date-time"}),
+        gifts=listed(full(account=TEXT, balance=AMOUNT, amount=AMOUNT)),
+    ),
+    "NewGrants": sent(
+        ("csv",),
+        csv={
+            **ADMIN_WRITTEN,
+            "description": "Lines of member, amount and, if you like, reason; as in a file.",
+            "examples": ["ada,2.5,week 3\nbob,2.5,week 3"],
+        },
+        reason=REASON,
+        dry_run={**FLAG, "description": "Only say what it would do."},
+        open={**FLAG, "description": "Open accounts that are not there."},
+        again={**FLAG, "description": "Although the same was given before."},
+        until=maybe(MOMENT),
+    ),
+    "Grants": full(
+        done=FLAG,
+        total=AMOUNT,
+        lines=listed(
+            full(
+                line=COUNT,
+                account=TEXT,
+                amount=AMOUNT,
+                before=AMOUNT,
+                after=AMOUNT,
+                reason=TEXT,
+                opened=FLAG,
+            )
+        ),
+        problems=listed(full(line=maybe(COUNT), what=TEXT)),
+    ),
+}
+
+
+def admin_paths(
+    operation: Callable[..., dict[str, Any]],
+    in_path: Callable[..., dict[str, Any]],
+    lease: dict[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """The paths, made by the functions of the document; ``lease`` is its parameter."""
+    rate = in_path("rate", {"type": "integer", "minimum": 1, "maximum": 10**18 - 1}, "Its number.")
+    refill = in_path("refill", {"type": "string", "pattern": "^[0-9a-f]{1,32}$"}, "Its id.")
+    return {
+        "/api/leases/{lease}/stop": {
+            "post": operation(
+                "stop",
+                "Have a server stopped; its member is told why.",
+                "Lease",
+                lease,
+                body="Needed",
+            )
+        },
+        "/api/leases/{lease}/refund": {
+            "post": operation(
+                "refund",
+                "Give back what a session cost: all that is left of it, or a part.",
+                "Lease",
+                lease,
+                body="Refund",
+            )
+        },
+        "/api/rates": {
+            "get": operation("rates", "What GPU time costs.", "Rates"),
+            "post": operation(
+                "setRate", "Have new servers pay so much; for admins.", "RateTold", body="NewRate"
+            ),
+        },
+        "/api/rates/{rate}/remove": {
+            "post": operation(
+                "removeRate", "Have an admin's rate hold no more.", "RateTold", rate, body="Why"
+            )
+        },
+        "/api/refills": {
+            "get": operation("refills", "Credits that come again.", "Refills"),
+            "post": operation(
+                "makeRefill",
+                "Give credits again and again, or say what that would do.",
+                "Refill",
+                body="NewRefill",
+            ),
+        },
+        "/api/refills/{refill}": {
+            "get": operation("refill", "One of them, and what it gives next.", "Refill", refill)
+        },
+        "/api/refills/{refill}/end": {
+            "post": operation(
+                "endRefill", "Give it no more; what was given stays.", "Refill", refill, body="Why"
+            )
+        },
+        "/api/grants": {
+            "post": operation(
+                "grantMany",
+                "Give to many at once: all of it or nothing, and the same once; for admins.",
+                "Grants",
+                body="NewGrants",
+            )
+        },
+    }
+
+
+WORKED: Schema = {
+    "held_gpu_seconds": COUNT,
+    "measured_gpu_seconds": COUNT,
+    "used_gpu_seconds": COUNT,
+    "rested_gpu_seconds": COUNT,
+}
+
+CLUSTER_SCHEMAS: dict[str, Schema] = {
+    "Cluster": full(
+        as_of=INSTANT_SCHEMA,
+        seen=FLAG,
+        total=COUNT,
+        free=COUNT,
+        waiting=COUNT,
+        devices=listed(
+            full(
+                uuid=TEXT,
+                index=INTEGER,
+                model=TEXT,
+                memory_bytes=COUNT,
+                state=TEXT,
+                mine=FLAG,
+                user=maybe(TEXT),
+                server=maybe(TEXT),
+                since=maybe(INSTANT_SCHEMA),
+                use_percent=maybe(NUMBER),
+                busy=maybe(FLAG),
+                memory_used_bytes=maybe(COUNT),
+                temperature_celsius=maybe(INTEGER),
+                power_watts=maybe(NUMBER),
+                health=TEXT,
+                note=TEXT,
+            )
+        ),
+    ),
+    "Used": full(
+        by=TEXT,
+        first_day=DAY_SCHEMA,
+        last_day=DAY_SCHEMA,
+        as_of=INSTANT_SCHEMA,
+        rows=listed(full(name=TEXT, sessions=COUNT, **WORKED)),
+        total=full(sessions=COUNT, **WORKED),
+        batch=full(held_gpu_seconds=COUNT),
+        most_rested=listed(
+            full(
+                lease=TEXT,
+                user=TEXT,
+                server=TEXT,
+                group=TEXT,
+                model=TEXT,
+                devices=COUNT,
+                started_at=INSTANT_SCHEMA,
+                ended_at=maybe(INSTANT_SCHEMA),
+                **WORKED,
+            )
+        ),
+    ),
+}
+
+
+NAME: Schema = {
+    "type": "string",
+    "minLength": 1,
+    "maxLength": 60,
+    "description": "Letters and digits of any script, and some signs between them.",
+}
+FOLDER_WRITTEN: Schema = {"type": "string", "minLength": 1, "maxLength": 1000}
+WHO: Schema = {**FOLDER_WRITTEN, "description": "A member's name at the Hub."}
+
+FOLDER = full(
+    id=TEXT,
+    name=TEXT,
+    owner=TEXT,
+    owner_left_at=maybe(INSTANT_SCHEMA),
+    made_at=INSTANT_SCHEMA,
+    deleted_at=maybe(INSTANT_SCHEMA),
+    mine=FLAG,
+    mounted_as=maybe(TEXT),
+    write=FLAG,
+    members=listed(
+        full(
+            member=TEXT,
+            write=FLAG,
+            invited_by=TEXT,
+            invited_at=INSTANT_SCHEMA,
+            accepted_at=maybe(INSTANT_SCHEMA),
+        )
+    ),
+)
+
+FOLDER_SCHEMAS: dict[str, Schema] = {
+    "Folder": FOLDER,
+    "Folders": full(as_of=INSTANT_SCHEMA, folders=listed(FOLDER)),
+    "NewFolder": sent(("name",), name=NAME),
+    "Invitation": sent(("member", "write"), member=WHO, write=FLAG),
+    "Member": sent(("member",), member=WHO),
+    "Name": sent(("name",), name={**FOLDER_WRITTEN, "description": "The folder's own, once more."}),
+}
+
+ID: dict[str, Any] = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
+
+
+_DEVICE = full(
+    uuid=TEXT,
+    index=INTEGER,
+    model=TEXT,
+    memory_bytes=COUNT,
+    use_percent=maybe(NUMBER),
+    busy=maybe(FLAG),
+    used_bytes=maybe(COUNT),
+    error=TEXT,
+    minutes=listed(full(at=INSTANT_SCHEMA, use_percent=maybe(NUMBER), used_bytes=maybe(COUNT))),
+)
+_WARNING = full(
+    kind={"enum": ["lost", "sick", "idle", "session", "credits"]},
+    key=TEXT,
+    at=maybe(INSTANT_SCHEMA),
+    snooze_minutes=NUMBER,
+)
+
+LEASE_NOW_SCHEMAS = {
+    "Now": full(
+        as_of=INSTANT_SCHEMA,
+        page=TEXT,
+        lease=ref("Lease"),
+        account=maybe(full(**FUNDS)),
+        devices=listed(_DEVICE),
+        warnings=listed(_WARNING),
+    )
+}
+
 
 Operation = dict[str, Any]
 
@@ -91,7 +426,7 @@ def operation(
     return told
 
 
-def paths() -> dict[str, dict[str, Operation]]:
+def all_paths() -> dict[str, dict[str, Operation]]:
     """Every path with what can be done there."""
     return {
         "/api/me": {"get": operation("me", "My balance, servers and newest lines.", "Me")},
@@ -129,7 +464,7 @@ def paths() -> dict[str, dict[str, Operation]]:
                 "receipt", "What a session cost, item by item.", "Receipt", LEASE, AFTER, LIMIT
             )
         },
-        **openapi_admin.paths(operation, in_path, LEASE),
+        **admin_paths(operation, in_path, LEASE),
         **_of_accounts(),
         **_of_the_line(),
         **_of_notices(),
@@ -259,7 +594,7 @@ def _of_notices() -> dict[str, dict[str, Operation]]:
 
 
 def _of_folders() -> dict[str, dict[str, Operation]]:
-    folder = in_path("folder", openapi_folders.ID, "The folder's id.")
+    folder = in_path("folder", ID, "The folder's id.")
     changes = {
         "invite": ("Share it with a member, to read or to write too.", "Invitation"),
         "accept": ("Take what was offered: my next server has it.", ""),
@@ -294,10 +629,10 @@ def document(prefix: str, channels: Collection[str] = ()) -> dict[str, Any]:
     """The whole document, for a service that lies below ``prefix`` and has these channels."""
     schemas = {
         **SCHEMAS,
-        **openapi_admin.SCHEMAS,
-        **openapi_cluster.SCHEMAS,
-        **openapi_folders.SCHEMAS,
-        **openapi_now.SCHEMAS,
+        **ADMIN_SCHEMAS,
+        **CLUSTER_SCHEMAS,
+        **FOLDER_SCHEMAS,
+        **LEASE_NOW_SCHEMAS,
         "Choices": choices(channels),
     }
     return {
@@ -310,7 +645,7 @@ def document(prefix: str, channels: Collection[str] = ()) -> dict[str, Any]:
         },
         "servers": [{"url": prefix.rstrip("/") or "/"}],
         "security": [{"hub": []}],
-        "paths": paths(),
+        "paths": all_paths(),
         "components": {
             "schemas": schemas,
             "securitySchemes": {
@@ -339,4 +674,4 @@ def _json(name: str) -> dict[str, Any]:
     return {"application/json": {"schema": ref(name)}}
 
 
-HANDLERS: list[tuple[str, type[Handler]]] = [(r"api/openapi\.json", OpenAPIHandler)]
+OPENAPI_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [(r"api/openapi\.json", OpenAPIHandler)]

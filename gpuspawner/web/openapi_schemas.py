@@ -21,8 +21,8 @@ AMOUNT: Schema = {
     "description": "Credits, exactly.",
     "examples": ["12.500000"],
 }
-INSTANT: Schema = {"type": "string", "format": "date-time", "pattern": "Z$"}
-DAY: Schema = {"type": "string", "format": "date"}
+INSTANT_SCHEMA: Schema = {"type": "string", "format": "date-time", "pattern": "Z$"}
+DAY_SCHEMA: Schema = {"type": "string", "format": "date"}
 
 _UNREADABLE = r"\u0000-\u0008\u000e-\u001b\u007f-\u0084\u0086-\u009f"
 """Characters that no reason has; all white space in it becomes a space each."""
@@ -84,7 +84,7 @@ def either(*schemas: Schema) -> Schema:
 ENTRY = {
     "id": INTEGER,
     "transfer": TEXT,
-    "at": INSTANT,
+    "at": INSTANT_SCHEMA,
     "kind": TEXT,
     "actor": TEXT,
     "reason": TEXT,
@@ -99,15 +99,15 @@ FUNDS = {
     "available": AMOUNT,
     "rate_per_hour": AMOUNT,
     "lasts_seconds": maybe(COUNT),
-    "runs_dry_at": maybe(INSTANT),
+    "runs_dry_at": maybe(INSTANT_SCHEMA),
 }
 USE = {"gpu_seconds": COUNT, "gpu_hours": AMOUNT, "credits": AMOUNT, "sessions": COUNT}
 USE_BESIDE = {
     **USE,
     "batch": full(gpu_seconds=COUNT, gpu_hours=AMOUNT, credits=AMOUNT, jobs=COUNT),
 }
-CHANGE = {"at": INSTANT, "actor": TEXT, "action": TEXT, "subject": TEXT, "detail": TEXT}
-CLOSURE = full(since=INSTANT, actor=TEXT, reason=TEXT)
+CHANGE = {"at": INSTANT_SCHEMA, "actor": TEXT, "action": TEXT, "subject": TEXT, "detail": TEXT}
+CLOSURE = full(since=INSTANT_SCHEMA, actor=TEXT, reason=TEXT)
 TICKET = {
     "id": TEXT,
     "user": TEXT,
@@ -118,24 +118,26 @@ TICKET = {
     "gpu_memory_bytes": COUNT,
     "environment": TEXT,
     "session_seconds": maybe(COUNT),
-    "since": INSTANT,
+    "since": INSTANT_SCHEMA,
     "place": maybe(COUNT),
     "of": maybe(COUNT),
     "waits_for": maybe(TEXT),
-    "estimate": maybe(full(low=maybe(INSTANT), likely=maybe(INSTANT), high=maybe(INSTANT))),
-    "planned": maybe(INSTANT),
+    "estimate": maybe(
+        full(low=maybe(INSTANT_SCHEMA), likely=maybe(INSTANT_SCHEMA), high=maybe(INSTANT_SCHEMA))
+    ),
+    "planned": maybe(INSTANT_SCHEMA),
 }
 ENDED = full(
     id=TEXT,
     user=TEXT,
     server=TEXT,
-    since=INSTANT,
-    ended_at=maybe(INSTANT),
+    since=INSTANT_SCHEMA,
+    ended_at=maybe(INSTANT_SCHEMA),
     outcome=TEXT,
     end_reason=TEXT,
     lease=maybe(TEXT),
 )
-NOTICE = full(kind=TEXT, title=TEXT, body=TEXT, at=INSTANT, state=TEXT, error=TEXT)
+NOTICE = full(kind=TEXT, title=TEXT, body=TEXT, at=INSTANT_SCHEMA, state=TEXT, error=TEXT)
 LEASED = full(uuid=TEXT, index=INTEGER, model=TEXT, memory_bytes=COUNT)
 
 RATE = {
@@ -146,23 +148,23 @@ RATE = {
     "slots": maybe(COUNT),
     "hours": maybe(TEXT),
     "zone": maybe(TEXT),
-    "from": maybe(INSTANT),
+    "from": maybe(INSTANT_SCHEMA),
 }
 RATE_TOLD = full(**RATE, actor=TEXT, reason=TEXT)
 REFILL = full(
     id=TEXT,
     rule=TEXT,
     zone=TEXT,
-    starts_at=INSTANT,
+    starts_at=INSTANT_SCHEMA,
     mode={"enum": ["add", "top_up"]},
     amount=AMOUNT,
     cap=maybe(AMOUNT),
     keep_seconds=maybe(COUNT),
     audience=listed(TEXT),
     reason=TEXT,
-    made_at=INSTANT,
+    made_at=INSTANT_SCHEMA,
     made_by=TEXT,
-    next_at=maybe(INSTANT),
+    next_at=maybe(INSTANT_SCHEMA),
 )
 
 SCHEMAS: dict[str, Schema] = {
@@ -172,11 +174,11 @@ SCHEMAS: dict[str, Schema] = {
         error={**TEXT, "description": "A short, stable word."},
         message={**TEXT, "description": "What is wrong, and what to do."},
     ),
-    "Account": full(as_of=INSTANT, **FUNDS),
-    "Accounts": full(as_of=INSTANT, accounts=listed(full(**FUNDS)), next=maybe(TEXT)),
+    "Account": full(as_of=INSTANT_SCHEMA, **FUNDS),
+    "Accounts": full(as_of=INSTANT_SCHEMA, accounts=listed(full(**FUNDS)), next=maybe(TEXT)),
     "Entry": full(**ENTRY),
     "Statement": full(
-        account=TEXT, as_of=INSTANT, entries=listed(ref("Entry")), next=maybe(INTEGER)
+        account=TEXT, as_of=INSTANT_SCHEMA, entries=listed(ref("Entry")), next=maybe(INTEGER)
     ),
     "Grant": sent(
         ("amount", "reason"),
@@ -197,7 +199,7 @@ SCHEMAS: dict[str, Schema] = {
         account=TEXT,
         amount=AMOUNT,
         key=TEXT,
-        until=maybe(INSTANT),
+        until=maybe(INSTANT_SCHEMA),
         balance=AMOUNT,
     ),
     "Lease": full(
@@ -210,23 +212,23 @@ SCHEMAS: dict[str, Schema] = {
         devices=listed(LEASED),
         rate_per_hour=AMOUNT,
         cost=AMOUNT,
-        granted_at=INSTANT,
-        started_at=maybe(INSTANT),
-        ended_at=maybe(INSTANT),
+        granted_at=INSTANT_SCHEMA,
+        started_at=maybe(INSTANT_SCHEMA),
+        ended_at=maybe(INSTANT_SCHEMA),
         end_reason=TEXT,
-        warned_at=maybe(INSTANT),
-        stops_at=maybe(INSTANT),
-        ends_at=maybe(INSTANT),
-        claim_by=maybe(INSTANT),
+        warned_at=maybe(INSTANT_SCHEMA),
+        stops_at=maybe(INSTANT_SCHEMA),
+        ends_at=maybe(INSTANT_SCHEMA),
+        claim_by=maybe(INSTANT_SCHEMA),
         group=TEXT,
         outcome=TEXT,
         charged=AMOUNT,
         refunded=AMOUNT,
         waived=AMOUNT,
     ),
-    "Leases": full(as_of=INSTANT, leases=listed(ref("Lease")), next=maybe(TEXT)),
+    "Leases": full(as_of=INSTANT_SCHEMA, leases=listed(ref("Lease")), next=maybe(TEXT)),
     "Receipt": full(
-        as_of=INSTANT,
+        as_of=INSTANT_SCHEMA,
         lease=ref("Lease"),
         use=listed(
             full(
@@ -242,7 +244,7 @@ SCHEMAS: dict[str, Schema] = {
             full(
                 id=INTEGER,
                 transfer=TEXT,
-                at=INSTANT,
+                at=INSTANT_SCHEMA,
                 kind=TEXT,
                 reason=TEXT,
                 amount=AMOUNT,
@@ -254,7 +256,7 @@ SCHEMAS: dict[str, Schema] = {
     "Me": full(
         name=TEXT,
         admin=FLAG,
-        as_of=INSTANT,
+        as_of=INSTANT_SCHEMA,
         account=full(**FUNDS),
         running=listed(ref("Lease")),
         statement=listed(ref("Entry")),
@@ -287,22 +289,26 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "Usage": full(
         by=TEXT,
-        first_day=DAY,
-        last_day=DAY,
-        **{"from": INSTANT, "to": INSTANT},
-        as_of=INSTANT,
+        first_day=DAY_SCHEMA,
+        last_day=DAY_SCHEMA,
+        **{"from": INSTANT_SCHEMA, "to": INSTANT_SCHEMA},
+        as_of=INSTANT_SCHEMA,
         rows=listed(full(name=TEXT, **USE_BESIDE)),
         total=full(**USE_BESIDE),
     ),
-    "Trail": full(as_of=INSTANT, changes=listed(full(id=INTEGER, **CHANGE)), next=maybe(INTEGER)),
+    "Trail": full(
+        as_of=INSTANT_SCHEMA, changes=listed(full(id=INTEGER, **CHANGE)), next=maybe(INTEGER)
+    ),
     "RateTold": RATE_TOLD,
     "Rates": full(
-        as_of=INSTANT, next_change=maybe(INSTANT), rates=listed(either(full(**RATE), RATE_TOLD))
+        as_of=INSTANT_SCHEMA,
+        next_change=maybe(INSTANT_SCHEMA),
+        rates=listed(either(full(**RATE), RATE_TOLD)),
     ),
-    "Refills": full(as_of=INSTANT, refills=listed(REFILL)),
+    "Refills": full(as_of=INSTANT_SCHEMA, refills=listed(REFILL)),
     "Queue": either(
         full(
-            as_of=INSTANT,
+            as_of=INSTANT_SCHEMA,
             paused=maybe(CLOSURE),
             drained={"type": "object", "additionalProperties": CLOSURE},
             waiting=COUNT,
@@ -320,7 +326,7 @@ SCHEMAS: dict[str, Schema] = {
             trail=listed(full(**CHANGE)),
         ),
         full(
-            as_of=INSTANT,
+            as_of=INSTANT_SCHEMA,
             paused=maybe(full(reason=TEXT)),
             waiting=COUNT,
             tickets=listed(full(**TICKET)),
@@ -332,7 +338,7 @@ SCHEMAS: dict[str, Schema] = {
     "Needed": sent(("reason",), reason=NEEDED),
     "Transfer": full(
         id=TEXT,
-        at=INSTANT,
+        at=INSTANT_SCHEMA,
         kind=TEXT,
         actor=TEXT,
         reason=TEXT,
@@ -355,7 +361,7 @@ SCHEMAS: dict[str, Schema] = {
     "Drained": full(uuid=TEXT, changed=FLAG, drained=maybe(CLOSURE), whole_machine=TEXT),
     "Notice": NOTICE,
     "Notices": full(
-        as_of=INSTANT,
+        as_of=INSTANT_SCHEMA,
         channels=listed(
             full(
                 name=TEXT,

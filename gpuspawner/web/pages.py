@@ -1,9 +1,10 @@
-"""The pages: a member's own, and everybody's for admins."""
+"""The base of the service's pages and forms, and a member's own page."""
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime, timedelta
@@ -15,17 +16,18 @@ from jupyterhub.services.auth import HubOAuthCallbackHandler
 from markupsafe import Markup
 from tornado import web
 
-from ..broker import DeviceView
-from ..broker.sessions import end_clock
-from ..broker.view import clock
-from ..errors import GPUSpawnerError, InvalidRequest
-from ..model import LeasedDevice, format_credits
-from ..store.closures import GRANTING, Closure
-from ..workspaces.sizes import format_bytes
-from . import credits, figures, member
+from ..core.errors import GPUSpawnerError, InvalidRequest
+from ..core.units import format_bytes, format_credits
+from ..devices.closures import GRANTING, Closure
+from ..devices.service import LONGEST_REASON
+from ..devices.snapshots import DeviceView, clock
+from ..leases.models import LeasedDevice
+from ..leases.sessions import end_clock
+from ..monitoring.charts import Chart, chart
+from . import view_models
 from .api import instant
-from .base import Handler
-from .chart import Chart, chart
+from .base import ServiceHandler
+from .fields import key_of
 
 STATES = {
     "free": "free",
@@ -53,7 +55,7 @@ OUTCOMES = {
 OLD_FORM = "This form is too old, or came from another page. Open the page again, and send it anew."
 
 
-class Page(Handler):
+class Page(ServiceHandler):
     """A handler that answers with a page, errors too."""
 
     paused: Closure | None = None
@@ -107,20 +109,20 @@ class MemberPage(Page):
         if refusal:
             self.set_status(refusal.status_code)
         warn_minutes = self.context.warn_minutes
-        seen = await self.read(member.look, self.broker, self.user, self.groups, warn_minutes)
+        seen = await self.read(view_models.look, self.broker, self.user, self.groups, warn_minutes)
         self.paused = seen.overview.paused
         self.show(
             "member.html",
             user=self.user,
             admin=self.admin,
-            lasting=credits.lasting(seen.mine.funds, seen.overview, seen.mine.now),
+            lasting=view_models.lasting(seen.mine.funds, seen.overview, seen.mine.now),
             kept=self.get_query_argument("kept", ""),
             stopped=self.get_query_argument("stopped", ""),
             given_up=self.get_query_argument("given_up", ""),
             extended=self.get_query_argument("extended", ""),
             restarted=self.get_query_argument("restarted", ""),
             snoozed=self.get_query_argument("snoozed", ""),
-            ending=figures.ending(seen.mine, self.context.session_warn_minutes),
+            ending=view_models.ending(seen.mine, self.context.session_warn_minutes),
             refusal=refusal.message if refusal else "",
             xsrf=self.xsrf,
             credits_help=self.broker.credits_help,
@@ -135,8 +137,8 @@ class AdminPage(Page):
     async def get(self) -> None:
         self.need_admin()
         warn_minutes = self.context.warn_minutes
-        all_of_them = await self.read(figures.everyone, self.broker, warn_minutes)
-        overview, found = await self.read(figures.devices, self.broker, self.user, True)
+        all_of_them = await self.read(view_models.everyone, self.broker, warn_minutes)
+        overview, found = await self.read(view_models.device_figures, self.broker, self.user, True)
         self.show(
             "admin.html",
             user=self.user,
@@ -233,13 +235,13 @@ def exact(micro: int) -> str:
     return format_credits(micro, 6).replace("-", "\N{MINUS SIGN}")
 
 
-def weeks_chart(found: Sequence[credits.Week], now: datetime) -> Chart:
+def weeks_chart(found: Sequence[view_models.Week], now: datetime) -> Chart:
     """The drawing of some weeks."""
     labels = [week.start.astimezone().strftime("%-d %b") for week in found]
     return chart([week.use for week in found], labels)
 
 
-def period(some: figures.LeaseFigures, now: datetime) -> Markup:
+def period(some: view_models.LeaseFigures, now: datetime) -> Markup:
     """From when to when a session went on; the second day only when it is another one."""
     start, end = some.since, some.lease.ended_at or now
     same_day = start.astimezone().date() == end.astimezone().date()
@@ -342,3 +344,66 @@ def read_templates() -> None:
 
 
 HANDLERS = [("", MemberPage), ("admin", AdminPage), ("oauth_callback", SignedIn)]
+
+
+class FormPage(Page):
+    """A page whose forms change something."""
+
+    def field(self, name: str) -> str:
+        """A field of the form; empty when it is not there."""
+        return str(self.get_body_argument(name, ""))
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the member has seen what will be done, and wants it."""
+        return self.field("confirm") == "yes"
+
+    @property
+    def key(self) -> str:
+        """By which a form that is sent twice is known; empty when it has none. Raises
+        InvalidRequest."""
+        text = self.field("key")
+        return f"page:{self.actor}:{key_of(text)}" if text else ""
+
+    def ask(
+        self,
+        title: str,
+        facts: Sequence[tuple[str, str]],
+        *,
+        action: str,
+        button: str,
+        back: str,
+        fields: Mapping[str, str] | None = None,
+        note: str = "",
+        danger: bool = False,
+        why: str | None = None,
+        **values: Any,
+    ) -> None:
+        """Show what will be done, with a button that does it; ``action`` and ``back`` are paths
+        below the service's own. ``why``: a reason is asked for, and this is in its field."""
+        self.show(
+            "confirm.html",
+            user=self.user,
+            admin=self.admin,
+            title=title,
+            facts=facts,
+            action=action,
+            button=button,
+            back=back,
+            fields={"key": secrets.token_hex(8), **(fields or {}), "confirm": "yes"},
+            note=note,
+            danger=danger,
+            why=why,
+            longest=LONGEST_REASON,
+            xsrf=self.xsrf,
+            **{"here": "mine", **values},
+        )
+
+    def go(self, path: str) -> None:
+        """On to another page of ours, after something was done."""
+        self.redirect(self.context.prefix + path, status=303)
+
+
+def part(name: str) -> str:
+    """A name as a part of a path."""
+    return quote(name, safe=":")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from gpuspawner.engines.hardening import CAPABILITIES
+from gpuspawner.engines.injection import KEPT_CAPABILITIES
 from gpuspawner.spawners.docker import GPUDockerSpawner
 from tests.support.processes import REPO
 
@@ -48,7 +48,7 @@ def test_every_attack_is_in_the_threat_model() -> None:
 
 
 def test_the_defaults_are_those_of_the_table() -> None:
-    for name in CAPABILITIES:
+    for name in KEPT_CAPABILITIES:
         assert f"`{name}`" in TEXT
     traits = GPUDockerSpawner.class_traits(config=True)
     limits = ("pids_limit", "memory_share", "disk_limit", "oom_score_adj")

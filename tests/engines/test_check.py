@@ -15,10 +15,15 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.cli import main
+from gpuspawner.cli.app import main
 from gpuspawner.devices.simulated import SimulatedDevices
-from gpuspawner.engines.probe import LABEL_CHECK, Status
-from gpuspawner.engines.surroundings import check_directory, check_hub_reachable, network_gateway
+from gpuspawner.engines.preflight import (
+    LABEL_CHECK,
+    Status,
+    check_directory,
+    check_hub_reachable,
+    network_gateway,
+)
 from tests.support.engine import PrivateEngine
 from tests.support.hub import HubProcess
 from tests.support.processes import BIN, REPO, free_port, system_path, wait_for

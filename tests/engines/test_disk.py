@@ -10,16 +10,9 @@ import docker
 import pytest
 
 from gpuspawner.engines.base import LABEL_LEASE
-from gpuspawner.engines.disk import (
-    check_disk,
-    limited,
-    refusal,
-    storage_of,
-    written_bytes,
-)
-from gpuspawner.engines.probe import Finding, Status
-from gpuspawner.spawners.container import ContainerSettings, DiskLimit, build
-from gpuspawner.spawners.limits import disk_limit
+from gpuspawner.engines.disk_usage import check_disk, limited, refusal, storage_of, written_bytes
+from gpuspawner.engines.preflight import CheckFinding, Status
+from gpuspawner.spawners.container import ContainerSettings, DiskLimit, build, disk_limit
 from tests.engines.test_spawner_calls import spawner_on
 from tests.support.engine import PrivateEngine
 from tests.support.images import SILENT
@@ -56,7 +49,7 @@ def write(engine: PrivateEngine, container: str, megabytes: int) -> str:
     return said
 
 
-def check(engine: PrivateEngine, limit: int = LIMIT, image: str = SILENT) -> Finding:
+def check(engine: PrivateEngine, limit: int = LIMIT, image: str = SILENT) -> CheckFinding:
     return check_disk(engine.client, image, limit, is_local=True, why="nobody tried.")
 
 
@@ -89,8 +82,8 @@ def test_no_room_left_is_for_one_alone(told: Any) -> None:
 async def test_what_the_engine_keeps_is_asked_of_it(
     clean_engine: PrivateEngine, images: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpuspawner.spawners.limits.may_enforce", lambda info: True)
-    monkeypatch.setattr("gpuspawner.spawners.limits.refusal", lambda *args: "")
+    monkeypatch.setattr("gpuspawner.spawners.container.may_enforce", lambda info: True)
+    monkeypatch.setattr("gpuspawner.spawners.container.refusal", lambda *args: "")
     spawner = spawner_on(clean_engine, tmp_path, disk_limit="20M")
     assert await disk_limit(spawner, SILENT) == DiskLimit(LIMIT, LIMIT)
 
@@ -141,7 +134,7 @@ async def test_an_engine_that_refuses_all_the_same_starts_its_servers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As one that says that it is on XFS, which was mounted without quotas."""
-    monkeypatch.setattr("gpuspawner.spawners.limits.may_enforce", lambda info: True)
+    monkeypatch.setattr("gpuspawner.spawners.container.may_enforce", lambda info: True)
     spawner = spawner_on(clean_engine, tmp_path, disk_limit="20M")
     asked: list[str] = []
     call = spawner._call

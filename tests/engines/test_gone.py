@@ -11,13 +11,13 @@ import docker
 import pytest
 from docker.types import DeviceRequest
 
-from gpuspawner.broker import Broker
-from gpuspawner.engines import DockerEngine
+from gpuspawner.core.errors import AnotherEngine, EngineUnavailable
+from gpuspawner.db.engine import Store
 from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
-from gpuspawner.errors import AnotherEngine, EngineUnavailable
-from gpuspawner.model import Lease, LeaseState, Request, ServerRef
-from gpuspawner.reconcile import Action, Unknown
-from gpuspawner.store import Store
+from gpuspawner.engines.docker import DockerEngine
+from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
+from gpuspawner.leases.reconciliation import Action, Unknown
+from gpuspawner.services import Broker
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.processes import wait_for

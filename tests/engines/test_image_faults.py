@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.accounting import ahead
-from gpuspawner.accounting.ahead import PullAhead
-from gpuspawner.broker import Broker
-from gpuspawner.catalog.watched import WatchedCatalog
-from gpuspawner.engines.images import local, offered, pinned
-from gpuspawner.engines.pulls import Progress, pull
-from gpuspawner.errors import ImageUnavailable, StartFailed
-from gpuspawner.model import Request, ServerRef
-from gpuspawner.spawners.pulling import Pulls
+from gpuspawner.catalog.loader import WatchedCatalog
+from gpuspawner.core.errors import ImageUnavailable, StartFailed
+from gpuspawner.engines.images import PullProgress, local_images, offered_digest, pinned_image, pull
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.service import image_prefetch
+from gpuspawner.service.image_prefetch import PullAhead
+from gpuspawner.services import Broker
+from gpuspawner.spawners.progress import Pulls
 from tests.support.processes import wait_for
 from tests.support.registry import SlowRegistry
 from tests.support.small_engine import SmallEngine
@@ -44,7 +43,7 @@ def registry(small: SmallEngine) -> Iterator[SlowRegistry]:
 def refusal(engine: SmallEngine, image: str, silent: float = 60.0) -> str:
     with pytest.raises(ImageUnavailable) as refused:
         list(pull(engine.connect, image, silent))
-    assert local(engine.client, image) is None
+    assert local_images(engine.client, image) is None
     return refused.value.message
 
 
@@ -53,21 +52,21 @@ def test_an_image_comes_with_its_progress(small: SmallEngine, registry: SlowRegi
     seen = list(pull(small.connect, f"{registry.repository}:lab"))
     assert seen[-1].done == seen[-1].layers == 2
     halves = [each for each in seen if 0 < each.got < SIZE / 2]
-    assert halves and all(isinstance(each, Progress) for each in seen)
-    here = local(small.client, f"{registry.repository}:lab")
+    assert halves and all(isinstance(each, PullProgress) for each in seen)
+    here = local_images(small.client, f"{registry.repository}:lab")
     assert here and here.digest_in(f"{registry.repository}:lab") == registry.digest("lab")
 
 
 def test_an_image_that_vanished(small: SmallEngine, registry: SlowRegistry) -> None:
     image = f"{registry.repository}:lab"
-    digest = offered(small.client, image)
+    digest = offered_digest(small.client, image)
     assert digest == registry.digest("lab")
     registry.forget("lab")
-    for name in (image, pinned(image, digest)):
+    for name in (image, pinned_image(image, digest)):
         message = refusal(small, name)
         assert f"The image {name} could not be pulled: its registry has no such image" in message
     with pytest.raises(ImageUnavailable, match="no such image"):
-        offered(small.client, image)
+        offered_digest(small.client, image)
 
 
 def test_a_registry_that_is_gone(small: SmallEngine) -> None:
@@ -75,7 +74,7 @@ def test_a_registry_that_is_gone(small: SmallEngine) -> None:
         image = f"{gone.repository}:lab"
     assert "its registry does not answer" in refusal(small, image)
     with pytest.raises(ImageUnavailable, match="does not answer"):
-        offered(small.client, image)
+        offered_digest(small.client, image)
 
 
 def test_a_layer_that_is_not_what_its_digest_says(
@@ -89,12 +88,12 @@ def test_a_layer_that_is_not_what_its_digest_says(
 
 def test_another_image_under_a_pinned_digest(small: SmallEngine, registry: SlowRegistry) -> None:
     registry.add("other", {"program": b"y"}, SETTINGS)
-    image = pinned(f"{registry.repository}:lab", registry.digest("lab"))
+    image = pinned_image(f"{registry.repository}:lab", registry.digest("lab"))
     registry.moved[registry.digest("lab")] = registry.digest("other")
     assert "is not what the digest says" in refusal(small, image)
     registry.moved.clear()
     list(pull(small.connect, image))
-    here = local(small.client, image)
+    here = local_images(small.client, image)
     assert here and not here.tags, "by its digest only: no tag of this engine has moved"
 
 
@@ -161,7 +160,7 @@ def test_images_come_ahead_one_after_the_other(
     names = {slug: f"{registry.repository}:{slug}" for slug in ("lab", "gone", "two")}
     service = Service(tmp_path, small, names)
     service.pulling.look()
-    assert local(small.client, names["lab"]) and local(small.client, names["two"])
+    assert local_images(small.client, names["lab"]) and local_images(small.client, names["two"])
     assert "no such image" in caplog.text and "tried again in 5 minutes" in caplog.text
     caplog.clear()
     service.pulling.look()
@@ -175,7 +174,7 @@ def test_a_newer_image_is_told_of_and_not_pulled(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ahead, "OFFERS_EVERY", 0.0)
+    monkeypatch.setattr(image_prefetch, "OFFERS_EVERY", 0.0)
     caplog.set_level(logging.INFO)
     image = f"{registry.repository}:lab"
     list(pull(small.connect, image))
@@ -187,7 +186,7 @@ def test_a_newer_image_is_told_of_and_not_pulled(
     service.pulling.look()
     assert "There is a newer image for lab" in caplog.text
     assert "gpuspawner catalog update lab" in caplog.text
-    here = local(small.client, image)
+    here = local_images(small.client, image)
     assert here and here.digest_in(image) != registry.digest("new")
 
 
@@ -195,7 +194,7 @@ def test_a_member_who_waits_for_another_image_goes_first(
     small: SmallEngine, registry: SlowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our own pull is given up while theirs is not here, and goes on from there afterwards."""
-    monkeypatch.setattr(ahead, "LOOK_AROUND", 0.1)
+    monkeypatch.setattr(image_prefetch, "LOOK_AROUND", 0.1)
     registry.add("mine", {"program": b"m"}, SETTINGS)
     names = {slug: f"{registry.repository}:{slug}" for slug in ("lab", "mine")}
     service = Service(tmp_path, small, names)
@@ -209,11 +208,11 @@ def test_a_member_who_waits_for_another_image_goes_first(
     )
     looking.join(timeout=60)
     assert not looking.is_alive()
-    assert local(small.client, names["lab"]) is None
+    assert local_images(small.client, names["lab"]) is None
     wait_for(lambda: not registry.sending, "the engine to stop too")
     assert registry.sent < SIZE
     registry.rate = 100_000_000
     list(pull(small.connect, names["mine"]))
     service.broker.confirm(lease.id, "a container")
     service.pulling.look()
-    assert local(small.client, names["lab"])
+    assert local_images(small.client, names["lab"])

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from docker.errors import ImageNotFound
 
-from gpuspawner.catalog import load
+from gpuspawner.catalog.loader import load
 from gpuspawner.cli.app import main
 from gpuspawner.engines.images import ENTRY
-from gpuspawner.engines.smoke import SMOKE
+from gpuspawner.engines.smoke_test import SMOKE
 from tests.support.engine import PrivateEngine
 from tests.support.images import BASE
 from tests.support.registry import SlowRegistry

@@ -15,11 +15,11 @@ import psutil
 import pytest
 from docker.types import DeviceRequest
 
-from gpuspawner.engines import DockerEngine
-from gpuspawner.engines.lost import LostDevices, cause_and_remedy, check_cgroups
-from gpuspawner.engines.probe import Status
-from gpuspawner.errors import EngineUnavailable
-from gpuspawner.model import Lease, ServerRef
+from gpuspawner.core.errors import EngineUnavailable
+from gpuspawner.engines.docker import DockerEngine
+from gpuspawner.engines.gpu_loss import LostDevices, cause_and_remedy, check_cgroups
+from gpuspawner.engines.preflight import Status
+from gpuspawner.leases.models import Lease, ServerRef
 from tests.support.engine import DEVICES, PrivateEngine
 from tests.support.images import INSTANT
 from tests.support.leases import lease_of as unstored_lease

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
+from gpuspawner.db.engine import Store
 from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
-from gpuspawner.model import Lease, LeaseState, Request, ServerRef
-from gpuspawner.store import Store
+from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
+from gpuspawner.services import Broker
 from tests.support.engine import PrivateEngine
 from tests.support.processes import REPO, wait_for
 

@@ -11,8 +11,14 @@ import docker.errors
 import pytest
 
 from gpuspawner.engines.device_probe import Untried, probe_in_container
-from gpuspawner.engines.preflight import Status, check_image, prove_injection
-from gpuspawner.engines.probe import LABEL_CHECK, LEFTOVER_AFTER, remove_leftovers
+from gpuspawner.engines.preflight import (
+    LABEL_CHECK,
+    LEFTOVER_AFTER,
+    Status,
+    check_image,
+    prove_injection,
+    remove_leftovers,
+)
 from tests.support.engine import DEVICES, PrivateEngine
 
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
 from gpuspawner.cli.app import main
-from gpuspawner.cli.check_files import check_quotas
+from gpuspawner.cli.check_servers import check_quotas
 from gpuspawner.cli.config import load
 from gpuspawner.cli.hub import open_hub
-from gpuspawner.engines.probe import Status
+from gpuspawner.engines.preflight import Status
+from gpuspawner.services import Broker
 from tests.support.brokers import acquire, open_broker
 from tests.support.engine import PrivateEngine
 from tests.support.images import INSTANT, ensure_images

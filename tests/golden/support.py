@@ -12,17 +12,21 @@ from tornado import web as tornado_web
 from traitlets.config import Configurable
 
 import gpuspawner
-from gpuspawner import web
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.broker.channels import read as read_channels
-from gpuspawner.broker.health import Found
-from gpuspawner.cli import main as run_command
-from gpuspawner.clock import Reading
-from gpuspawner.model import MICRO, Lease, Notice, Request, ServerRef, Ticket
-from gpuspawner.store import Store
-from gpuspawner.store.clock import SteadyClock
-from gpuspawner.telemetry import DeviceUse
-from gpuspawner.telemetry.symptoms import Symptom
+from gpuspawner.cli.app import main as run_command
+from gpuspawner.core.clock import Reading
+from gpuspawner.core.units import MICRO
+from gpuspawner.db.clock import SteadyClock
+from gpuspawner.db.engine import Store
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.monitoring.health import Symptom
+from gpuspawner.monitoring.health_service import FoundSymptoms as Found
+from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.notifications.channels import read as read_channels
+from gpuspawner.notifications.models import Notice
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
+from gpuspawner.web import app as web_app
 
 __all__ = [
     "MICRO",
@@ -63,7 +67,7 @@ def fix_clock(store: Store, now: Callable[[], datetime]) -> None:
 def service_app(broker: Broker, hub_auth: HubOAuth) -> tornado_web.Application:
     """The pages and the REST API of the accounting service, as it serves them."""
     duty = type("Running", (), {"is_running": True, "failures": 0})()
-    return web.make_app(
+    return web_app.make_app(
         broker,
         hub_auth=hub_auth,
         warn_minutes=[30, 10],

@@ -9,11 +9,11 @@ from datetime import datetime, timezone
 
 import pytest
 
-from gpuspawner import pool
-from gpuspawner.devices import open_source
-from gpuspawner.devices.base import Sampled
+from gpuspawner.devices import placement
+from gpuspawner.devices.models import DeviceStatus, Inventory
+from gpuspawner.devices.source import Sampled, open_source
 from gpuspawner.engines.device_probe import probe_by_process
-from gpuspawner.model import DeviceStatus, Inventory, Request
+from gpuspawner.leases.models import Request
 
 pytestmark = pytest.mark.gpu
 
@@ -79,16 +79,16 @@ def test_a_second_look_finds_the_same_and_is_quick(inventory: Inventory) -> None
 
 
 def test_what_is_free_can_be_given(inventory: Inventory) -> None:
-    free = pool.free_places(inventory.devices, ())
+    free = placement.free_places(inventory.devices, ())
     if free:
-        (place,) = pool.choose(Request(devices=1), inventory.devices, (), inventory.links)
+        (place,) = placement.choose(Request(devices=1), inventory.devices, (), inventory.links)
         assert place in free
     else:
-        assert all(pool.leasable(d) or not d.empty for d in inventory.devices)
+        assert all(placement.leasable(d) or not d.empty for d in inventory.devices)
 
 
 def test_a_gpu_that_nobody_uses_passes_a_probe(inventory: Inventory) -> None:
-    for place in pool.free_places(inventory.devices, ())[:1]:
+    for place in placement.free_places(inventory.devices, ())[:1]:
         found = probe_by_process(place.uuid)
         print(found)
         assert found.failure == ""

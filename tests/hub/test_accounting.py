@@ -21,9 +21,10 @@ import pytest
 import requests
 from playwright.sync_api import Browser, expect
 
+from gpuspawner.core.units import MICRO
 from gpuspawner.engines.local import started_at
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, Lease, LeaseState
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
@@ -405,7 +406,7 @@ def test_a_container_that_loses_its_gpus(docker_hub: GPUHub, browser: Browser) -
     screenshot(page, "lost-asked")
     page.get_by_role("button", name="Restart it").click()
     expect(page.get_by_text("The server is being restarted")).to_be_visible()
-    (service,) = [p for p in hub.children_left() if "gpuspawner.accounting" in command_of(p)]
+    (service,) = [p for p in hub.children_left() if "gpuspawner.service" in command_of(p)]
     service.kill()  # the next one goes on where it was
 
     def back() -> Lease | None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 
-from gpuspawner.model import MICRO
+from gpuspawner.core.units import MICRO
 from tests.support import axe
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN

@@ -12,8 +12,8 @@ import pytest
 import requests
 from playwright.sync_api import Browser, Page
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO
+from gpuspawner.core.units import MICRO
+from gpuspawner.services import Broker
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN_PASSWORD, USER_PASSWORD, HubProcess
 from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, password_of, sign_in

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from docker.types import DeviceRequest
 
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, Lease, LeaseState
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.gpu_hub import GPUHub, text_of

@@ -12,7 +12,8 @@ import jsonschema
 import pytest
 import requests
 
-from gpuspawner.model import NoticeKind, ServerRef
+from gpuspawner.leases.models import ServerRef
+from gpuspawner.notifications.models import NoticeKind
 from tests.support.gpu_hub import assert_in_words
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.lines import CONFIG, fill, line_up

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gpuspawner.core.units import MICRO
 from gpuspawner.engines.local import started_at
-from gpuspawner.model import MICRO, Lease, LeaseState
+from gpuspawner.leases.models import Lease, LeaseState
 from tests.support.clocks import WallClock
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
@@ -31,7 +32,7 @@ def a_hub(folder: Path, who: str, clock: WallClock) -> PayingHub:
     hub = PayingHub(folder / "hub", config, environment=environment, external_proxy=True)
     if who != "hub":
         hub.config += (
-            "\nfrom gpuspawner.wiring import _entries"
+            "\nfrom gpuspawner.config import _entries"
             "\nfor each in _entries(c.JupyterHub.services):\n"
             f"    each.setdefault('environment', {{}}).update({clock.environment!r})\n"
         )

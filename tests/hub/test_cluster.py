@@ -17,10 +17,10 @@ import pytest
 import requests
 from playwright.sync_api import Browser
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import StoreUnavailable
-from gpuspawner.telemetry import DeviceUse
-from gpuspawner.web import live
+from gpuspawner.core.errors import StoreUnavailable
+from gpuspawner.monitoring import cluster_views
+from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.services import Broker
 from tests.support import axe
 from tests.support.batch_jobs import CLUSTER, look_since, run
 from tests.support.brokers import T0, Clock, open_broker, running
@@ -222,16 +222,18 @@ def test_who_never_reads_is_let_go_and_holds_up_nobody(
 ) -> None:
     hub = scene.hub
     for name, seconds in (("EVERY", 0.05), ("TAKES_IN", 5.0), ("LASTS", 3600.0)):
-        monkeypatch.setattr(live, name, seconds)
+        monkeypatch.setattr(cluster_views, name, seconds)
     changing, left = iter(range(10**9)), []
-    monkeypatch.setattr("gpuspawner.web.cluster.summary", lambda picture: f"{next(changing)} free")
-    leave = live.Live.leave
+    monkeypatch.setattr(
+        "gpuspawner.monitoring.cluster_views.summary", lambda picture: f"{next(changing)} free"
+    )
+    leave = cluster_views.LiveCluster.leave
 
-    def leave_and_tell(self: live.Live, viewer: live.Viewer) -> None:
+    def leave_and_tell(self: cluster_views.LiveCluster, viewer: cluster_views.Viewer) -> None:
         leave(self, viewer)
         left.append(viewer.user)
 
-    monkeypatch.setattr(live.Live, "leave", leave_and_tell)
+    monkeypatch.setattr(cluster_views.LiveCluster, "leave", leave_and_tell)
     with (
         some_broker(tmp_path, 1000) as broker,
         served(hub, broker) as url,
@@ -257,7 +259,9 @@ def test_who_never_reads_is_let_go_and_holds_up_nobody(
 def test_a_member_has_so_many_streams_and_no_more(scene: Scene, tmp_path: Path) -> None:
     hub = scene.hub
     with some_broker(tmp_path, 2) as broker, served(hub, broker) as url:
-        streams = [watch(hub, "ada", url + "cluster/live", 1000) for _ in range(live.MOST_OF_ONE)]
+        streams = [
+            watch(hub, "ada", url + "cluster/live", 1000) for _ in range(cluster_views.MOST_OF_ONE)
+        ]
         one_more = watch(hub, "ada", url + "cluster/live")
         assert one_more.status_code == 429
         assert one_more.json()["message"].startswith("Too many windows show the live page.")
@@ -278,13 +282,13 @@ def test_a_stream_ends_so_that_it_is_asked_again_who_watches(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    following = live.Viewer.next
+    following = cluster_views.Viewer.next
 
-    async def after_the_first(viewer: live.Viewer, seconds: float) -> str | None:
+    async def after_the_first(viewer: cluster_views.Viewer, seconds: float) -> str | None:
         waits.append(seconds)
         return await following(viewer, 0.0 if waits[1:] else seconds)  # as if it had lasted
 
-    monkeypatch.setattr(live.Viewer, "next", after_the_first)
+    monkeypatch.setattr(cluster_views.Viewer, "next", after_the_first)
     with (
         some_broker(tmp_path, 2) as broker,
         served(scene.hub, broker) as url,
@@ -292,14 +296,14 @@ def test_a_stream_ends_so_that_it_is_asked_again_who_watches(
     ):
         assert "picture" in dict(events(stream))
     first, second = waits
-    assert second < first <= live.LASTS, "what is left of its time"
+    assert second < first <= cluster_views.LASTS, "what is left of its time"
 
 
 def test_a_store_that_is_away_is_said_and_comes_back(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = scene.hub
-    monkeypatch.setattr(live, "EVERY", 0.1)
+    monkeypatch.setattr(cluster_views, "EVERY", 0.1)
     with (
         some_broker(tmp_path, 2) as broker,
         served(hub, broker) as url,

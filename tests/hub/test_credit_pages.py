@@ -16,9 +16,10 @@ import pytest
 import requests
 from playwright.sync_api import Browser, Page
 
-from gpuspawner.model import MICRO, Lease, LeaseState, ServerRef
-from gpuspawner.store import leases
-from gpuspawner.telemetry import DeviceUse
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.monitoring.models import DeviceUse
 from tests.support import axe
 from tests.support.batch_jobs import CLUSTER, look_since, run
 from tests.support.browser import screenshot
@@ -181,8 +182,8 @@ def test_a_receipt_tells_what_the_gpus_did(hub: PayingHub) -> None:
     lease = replace(lease, state=LeaseState.RUNNING, charged=0, waived=0)
     lease = replace(lease, devices=(replace(some.devices[0], model="L4"),))
     with hub.broker.store.write() as connection:
-        leases.insert(connection, lease)
-        leases.end(connection, lease.id, began + timedelta(minutes=5), "stopped", 0, 0)
+        leases_repository.insert(connection, lease)
+        leases_repository.end(connection, lease.id, began + timedelta(minutes=5), "stopped", 0, 0)
     did = {"samples": 60, "known": 60, "measured": 60, "use_sum": 60 * 42, "use_max": 97}
     minute = DeviceUse(uuid=lease.uuids[0], since=began, seconds=60, memory_max=12 * 2**30, **did)
     hub.broker.remember_use([minute])

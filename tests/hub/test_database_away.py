@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import requests
 
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import LeaseState
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, LeaseState
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, assert_in_words, error_on, message_of, text_of
 from tests.support.postgres import PrivatePostgres
@@ -35,8 +36,8 @@ async def wait_for_slow_members(spawner):
 
 c.Spawner.pre_spawn_hook = wait_for_slow_members
 
-import gpuspawner.store.store
-gpuspawner.store.store.BUSY_SECONDS = 3.0  # of patience with a lock, to save time here
+import gpuspawner.db.engine
+gpuspawner.db.engine.BUSY_SECONDS = 3.0  # of patience with a lock, to save time here
 """
 
 

@@ -19,9 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from gpuspawner.broker import Broker
+from gpuspawner.core.units import MICRO, format_credits
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.pricing import RateCard
-from gpuspawner.model import MICRO, Lease, LeaseState, format_credits
+from gpuspawner.services import Broker
 from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.nvml import nvml_library
@@ -240,7 +241,7 @@ def test_without_docker(local: DemoProcess) -> None:
     member.spawn({"environment": "several", "gpus": "2"})
     processes = local.below()
     names = " ".join(" ".join(command_of(p)) for p in processes)
-    for part in ("jupyterhub -f", "proxy", "gpuspawner.accounting", "idle_culler", "singleuser"):
+    for part in ("jupyterhub -f", "proxy", "gpuspawner.service", "idle_culler", "singleuser"):
         assert part in names, names
     assert local.interrupt() == 0
     check_nothing_runs(local, processes)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import LeaseState, NoticeKind
+from gpuspawner.leases.models import LeaseState
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.services import Broker
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, assert_in_words
 from tests.support.processes import free_port, wait_for

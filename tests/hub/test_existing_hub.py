@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import Lease, LeaseState
+from gpuspawner.leases.models import Lease, LeaseState
+from gpuspawner.services import Broker
 from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.hub import USER_PASSWORD, HubProcess

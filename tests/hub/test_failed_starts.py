@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import requests
 
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, Lease, LeaseState
 from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate

@@ -13,7 +13,7 @@ import pytest
 import requests
 from playwright.sync_api import Browser, expect
 
-from gpuspawner.broker import Broker
+from gpuspawner.services import Broker
 from tests.support.axe import troubles
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine

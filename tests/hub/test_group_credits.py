@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO, ServerRef
-from gpuspawner.store import book
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import ServerRef
+from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.services import Broker
 from tests.support.brokers import problems
 from tests.support.paying_hub import FLEET, PayingHub
 from tests.support.processes import wait_for
@@ -51,7 +52,7 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
 
 def give(broker: Broker, account: str, credits: int, **more: Any) -> None:
     now = broker.clock()
-    broker.store.run(lambda c: book.open_account(c, account, now), write=True)
+    broker.store.run(lambda c: ledger_repository.open_account(c, account, now), write=True)
     broker.grant(account, credits * MICRO, actor="root", reason="budget", **more)
 
 

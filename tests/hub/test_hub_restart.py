@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import requests
 
+from gpuspawner.core.units import MICRO
+from gpuspawner.db.engine import Store
 from gpuspawner.engines.base import LABEL_LEASE
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, Lease, LeaseState
-from gpuspawner.store import Store
 from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate

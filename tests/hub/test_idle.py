@@ -18,9 +18,10 @@ import pytest
 import requests
 import sqlalchemy as sa
 
-from gpuspawner.accounting import arbiter
 from gpuspawner.engines.local import LEASE_VARIABLE
-from gpuspawner.model import Lease, LeaseState, NoticeKind, ServerRef
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.service import idle_culler
 from tests.support.gpu_hub import locked
 from tests.support.lapse import Lapse
 from tests.support.paying_hub import PayingHub
@@ -115,7 +116,7 @@ def told(hub: PayingHub, user: str, words: str) -> bool:
 def culls(user: str) -> bool:
     server = {"name": "", "url": f"/user/{user}/"}
     hour = timedelta(hours=1)
-    return asyncio.run(arbiter.cull_arbiter(inactive=hour, inactive_limit=1800, server=server))
+    return asyncio.run(idle_culler.cull_arbiter(inactive=hour, inactive_limit=1800, server=server))
 
 
 def gone(hub: PayingHub, user: str) -> bool:
@@ -169,6 +170,6 @@ def test_who_trains_goes_on_and_who_rests_is_stopped(
             assert hub.broker.notices_of(user) == []
         # What the culler hears of servers without activity (that it asks is in test_metrics.py).
         monkeypatch.setenv("GPUSPAWNER_DATABASE_URL", hub.database_url)
-        arbiter._broker.cache_clear()
+        idle_culler._broker.cache_clear()
         assert [user for user in ("trains", "free") if culls(user)] == ["free"]
-        arbiter._broker.cache_clear()
+        idle_culler._broker.cache_clear()

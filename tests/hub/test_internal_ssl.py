@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gpuspawner.model import LeaseState
+from gpuspawner.leases.models import LeaseState
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.hub import NAVIGATION

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from gpuspawner.core.units import MICRO, format_credits
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, format_credits
 from tests.support.browser import open_browser, screenshot
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker.broker import utcnow
-from gpuspawner.devices.base import open_source
-from gpuspawner.spawners import keeping
+from gpuspawner.devices.source import open_source
+from gpuspawner.services import utcnow
+from gpuspawner.spawners import docker_commit
 from tests.support.engine import PrivateEngine
 from tests.support.hub import HubProcess
 
@@ -89,7 +89,7 @@ def test_files_of_the_container_itself_are_there_next_time(
 def test_a_kept_image_never_becomes_too_deep(
     start: Callable[..., HubProcess], clean_engine: PrivateEngine
 ) -> None:
-    hub = start("import gpuspawner.spawners.keeping as k; k.MAX_LAYERS = 3")
+    hub = start("import gpuspawner.spawners.docker_commit as k; k.MAX_LAYERS = 3")
     depths = []
     for turn in range(5):
         run_once(hub, 1)
@@ -116,7 +116,7 @@ def test_with_remove_there_is_nothing_left(
 def test_tokens_are_emptied_and_the_rest_is_kept() -> None:
     environment = ["PATH=/bin", "JUPYTERHUB_API_TOKEN=abc", "MY_TOKEN=x", "GPUSPAWNER_RATE=1"]
     environment.append("NVIDIA_VISIBLE_DEVICES=GPU-1")
-    assert keeping.without_secrets(environment, ["NVIDIA_VISIBLE_DEVICES=void"]) == [
+    assert docker_commit.without_secrets(environment, ["NVIDIA_VISIBLE_DEVICES=void"]) == [
         "PATH=/bin",
         "JUPYTERHUB_API_TOKEN=",
         "MY_TOKEN=",

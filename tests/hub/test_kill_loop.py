@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import requests
 
+from gpuspawner.core.units import MICRO
+from gpuspawner.db.engine import Store
 from gpuspawner.engines.base import LABEL_LEASE
-from gpuspawner.model import MICRO, Lease, LeaseState
-from gpuspawner.store import Store
+from gpuspawner.leases.models import Lease, LeaseState
 from tests.support.brokers import problems
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub

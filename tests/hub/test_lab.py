@@ -18,13 +18,15 @@ import pytest
 import requests
 from playwright.sync_api import Browser, Page, expect
 
-from gpuspawner.broker.broker import utcnow
-from gpuspawner.model import Lease, LeaseState
-from gpuspawner.store import health, idle, leases
-from gpuspawner.store.health import SickLease
-from gpuspawner.store.idle import Watched
-from gpuspawner.telemetry import DeviceUse
-from gpuspawner.telemetry.idle import IdleState
+from gpuspawner.devices import repository as devices_repository
+from gpuspawner.devices.repository import SickLease
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, LeaseState
+from gpuspawner.monitoring import repository as monitoring_repository
+from gpuspawner.monitoring.idle import IdleState
+from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.monitoring.repository import WatchedLease
+from gpuspawner.services import utcnow
 from tests.support.axe import troubles
 from tests.support.browser import complaints_of_ours, screenshot
 from tests.support.hub import ADMIN, USER_PASSWORD
@@ -241,7 +243,9 @@ def test_the_item_the_warnings_and_the_panel(
 
     # A button that comes too late says why, in words.
     with hub.broker.store.write() as connection:
-        idle.put(connection, lease.id, Watched(begun(), utcnow() + timedelta(hours=1)))
+        monitoring_repository.put_watched(
+            connection, lease.id, WatchedLease(begun(), utcnow() + timedelta(hours=1))
+        )
     panel.get_by_role("button", name="Snooze").click()
     refused = page.locator(".Toastify__toast", has_text="The stop cannot be put off")
     expect(refused).to_be_visible()
@@ -250,7 +254,7 @@ def test_the_item_the_warnings_and_the_panel(
     hub.broker.tell_lost(lease.id)
     sick = SickLease(lease.id, lease.uuids[0], "hot", "too hot", utcnow(), utcnow())
     with hub.broker.store.write() as connection:
-        health.note(connection, sick)
+        devices_repository.note_sick_lease(connection, sick)
     expect(
         page.locator(".Toastify__toast", has_text="The GPU of this server is sick")
     ).to_be_visible()
@@ -358,7 +362,9 @@ def rest(hub: PayingHub, lease: Lease) -> None:
     state = IdleState(credit=0, warned_at=now, stops_at=now + timedelta(minutes=9))
     with hub.broker.store.write() as connection:
         # What began before is judged: the script's work of the next minutes is not.
-        idle.put(connection, lease.id, Watched(state, now + timedelta(hours=1)))
+        monitoring_repository.put_watched(
+            connection, lease.id, WatchedLease(state, now + timedelta(hours=1))
+        )
 
 
 def begun() -> IdleState:
@@ -376,7 +382,9 @@ def worked(hub: PayingHub, lease: Lease) -> None:
     """As if it had begun half an hour ago, and somebody else before it had worked too."""
     began = utcnow() - timedelta(minutes=30)
     with hub.broker.store.write() as connection:
-        leases.update(connection, lease.id, granted_at=began, started_at=began, answered_at=began)
+        leases_repository.update(
+            connection, lease.id, granted_at=began, started_at=began, answered_at=began
+        )
     counts = {"samples": 60, "known": 60, "busy": 60, "measured": 60, "memory_max": 8 * GB}
     minute = began.replace(second=0, microsecond=0)
     hub.broker.remember_use(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
-from gpuspawner.model import Lease, LeaseState, NoticeKind
+from gpuspawner.leases.models import Lease, LeaseState
+from gpuspawner.notifications.models import NoticeKind
 from tests.support import axe
 from tests.support.browser import screenshot
 from tests.support.gpu_hub import text_of

@@ -13,11 +13,11 @@ import sqlalchemy as sa
 from playwright.sync_api import Browser
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuspawner.model import LeaseState, ServerRef
-from gpuspawner.store import idle
-from gpuspawner.store.idle import Watched
-from gpuspawner.store.schema_use import device_use
-from gpuspawner.telemetry.idle import IdleState
+from gpuspawner.db.schema import device_use
+from gpuspawner.leases.models import LeaseState, ServerRef
+from gpuspawner.monitoring import repository as monitoring_repository
+from gpuspawner.monitoring.idle import IdleState
+from gpuspawner.monitoring.repository import WatchedLease
 from tests.support.browser import screenshot
 from tests.support.pages import sign_in
 from tests.support.paying_hub import PayingHub
@@ -86,8 +86,11 @@ def test_a_member_puts_a_stop_off(hub: PayingHub, browser: Browser) -> None:
     assert lease
     now = hub.broker.clock()
     warned = IdleState(credit=60.0, warned_at=now, stops_at=now + timedelta(minutes=10))
-    later = Watched(warned, now + timedelta(hours=1))  # no minute is judged meanwhile
-    hub.broker.store.run(lambda connection: idle.put(connection, lease.id, later), write=True)
+    later = WatchedLease(warned, now + timedelta(hours=1))  # no minute is judged meanwhile
+    hub.broker.store.run(
+        lambda connection: monitoring_repository.put_watched(connection, lease.id, later),
+        write=True,
+    )
     for width in (1280, 390):
         page = browser.new_page(viewport={"width": width, "height": 800})
         sign_in(page, hub, "ada", "")
@@ -119,8 +122,11 @@ def test_the_culler_asks_whether_gpus_rest(hub: PayingHub) -> None:
     wait_for(lambda: hub.broker.lease_of(ServerRef("bob")) is None, "the end of bob's server")
     lease = hub.broker.lease_of(ServerRef("ada"))
     assert lease and lease.state is LeaseState.RUNNING and not lease.outcome
-    rested = Watched(IdleState(credit=0.0), hub.broker.clock())
-    hub.broker.store.run(lambda connection: idle.put(connection, lease.id, rested), write=True)
+    rested = WatchedLease(IdleState(credit=0.0), hub.broker.clock())
+    hub.broker.store.run(
+        lambda connection: monitoring_repository.put_watched(connection, lease.id, rested),
+        write=True,
+    )
     wait_for(lambda: hub.broker.lease_of(ServerRef("ada")) is None, "the end of ada's server")
 
 

@@ -12,8 +12,8 @@ import pytest
 import requests
 from playwright.sync_api import Browser, expect
 
-from gpuspawner.model import NoticeKind
-from gpuspawner.store.notices import Choice
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.notifications.repository import ChannelChoice
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN
 from tests.support.mail import MailServer
@@ -85,9 +85,11 @@ def test_a_member_chooses(hub: PayingHub) -> None:
     assert saved.history[0].status_code == 303
     assert "Saved." in words(saved)
     assert hub.broker.choices("ada") == {
-        "mail": Choice("mail", "ada@lab.example", frozenset({NoticeKind.TURN, NoticeKind.STOPPED})),
-        "team": Choice("team", "", frozenset({NoticeKind.SESSION_ENDS})),
-        "push": Choice("push"),
+        "mail": ChannelChoice(
+            "mail", "ada@lab.example", frozenset({NoticeKind.TURN, NoticeKind.STOPPED})
+        ),
+        "team": ChannelChoice("team", "", frozenset({NoticeKind.SESSION_ENDS})),
+        "push": ChannelChoice("push"),
     }
     again = hub.page("ada", "notices").text
     assert 'value="ada@lab.example"' in again

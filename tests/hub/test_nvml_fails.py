@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.model import LeaseState
+from gpuspawner.leases.models import LeaseState
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, message_of, text_of
 from tests.support.nvml import nvml_library as nvml

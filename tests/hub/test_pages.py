@@ -13,10 +13,11 @@ import pytest
 import requests
 from playwright.sync_api import Browser
 
-from gpuspawner.broker import Broker
+from gpuspawner.core.errors import StoreUnavailable
+from gpuspawner.core.units import MICRO
 from gpuspawner.devices.simulated import SimulatedDevices
-from gpuspawner.errors import StoreUnavailable
-from gpuspawner.model import MICRO, member_account
+from gpuspawner.ledger.models import member_account
+from gpuspawner.services import Broker
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.pages import ask, picture, served, sign_in, words

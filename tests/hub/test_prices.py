@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
-from gpuspawner.cli import main
+from gpuspawner.cli.app import main
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, Lease, LeaseState, ServerRef
 from tests.support.browser import open_browser, screenshot
 from tests.support.hub import USER_PASSWORD
 from tests.support.paying_hub import PayingHub

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import requests
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO, Lease, LeaseState
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState
+from gpuspawner.services import Broker
 from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.hub import HubProcess

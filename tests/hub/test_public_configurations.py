@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, expect
 
-from gpuspawner.broker.broker import utcnow
-from gpuspawner.devices.base import open_source
+from gpuspawner.devices.source import open_source
+from gpuspawner.services import utcnow
 from tests.support.compatibility import container_rows
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import message_of

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import requests
 
-from gpuspawner.model import ServerRef, Ticket
+from gpuspawner.leases.models import ServerRef
+from gpuspawner.queue.models import Ticket
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser
 
-from gpuspawner.model import ServerRef
+from gpuspawner.leases.models import ServerRef
 from tests.support.hub import ADMIN
 from tests.support.lines import (
     CONFIG,

@@ -8,8 +8,10 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.model import LeaseState, NoticeKind, ServerRef, Ticket
-from gpuspawner.store.schema import tickets
+from gpuspawner.db.schema import tickets
+from gpuspawner.leases.models import LeaseState, ServerRef
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.queue.models import Ticket
 from tests.support.brokers import problems
 from tests.support.hub import ADMIN
 from tests.support.lines import CONFIG, fill, last_word, line_up, ticket_of, users_in_line

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from gpuspawner.broker.view import clock
+from gpuspawner.devices.snapshots import clock
 from tests.support import images
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import requests
 
-from gpuspawner.model import ServerRef, Ticket
+from gpuspawner.leases.models import ServerRef
+from gpuspawner.queue.models import Ticket
 from tests.support.brokers import problems
 from tests.support.gpu_hub import assert_in_words, locked, message_of
 from tests.support.lines import CONFIG, COUNTED, fill, line_up, looks, ticket_of, users_in_line
@@ -31,8 +32,8 @@ SOON = 40.0
 
 
 IMPATIENT = """
-import gpuspawner.store.store
-gpuspawner.store.store.BUSY_SECONDS = 1.0  # of patience with a lock, to save time here
+import gpuspawner.db.engine
+gpuspawner.db.engine.BUSY_SECONDS = 1.0  # of patience with a lock, to save time here
 """
 
 ANOTHER = "Another hub gives out the GPUs of this database; one database belongs to one hub."

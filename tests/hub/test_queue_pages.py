@@ -10,7 +10,7 @@ import pytest
 import requests
 from playwright.sync_api import Browser
 
-from gpuspawner.model import Ticket
+from gpuspawner.queue.models import Ticket
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.lines import CONFIG, change, fill, line_up, send, users_in_line

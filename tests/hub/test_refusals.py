@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import requests
 
-from gpuspawner.broker import Broker
+from gpuspawner.core.units import MICRO
 from gpuspawner.engines.base import LABEL_LEASE
-from gpuspawner.model import MICRO, LeaseState, member_account
+from gpuspawner.leases.models import LeaseState
+from gpuspawner.ledger.models import member_account
+from gpuspawner.services import Broker
 from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import (

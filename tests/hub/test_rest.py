@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import requests
 
-from gpuspawner.model import MICRO, member_account
-from gpuspawner.scopes import GRANT, READ_USAGE
+from gpuspawner.core.scopes import GRANT, READ_USAGE
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger.models import member_account
 from tests.support.hub import ADMIN
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for

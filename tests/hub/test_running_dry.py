@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, Lease, LeaseState, NoticeKind
+from gpuspawner.notifications.models import NoticeKind
 from tests.support.brokers import problems
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for

@@ -14,9 +14,11 @@ import requests
 import sqlalchemy as sa
 from playwright.sync_api import Browser
 
+from gpuspawner.db import schema as db_schema
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import Lease, LeaseState, NoticeKind, ServerRef, Ticket
-from gpuspawner.store import schema
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.queue.models import Ticket
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.pages import sign_in, words
@@ -45,8 +47,8 @@ c.Broker.device_source = "simulated:1xT4"
 
 import os
 from pathlib import Path
-from gpuspawner.broker import Broker
-from gpuspawner.spawners import claims
+from gpuspawner.services import Broker
+from gpuspawner.spawners import no_shows as claims
 
 start_ticket, watch = Broker.start_ticket, claims.watch
 
@@ -142,8 +144,8 @@ def age(hub: PayingHub, lease: Lease, by: timedelta) -> None:
     moved = {"granted_at": lease.granted_at - by, "started_at": lease.started_at - by}
     moved["answered_at"] = lease.answered_at - by
     with hub.broker.store.write() as connection:
-        row = schema.leases.c.id == lease.id
-        connection.execute(sa.update(schema.leases).where(row).values(moved))
+        row = db_schema.leases.c.id == lease.id
+        connection.execute(sa.update(db_schema.leases).where(row).values(moved))
 
 
 def let_end_in(hub: PayingHub, lease: Lease, minutes: float) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 
-from gpuspawner.model import Lease, LeaseState, NoticeKind, ServerRef
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.notifications.models import NoticeKind
 from tests.support import axe
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN

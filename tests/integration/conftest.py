@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.store import Store
+from gpuspawner.db.engine import Store
+from gpuspawner.services import Broker
 from tests.support.command import FLEET, Command
 
 

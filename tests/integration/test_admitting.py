@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO
-from gpuspawner.store.roster import Entry, put
+from gpuspawner.core.units import MICRO
+from gpuspawner.members.repository import RosterEntry, put_roster
+from gpuspawner.services import Broker
 from tests.support.batch_jobs import A100, open_group, wait_in_line
 from tests.support.brokers import T0, Clock, open_broker
 from tests.support.command import Command
@@ -45,7 +45,7 @@ def people(database_url: str, tmp_path: Path) -> Iterator[Broker]:
 
 def test_members_are_known_by_the_group_that_they_count_on(people: Broker) -> None:
     with people.store.write() as connection:
-        put(connection, [Entry("bert", groups=("research",))], T0)
+        put_roster(connection, [RosterEntry("bert", groups=("research",))], T0)
     people.note_groups({"research": ["anna"], "course": ["anna", "Ann Lee"]})
     people.membership_ended("Ann Lee", "it is over", actor="admin")
     found = {each.member: each for each in people.people()}
@@ -62,7 +62,7 @@ def test_members_are_known_by_the_group_that_they_count_on(people: Broker) -> No
 
 def test_before_the_hub_says_it_the_roster_does(people: Broker) -> None:
     with people.store.write() as connection:
-        put(connection, [Entry("bert", groups=("research",))], T0)
+        put_roster(connection, [RosterEntry("bert", groups=("research",))], T0)
     assert {each.member: each.group for each in people.people()}["bert"] == "research"
 
 

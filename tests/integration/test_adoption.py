@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 from jupyterhub.objects import Server
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import Lease, LeaseState, Request, ServerRef
+from gpuspawner.db import engine as db_engine
+from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
+from gpuspawner.services import Broker
 from gpuspawner.spawners.local import GPULocalSpawner
-from gpuspawner.store import store as store_module
 from tests.support import tiny_server
 from tests.support.brokers import open_broker
 from tests.support.gpu_hub import locked
@@ -29,7 +29,7 @@ LOG = logging.getLogger(__name__)
 
 @pytest.fixture
 def broker(monkeypatch: pytest.MonkeyPatch, new_file: Callable[[], str]) -> Iterator[Broker]:
-    monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.3)
+    monkeypatch.setattr(db_engine, "BUSY_SECONDS", 0.3)
     broker = open_broker(new_file(), gpu_rates={"*": 1})
     broker.open_account("ada")
     yield broker

@@ -15,8 +15,8 @@ from certipy import Certipy
 from jupyterhub.utils import make_ssl_context
 from tornado.iostream import IOStream
 
-from gpuspawner.spawners import answering
-from gpuspawner.spawners.answering import answers
+from gpuspawner.spawners import readiness
+from gpuspawner.spawners.readiness import answers
 from tests.support.processes import free_port
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -109,7 +109,7 @@ async def test_the_connection_is_closed_afterwards(
         writer.close()
 
     if end != "it answered":
-        monkeypatch.setattr(answering, "PATIENCE", 0.5)
+        monkeypatch.setattr(readiness, "PATIENCE", 0.5)
     async with await asyncio.start_server(keep, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         asking = asyncio.ensure_future(answers(f"http://127.0.0.1:{port}/user/anna/api", None))
@@ -141,7 +141,7 @@ async def test_nobody_listens() -> None:
 async def test_a_silent_server_is_not_waited_for_longer_than_one_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(answering, "PATIENCE", 0.2)
+    monkeypatch.setattr(readiness, "PATIENCE", 0.2)
     assert not await asyncio.wait_for(asked(silent), 60)
 
 

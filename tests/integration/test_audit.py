@@ -14,9 +14,10 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO
-from gpuspawner.store import Store, invariants
+from gpuspawner.core.units import MICRO
+from gpuspawner.db import audit
+from gpuspawner.db.engine import Store
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, open_broker, running
 from tests.support.command import Command
 from tests.support.years import Year, write_year
@@ -87,7 +88,7 @@ def problems(broker: Broker) -> dict[str, str]:
 def test_books_that_are_right(used: Broker) -> None:
     findings, rows = used.audit()
     assert problems(used) == {}
-    assert [finding.name for finding in findings] == list(invariants.CHECKS)
+    assert [finding.name for finding in findings] == list(audit.CHECKS)
     assert all(finding.law.endswith(".") for finding in findings)
     assert rows["leases"] == 4
     assert rows["postings"] == 2 * rows["transfers"] > 20
@@ -221,7 +222,7 @@ def test_a_damaged_file_is_said_and_nothing_else_asked(used: Broker) -> None:
     if used.store.dialect == "postgresql":
         # It looks after its own pages; what it says of them is an error like any other.
         with used.store.read() as connection:
-            assert list(invariants.CHECKS["file"](connection)) == []
+            assert list(audit.CHECKS["file"](connection)) == []
         return
     with used.store.engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -260,10 +261,10 @@ def test_it_needs_no_more_memory_for_more_leases(database_url: str) -> None:
     tracemalloc.start()
     try:
         with store.read() as connection:
-            list(invariants.audit(connection))  # what is loaded once is loaded now
+            list(audit.audit(connection))  # what is loaded once is loaded now
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            assert not any(finding.problem for finding in invariants.audit(connection))
+            assert not any(finding.problem for finding in audit.audit(connection))
             peak = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()

@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import BackupRefused, ConfigError
-from gpuspawner.store import Store, backup
-from gpuspawner.store.granter import Granter
-from gpuspawner.store.schema import metadata
+from gpuspawner.core.errors import BackupRefused, ConfigError
+from gpuspawner.db import backup
+from gpuspawner.db.engine import Store
+from gpuspawner.db.leader import Granter
+from gpuspawner.db.schema import metadata
+from gpuspawner.services import Broker
 from tests.support import racers, spending
 from tests.support.brokers import Clock, acquire, open_broker, problems, running
 from tests.support.command import Command
@@ -270,7 +271,7 @@ def test_copies_made_among_writers_are_whole(
 COPY = """
 import sys
 from pathlib import Path
-from gpuspawner.store import Store, backup
+from gpuspawner.db.engine import Store; from gpuspawner.db import backup
 store = Store(sys.argv[1])
 while True:
     print("begins", flush=True)

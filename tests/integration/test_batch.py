@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.ledger.batch import cost
-from gpuspawner.model import MICRO
-from gpuspawner.store import tickets
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger.usage import cost_of_job
+from gpuspawner.queue import repository as queue_repository
+from gpuspawner.services import Broker
 from tests.support import racers
 from tests.support.batch_jobs import (
     A100,
@@ -73,7 +73,7 @@ def test_what_a_job_pays(broker: Broker) -> None:
         ({"gpus": {"a100": 1, "h100": 1}, "nodes": ("m1", "m2")}, 14),
         ({"gpus": {}, "shards": {"": 3}}, 3),  # three quarters of an A100
         ({"gpus": {}}, 0),
-        ({"seconds": 1}, cost(4 * MICRO, 1) / MICRO),
+        ({"seconds": 1}, cost_of_job(4 * MICRO, 1) / MICRO),
         ({"seconds": 0}, 0),
     ]
     for number, (cells, paid) in enumerate(cases, start=1):
@@ -180,7 +180,7 @@ def test_what_a_server_runs_on_is_no_job_beside_it(broker: Broker) -> None:
 def test_a_name_alone_makes_no_job_free(broker: Broker) -> None:
     ticket = wait_in_line(broker, "aa")
     with broker.store.write() as connection:
-        tickets.end(connection, ticket.id, T0 + timedelta(minutes=1), "granted", "")
+        queue_repository.end_ticket(connection, ticket.id, T0 + timedelta(minutes=1), "granted", "")
     late = T0 + timedelta(hours=5)
     broker.debit(
         CLUSTER,
@@ -199,7 +199,7 @@ def test_what_was_once_paid_is_paid_when_its_namesakes_are_forgotten(broker: Bro
     """A second job by a server's name goes on for days, and nothing is read of the first one."""
     ticket = wait_in_line(broker, "aa")
     with broker.store.write() as connection:
-        tickets.end(connection, ticket.id, T0 + timedelta(hours=1), "granted", "")
+        queue_repository.end_ticket(connection, ticket.id, T0 + timedelta(hours=1), "granted", "")
     true = run(1, name="gpuspawner-aa")
     forged = {"begins": T0 + timedelta(minutes=5), "name": "gpuspawner-aa"}
     broker.debit(CLUSTER, [true, run(2, seconds=None, ran=600, **forged)])
@@ -214,7 +214,7 @@ def test_what_was_once_paid_is_paid_when_its_namesakes_are_forgotten(broker: Bro
 
 
 def paid_exactly(broker: Broker) -> None:
-    owed = sum(cost(4 * MICRO, job.seconds) for job in many(HOURS))
+    owed = sum(cost_of_job(4 * MICRO, job.seconds) for job in many(HOURS))
     assert broker.account("member:anna").balance == 100 * MICRO - owed
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.broker.batch import SETTLED
-from gpuspawner.store import batch
+from gpuspawner.services import Broker
+from gpuspawner.slurm import repository as slurm_repository
+from gpuspawner.slurm.job_billing import SETTLED
 from tests.support.batch_jobs import A100, CLUSTER, H100, LATER, a_day_later, run
 from tests.support.brokers import T0, Clock, credits_of
 
@@ -33,7 +33,9 @@ def clock(broker: Broker) -> Clock:
 
 def read_up_to(broker: Broker) -> Any:
     """Up to when jobs were read, since T0."""
-    found = broker.store.run(lambda connection: batch.find_marks(connection, CLUSTER.name))
+    found = broker.store.run(
+        lambda connection: slurm_repository.find_marks(connection, CLUSTER.name)
+    )
     assert found is not None
     return found.until - T0
 

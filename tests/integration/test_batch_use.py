@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.ledger.batch import counted, in_words
-from gpuspawner.ledger.usage import Kind, Use
-from gpuspawner.model import MICRO, member_account
-from gpuspawner.slurm.usage import Run
-from gpuspawner.store.batch_use import BATCH
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger.models import member_account
+from gpuspawner.ledger.usage import Kind, LeaseUse, counted_jobs, job_in_words
+from gpuspawner.monitoring.repository import BATCH
+from gpuspawner.services import Broker
+from gpuspawner.slurm.jobs import JobRun
 from tests.support.batch_jobs import A100, CLUSTER, H100, open_books, open_group, run
 from tests.support.brokers import T0, Clock, problems
 
@@ -55,7 +55,7 @@ def broker(database_url: str) -> Iterator[Broker]:
     broker.store.close()
 
 
-def some_jobs() -> list[tuple[Run, int, str, int]]:
+def some_jobs() -> list[tuple[JobRun, int, str, int]]:
     """Of two members and of somebody who is none; some go on."""
     chance = random.Random(11)
     found = []
@@ -70,11 +70,11 @@ def some_jobs() -> list[tuple[Run, int, str, int]]:
     return found
 
 
-def by_hand(some: list[tuple[Run, int, str, int]], bounds: list[Any], by: str) -> list[Any]:
+def by_hand(some: list[tuple[JobRun, int, str, int]], bounds: list[Any], by: str) -> list[Any]:
     """Second by second would be the same: each job is cut at the bounds."""
     found = []
     for start, end in pairwise(bounds):
-        sums: dict[str, Use] = {}
+        sums: dict[str, LeaseUse] = {}
         for job, count, model, rate in some:
             assert job.started_at is not None
             seconds = job.seconds if job.ended_at else job.seconds // 3600 * 3600
@@ -90,13 +90,13 @@ def by_hand(some: list[tuple[Run, int, str, int]], bounds: list[Any], by: str) -
                 ]
                 cost = paid[1] - paid[0]
                 micros = count * ((to - since) // timedelta(microseconds=1))
-            part = Use(micros, cost, int(start <= job.started_at < end))
+            part = LeaseUse(micros, cost, int(start <= job.started_at < end))
             account = {"anna": "member:anna", "bert": "group:lab"}.get(job.user, "")
             member = "" if job.user == "eve" else job.user
             kind = Kind(member, "lab" if job.user == "bert" else "", account, BATCH, model)
             if any(part):
                 name = getattr(kind, by)
-                sums[name] = sums.get(name, Use()).plus(part)
+                sums[name] = sums.get(name, LeaseUse()).plus(part)
         found.append(sums)
     return found
 
@@ -120,8 +120,8 @@ def test_an_accounts_weeks_have_its_jobs_in_them(broker: Broker) -> None:
     before = broker.use_of_account(member_account("anna"), bounds)
     broker.debit(CLUSTER, [run(1, seconds=3600), run(2, user="bert"), run(3, user="eve")])
     (after,) = broker.use_of_account(member_account("anna"), bounds)
-    assert before == [Use()]
-    assert after == Use(3600 * 1_000_000, 4 * MICRO, 0)
+    assert before == [LeaseUse()]
+    assert after == LeaseUse(3600 * 1_000_000, 4 * MICRO, 0)
 
 
 def test_words_are_read_as_they_were_written() -> None:
@@ -136,4 +136,4 @@ def test_words_are_read_as_they_were_written() -> None:
         ([], (0, "")),
     ]
     for parts, found in cases:
-        assert counted(in_words(parts)) == found
+        assert counted_jobs(job_in_words(parts)) == found

@@ -20,10 +20,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import NoCredits, NoDeviceFree, ServerHasLease
-from gpuspawner.model import MICRO, LeaseState, ServerRef, Sighting, member_account
-from gpuspawner.reconcile import HubState, Remove
+from gpuspawner.core.errors import NoCredits, NoDeviceFree, ServerHasLease
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import LeaseState, ServerRef, Sighting
+from gpuspawner.leases.reconciliation import HubState, Remove
+from gpuspawner.ledger.models import member_account
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, acquire, fleet, open_broker, problems
 from tests.support.postgres import PrivatePostgres
 from tests.support.tier import SOAK, Rounds

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO
-from gpuspawner.store import chain
-from gpuspawner.store.schema import postings
+from gpuspawner.core.units import MICRO
+from gpuspawner.db import hash_chain
+from gpuspawner.db.schema import postings
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, open_broker, problems, running
 from tests.support.command import Command
 
@@ -145,7 +145,7 @@ def test_a_row_that_was_changed_by_hand_is_named(broker: Broker) -> None:
             if broker.store.dialect == "sqlite":
                 connection.exec_driver_sql("BEGIN")
             assert connection.exec_driver_sql(statement).rowcount == 1, what
-            found = [*chain.check_transfers(connection), *chain.check_seals(connection)]
+            found = [*hash_chain.check_transfers(connection), *hash_chain.check_seals(connection)]
             assert found and sentence in found[0], (what, found)
             connection.rollback()
     assert broken(broker) == {}
@@ -232,7 +232,7 @@ def test_a_change_to_one_of_several_that_were_posted_together_is_found(
                 connection.exec_driver_sql("BEGIN")
             text = statement.format(id=together[number])
             assert connection.exec_driver_sql(text.replace("%", "%%")).rowcount >= 1, what
-            found = "".join(chain.check_transfers(connection))
+            found = "".join(hash_chain.check_transfers(connection))
             assert "does not follow the one before it" in found, what
             assert any(each in found for each in together), (what, found)
             connection.rollback()
@@ -248,7 +248,7 @@ def test_the_last_of_several_that_were_posted_together_deleted_is_found(broker: 
     with by_hand(broker) as connection:
         for table, column in (("postings", "transfer_id"), ("transfers", "id")):
             connection.exec_driver_sql(f"DELETE FROM {table} WHERE {column} = '{last}'")
-        [found] = chain.check_transfers(connection)
+        [found] = hash_chain.check_transfers(connection)
     assert f"One of the 2 transfers from {first}" in found
     assert found.endswith("it was put in by hand, or what was written with it was deleted.")
 
@@ -279,7 +279,7 @@ def test_transfers_deleted_after_the_newest_seal_are_found_by_a_noted_head(broke
         deleted = connection.exec_driver_sql(f"SELECT transfer_id FROM ({last}) t").scalar_one()
         for table, column in (("postings", "transfer_id"), ("transfers", "id")):
             connection.exec_driver_sql(f"DELETE FROM {table} WHERE {column} = '{deleted}'")
-        assert [*chain.check_transfers(connection), *chain.check_seals(connection)] == []
+        assert [*hash_chain.check_transfers(connection), *hash_chain.check_seals(connection)] == []
     assert not broker.knows_head(noted)
 
 
@@ -359,7 +359,7 @@ def test_rows_without_a_chain_are_chained_by_the_migration(broker: Broker) -> No
             )
     assert set(broken(broker)) >= CHAINS
     with broker.store.write() as connection:
-        chain.chain_existing(connection)
+        hash_chain.chain_existing(connection)
         assert connection.execute(links).scalars().all() == before
     assert broken(broker) == {}
     with pytest.raises(sa.exc.DatabaseError, match="append-only"):

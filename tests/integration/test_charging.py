@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import LedgerError
-from gpuspawner.ledger import rules
-from gpuspawner.model import MICRO, Lease, Request, ServerRef
-from gpuspawner.store import Store, book, charging, leases
-from gpuspawner.store.schema import MOST, accounts, postings, transfers
+from gpuspawner.core.errors import LedgerError
+from gpuspawner.core.units import MICRO
+from gpuspawner.db.engine import Store
+from gpuspawner.db.schema import MOST, accounts, postings, transfers
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.ledger import rules as ledger_rules
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, acquire, open_broker, problems, running
 
 FLEET = "simulated:24xA100-80GB,2xT4"
@@ -53,7 +57,7 @@ def one_by_one(broker: Broker) -> int:
     """The tick as it was before charges were posted all at once."""
     now = broker.clock()
     with broker.store.write() as connection:
-        found = leases.open_leases(connection)
+        found = leases_repository.open_leases(connection)
         return broker._charge_each(connection, found, now, broker._shares(connection, found, now))
 
 
@@ -63,7 +67,8 @@ def told(store: Store) -> dict[str, list[tuple[Any, ...]]]:
     with store.read() as connection:
         return {
             "leases": sorted(
-                (str(lease.server), lease.charged) for lease in leases.open_leases(connection)
+                (str(lease.server), lease.charged)
+                for lease in leases_repository.open_leases(connection)
             ),
             "accounts": list(
                 connection.execute(
@@ -138,10 +143,10 @@ def test_a_charge_that_was_posted_before_is_taken_once(broker: Broker, clock: Cl
     lease = running(broker, "anna", model="A100")
     other = running(broker, "bert", model="A100")
     clock.forward(minutes=1)
-    due = rules.charge_due(lease, clock.now)
-    posted = rules.charge(lease, due, clock.now)
+    due = ledger_rules.charge_due(lease, clock.now)
+    posted = ledger_rules.charge(lease, due, clock.now)
     assert posted is not None
-    broker.store.run(lambda c: book.post(c, posted), write=True)
+    broker.store.run(lambda c: ledger_repository.post(c, posted), write=True)
     assert broker.charge_all() == 2
     assert {x.charged for x in (broker.lease(lease.id), broker.lease(other.id))} == {due}
     assert problems(broker.store) == []
@@ -165,8 +170,8 @@ def test_an_account_that_would_hold_too_much_ends_the_tick(broker: Broker, clock
 def test_what_one_lease_is_told_is_what_a_single_charge_says(broker: Broker, clock: Clock) -> None:
     lease: Lease = running(broker, "anna", 2, model="A100")
     clock.forward(minutes=1)
-    (due,) = broker.store.run(lambda c: charging.due(c, clock.now))
-    single = rules.charge(lease, due.amount, clock.now)
+    (due,) = broker.store.run(lambda c: ledger_repository.charges_due(c, clock.now))
+    single = ledger_rules.charge(lease, due.amount, clock.now)
     assert single is not None
     assert single.reason == due.reason == "2 x A100-80GB of anna"
     broker.charge_all()
@@ -202,7 +207,7 @@ def test_each_is_charged_once_a_minute_at_a_moment_of_its_own(broker: Broker, cl
     assert max(counts) == 1, "they started at six moments"
     assert set(charges_of(broker).values()) == {5} and len(charges_of(broker)) == 6
     for lease in broker.open_leases():
-        late = rules.charge_due(lease, clock.now) * 3600 / lease.rate
+        late = ledger_rules.charge_due(lease, clock.now) * 3600 / lease.rate
         assert 0 <= late <= 61.001, "and none waits longer"
     assert problems(broker.store) == []
 
@@ -214,7 +219,7 @@ def test_after_a_pause_all_are_charged_portion_by_portion(broker: Broker, clock:
     counts = [broker.charge_portion(MINUTE, 3) for _ in range(4)]
     assert counts == [3, 3, 1, 0]
     for lease in broker.open_leases():
-        assert lease.charged == rules.owed(lease.rate, lease.started_at, clock.now)
+        assert lease.charged == ledger_rules.owed(lease.rate, lease.started_at, clock.now)
     reasons = {line.reason for line in broker.statement("member:user0") if line.kind == "charge"}
     assert reasons == {
         "1 x A100-80GB of user0/0",
@@ -235,7 +240,7 @@ def test_portions_at_any_moments_charge_what_one_tick_does(broker: Broker, clock
     clock.forward(hours=3)
     broker.charge_all()
     for lease in broker.open_leases():
-        owed = rules.owed(lease.rate, lease.started_at, clock.now)
+        owed = ledger_rules.owed(lease.rate, lease.started_at, clock.now)
         bounded = lease.when_dry == "overdraft"
         assert lease.charged == (min(owed, 42 * MICRO) if bounded else owed)
     assert [f.problem for f in broker.audit()[0] if f.problem] == []
@@ -246,10 +251,12 @@ def test_a_portion_whose_charge_was_posted_before_takes_it_once(
 ) -> None:
     lease = running(broker, "anna", model="A100")
     clock.forward(minutes=1)
-    posted = rules.charge(lease, rules.charge_due(lease, clock.now), clock.now)
+    posted = ledger_rules.charge(lease, ledger_rules.charge_due(lease, clock.now), clock.now)
     assert posted is not None
-    broker.store.run(lambda c: book.post(c, posted), write=True)
+    broker.store.run(lambda c: ledger_repository.post(c, posted), write=True)
     assert broker.charge_portion(MINUTE) == 1
-    assert broker.lease(lease.id).charged == rules.owed(lease.rate, lease.started_at, clock.now)
+    assert broker.lease(lease.id).charged == ledger_rules.owed(
+        lease.rate, lease.started_at, clock.now
+    )
     assert broker.charge_portion(MINUTE) == 0
     assert problems(broker.store) == []

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
 from gpuspawner.cli.check_database import check_database, network_file_system
-from gpuspawner.engines.probe import Status
-from gpuspawner.model import Request, ServerRef
-from gpuspawner.store import Store
+from gpuspawner.db.engine import Store
+from gpuspawner.engines.preflight import Status
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.services import Broker
 from tests.support.processes import REPO
 
 

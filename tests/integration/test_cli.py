@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.broker.broker import utcnow
-from gpuspawner.cli import main
-from gpuspawner.model import Request
-from gpuspawner.telemetry import DeviceUse
+from gpuspawner.cli.app import main
+from gpuspawner.leases.models import Request
+from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker, utcnow
 from tests.support.command import ADA, FLEET, GRACE, Command, grant
 
 # Devices.

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.broker.broker import utcnow
-from gpuspawner.model import MICRO
+from gpuspawner.core.units import MICRO
+from gpuspawner.services import Broker, utcnow
 from tests.support.command import ADA, Command, grant
 
 # Files.

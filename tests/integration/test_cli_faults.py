@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
-from gpuspawner.cli import main
-from gpuspawner.store import Store
+from gpuspawner.cli.app import main
+from gpuspawner.db.engine import Store
+from gpuspawner.services import Broker
 from tests.support.command import FLEET, Command
 
 # Configuration, databases and errors.

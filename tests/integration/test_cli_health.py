@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuspawner.broker import Broker
-from gpuspawner.broker.health import Found
-from gpuspawner.telemetry.symptoms import Symptom
-from gpuspawner.web.metrics import Site
+from gpuspawner.monitoring.health import Symptom
+from gpuspawner.monitoring.health_service import FoundSymptoms
+from gpuspawner.monitoring.metrics import HubCollector
+from gpuspawner.services import Broker
 from tests.support.command import ADA, Command, grant
 
 
 def find(broker: Broker, index: int, cause: str, said: str) -> str:
     """Find this of a device; its UUID."""
     uuid = broker.look().devices[index].uuid
-    broker.judge_health({uuid: Found((Symptom(cause, said, broker.clock()),))})
+    broker.judge_health({uuid: FoundSymptoms((Symptom(cause, said, broker.clock()),))})
     return uuid
 
 
@@ -49,7 +49,7 @@ def test_prometheus_hears_how_devices_are(broker: Broker) -> None:
     broker.drain("1", actor="root")
     told = {
         (sample.name, sample.labels.get("UUID", "") or sample.labels.get("reason", "")): sample
-        for family in text_string_to_metric_families(Site(broker).text().decode())
+        for family in text_string_to_metric_families(HubCollector(broker).text().decode())
         for sample in family.samples
     }
     assert told["gpuspawner_device_health", sick].value == 2

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.cli import main
-from gpuspawner.model import Request, ServerRef, Ticket
+from gpuspawner.cli.app import main
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.command import ADA, FLEET, Command, grant
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.broker import Broker
 from gpuspawner.engines.local import LEASE_VARIABLE, process_ref
-from gpuspawner.model import Lease, LeaseState, Request
+from gpuspawner.leases.models import Lease, LeaseState, Request
+from gpuspawner.services import Broker
 from tests.support.command import ADA, GRACE, Command, grant
 from tests.support.processes import wait_for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpuspawner.broker import Broker
+from gpuspawner.services import Broker
 from tests.support.command import Command
 
 TABLE = (

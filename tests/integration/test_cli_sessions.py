@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import NoticeKind
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.services import Broker
 from tests.support.command import ADA, GRACE, Command, grant
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import ServerRef
-from gpuspawner.simulation import policies
+from gpuspawner.leases.models import ServerRef
+from gpuspawner.queue import replay_policies
+from gpuspawner.services import Broker
 from tests.support.command import Command, grant
 
 TRACE = "timestamp,duration,num_gpus,cluster\n" + "".join(
@@ -22,7 +22,7 @@ def test_a_trace_is_played_under_every_policy(cli: Command, tmp_path: Path) -> N
     trace.write_text(TRACE)
     printed = cli("simulate", "--trace", str(trace), "--gpus", "1").stdout
     names = [line.split()[0] for line in printed.splitlines()[1:7]]
-    assert names == ["gpuspawner", *policies.NAMES]
+    assert names == ["gpuspawner", *replay_policies.NAMES]
     assert "6 sessions on 1 GPU" in printed
     found = cli.json("simulate", "--trace", str(trace), "--gpus", "1", "--policy", "fifo")
     assert list(found["policies"]) == ["fifo"]

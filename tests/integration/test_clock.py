@@ -12,14 +12,16 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.clock import DAY, LASTS, LASTS_LONG, MINUTE, SECOND, Reading, to_datetime
+from gpuspawner.core.clock import DAY, LASTS, LASTS_LONG, MINUTE, SECOND, Reading, to_datetime
+from gpuspawner.core.errors import ClockWasSet
+from gpuspawner.core.units import MICRO
+from gpuspawner.db.clock import SteadyClock, read_clocks
 from gpuspawner.engines.docker import was_given
-from gpuspawner.errors import ClockWasSet
-from gpuspawner.model import MICRO, Lease, Request, ServerRef, Sighting
-from gpuspawner.reconcile import HubState
-from gpuspawner.store import statements
-from gpuspawner.store.clock import SteadyClock, read_clocks
+from gpuspawner.leases.models import Lease, Request, ServerRef, Sighting
+from gpuspawner.leases.reconciliation import HubState
+from gpuspawner.ledger import statements
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.brokers import open_broker, problems
 from tests.support.clocks import apart, wall_clock_apart
 from tests.support.postgres import PrivatePostgres
@@ -366,7 +368,7 @@ def correct_the_clock(broker: Broker, machine: Machine) -> None:
 def receipt(broker: Broker, lease: Lease) -> dict[str, float]:
     """What the receipt of a session shows, by its reason."""
     with broker.store.read() as connection:
-        found = statements.items(connection, lease.id, lease.account).entries
+        found = statements.items_of_account(connection, lease.id, lease.account).entries
     return {entry.reason: entry.amount / MICRO for entry in found}
 
 
@@ -505,7 +507,7 @@ async def test_admins_are_told_while_a_step_is_doubted(start: Start, machine: Ma
 
 SERVICE = """
 import json, sys
-from gpuspawner.broker import Broker
+from gpuspawner.services import Broker
 broker = Broker(database_url=sys.argv[1], device_source="simulated:4xA100-80GB")
 verdict = broker.keep_clock()
 broker.charge_all()

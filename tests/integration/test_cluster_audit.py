@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import Lease, LeasedDevice, LeaseState, ServerRef
-from gpuspawner.slurm.usage import Run
-from gpuspawner.store import leases
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState, ServerRef
+from gpuspawner.services import Broker
+from gpuspawner.slurm.jobs import JobRun
 from tests.support.batch_jobs import A100, a_day_later, run, wait_in_line
 from tests.support.brokers import T0
 
@@ -46,19 +46,19 @@ def session(
         ticket_id=ticket,
     )
     with broker.store.write() as connection:
-        leases.insert(connection, lease)
-        leases.end(connection, lease.id, T0 + timedelta(seconds=ends), "done", 0, 0)
+        leases_repository.insert(connection, lease)
+        leases_repository.end(connection, lease.id, T0 + timedelta(seconds=ends), "done", 0, 0)
     return replace(lease, state=LeaseState.ENDED, ended_at=T0 + timedelta(seconds=ends))
 
 
-def holder(ticket: str, number: int = 1, **cells: Any) -> Run:
+def holder(ticket: str, number: int = 1, **cells: Any) -> JobRun:
     return run(number, name=f"gpuspawner-{ticket}", **cells)
 
 
 def test_a_session_and_its_job(broker: Broker) -> None:
     wait_in_line(broker, "aa")
     lease = session(broker, "aa")
-    cases: list[tuple[list[Run], list[str]]] = [
+    cases: list[tuple[list[JobRun], list[str]]] = [
         ([holder("aa")], []),
         ([holder("aa", seconds=3601)], []),
         ([holder("aa", seconds=3602)], ["3600 s here, and 3602 s in Slurm (job 1)"]),

@@ -16,10 +16,10 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from gpuspawner.broker import Broker
-from gpuspawner.telemetry import DeviceUse
-from gpuspawner.telemetry.symptoms import XIDS
-from gpuspawner.web.metrics import Site
+from gpuspawner.monitoring.health import XIDS
+from gpuspawner.monitoring.metrics import HubCollector
+from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, open_broker, running
 from tests.support.processes import REPO
 
@@ -38,7 +38,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     lease = running(broker, "ada", 1)
     since = broker.clock().replace(second=0, microsecond=0)
     broker.remember_use([DeviceUse(uuid=lease.uuids[0], since=since, seconds=60, xids=(79,))])
-    text = Site(broker, {"Charges": 1}).text().decode()
+    text = HubCollector(broker, {"Charges": 1}).text().decode()
     broker.store.close()
     return set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
 

@@ -24,9 +24,9 @@ SCRIPT = """
 import os, sys
 from contextlib import ExitStack
 from pathlib import Path
-from gpuspawner.broker import Broker
-from gpuspawner.errors import StoreUnavailable
-from gpuspawner.cli import main
+from gpuspawner.services import Broker
+from gpuspawner.core.errors import StoreUnavailable
+from gpuspawner.cli.app import main
 from tests.support.brokers import Clock, open_broker, problems, running
 from tests.support.postgres import PrivatePostgres
 

@@ -16,10 +16,10 @@ from functools import partial
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import ConfigError, NoDeviceFree
-from gpuspawner.store import schema_health
-from gpuspawner.store.health import SickLease
+from gpuspawner.core.errors import ConfigError, NoDeviceFree
+from gpuspawner.db import schema as db_schema
+from gpuspawner.devices.repository import SickLease
+from gpuspawner.services import Broker
 from tests.support import racers, sickness
 from tests.support.brokers import Clock, acquire, credits_of, open_broker, problems, running, states
 from tests.support.processes import wait_for
@@ -239,5 +239,5 @@ def test_services_killed_in_the_midst_of_it_do_all_or_nothing(
 def sick_leases(broker: Broker) -> list[SickLease]:
     """All that ever were."""
     with broker.store.read() as connection:
-        rows = connection.execute(sa.select(schema_health.sick_leases)).mappings()
+        rows = connection.execute(sa.select(db_schema.sick_leases)).mappings()
         return [SickLease(**row) for row in rows]

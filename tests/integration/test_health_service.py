@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.accounting.health import HealthDuty, ProbesDevices
-from gpuspawner.accounting.hub import Hub
-from gpuspawner.accounting.sampling import Sampling
-from gpuspawner.accounting.tick import Tick
-from gpuspawner.broker import Broker
-from gpuspawner.broker.health import Found
-from gpuspawner.devices.base import Sampled
-from gpuspawner.errors import NoDeviceFree
-from gpuspawner.telemetry import Sample
-from gpuspawner.telemetry.symptoms import Signs
+from gpuspawner.core.errors import NoDeviceFree
+from gpuspawner.devices.source import Sampled
+from gpuspawner.monitoring.health import Signs
+from gpuspawner.monitoring.health_service import FoundSymptoms
+from gpuspawner.monitoring.models import Sample
+from gpuspawner.service.health_monitor import HealthDuty, ProbesDevices
+from gpuspawner.service.hub_client import HubClient
+from gpuspawner.service.sampler import Sampling
+from gpuspawner.service.worker import Tick
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, acquire, open_broker, problems, running, states
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine
@@ -106,7 +106,7 @@ async def test_the_service_finds_drains_probes_and_returns(
     assert isinstance(source, Sampled)
     sampler = source.sampler()
     sampling = Sampling(sampler, broker.clock, 0.05, logging.getLogger("test"))
-    tick = Tick(broker, Hub("http://127.0.0.1:1", "none"), {}, logging.getLogger("test"))
+    tick = Tick(broker, HubClient("http://127.0.0.1:1", "none"), {}, logging.getLogger("test"))
     service = ProbesDevices()
     duty = service.health_duty(tick, sampling, sampler)
     lease = running(broker, "ada")
@@ -161,7 +161,7 @@ def test_a_lost_gpu_that_comes_back_under_another_index_is_the_same(
                 values["xids"] = tuple(sample["xids"])
                 its = signs.setdefault(sample["uuid"], Signs())
                 its.add([Sample(at=machine.now, **values)])
-        found = {uuid: Found(its.take(), its.going_on) for uuid, its in signs.items()}
+        found = {uuid: FoundSymptoms(its.take(), its.going_on) for uuid, its in signs.items()}
         return {change.uuid: change.event for change in broker.judge_health(found)}
 
     first, second = gpus(2)

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.accounting import arbiter
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.broker.broker import utcnow
-from gpuspawner.errors import CannotSnooze, ConfigError
-from gpuspawner.model import Lease, NoticeKind, Request, ServerRef, Ticket
-from gpuspawner.telemetry import DeviceUse
+from gpuspawner.core.errors import CannotSnooze, ConfigError
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.service import idle_culler
+from gpuspawner.services import Broker, utcnow
 from tests.support.brokers import Clock, acquire, open_broker, running
 
 HOUR_AGO = timedelta(hours=1)
@@ -255,17 +257,17 @@ def test_a_mistake_in_the_policy_is_said_at_the_start(database_url: str) -> None
 def asked(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broker]:
     """The broker that the arbiter has, and its clock is the true one."""
     monkeypatch.setenv("GPUSPAWNER_DATABASE_URL", broker.database_url)
-    arbiter._broker.cache_clear()
+    idle_culler._broker.cache_clear()
     clock(broker).now = utcnow() - HOUR_AGO
     yield broker
-    arbiter._broker.cache_clear()
+    idle_culler._broker.cache_clear()
 
 
 def culls(user: str, inactive: timedelta = HOUR_AGO, name: str = "") -> bool:
     url = f"/user/{user}/{name}/" if name else f"/user/{user}/"
     server: dict[str, Any] = {"name": name, "url": url}
     return asyncio.run(
-        arbiter.cull_arbiter(inactive=inactive, inactive_limit=1800, server=server, extra=1)
+        idle_culler.cull_arbiter(inactive=inactive, inactive_limit=1800, server=server, extra=1)
     )
 
 
@@ -322,4 +324,4 @@ def test_what_was_judged_long_ago_tells_nothing_of_now(asked: Broker) -> None:
 def test_whose_server_the_hub_speaks_of(
     url: str | None, name: str, found: ServerRef | None
 ) -> None:
-    assert arbiter.server_of({"name": name, "url": url}) == found
+    assert idle_culler.server_of({"name": name, "url": url}) == found

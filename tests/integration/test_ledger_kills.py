@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.broker import Broker
+from gpuspawner.services import Broker
 from tests.support import racers, spending
 from tests.support.brokers import problems
 from tests.support.processes import wait_for

@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO
+from gpuspawner.core.units import MICRO
+from gpuspawner.services import Broker
 from tests.support.brokers import T0, Clock, open_broker, problems, running
 from tests.support.tier import examples
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO, member_account
-from gpuspawner.web import member
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger.models import member_account
+from gpuspawner.services import Broker
+from gpuspawner.web import view_models
 from tests.support.brokers import Clock, open_broker, running
 
 ADA = member_account("ada")
@@ -29,8 +30,8 @@ def broker(each_database_url: str) -> Iterator[Broker]:
     broker.store.close()
 
 
-def look(broker: Broker) -> member.MemberView:
-    return member.look(broker, "ada", frozenset({"lab"}), (30,))
+def look(broker: Broker) -> view_models.MemberView:
+    return view_models.look(broker, "ada", frozenset({"lab"}), (30,))
 
 
 def test_a_member_page_is_one_transaction(broker: Broker) -> None:

@@ -9,11 +9,15 @@ from datetime import timedelta
 
 import pytest
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import InvalidRequest, MembershipEnded
+from gpuspawner.core.errors import InvalidRequest, MembershipEnded
+from gpuspawner.core.units import MICRO
+from gpuspawner.db.engine import Store
+from gpuspawner.leases.models import Lease, Request, ServerRef
 from gpuspawner.ledger.refills import EVERYBODY
-from gpuspawner.model import MICRO, Lease, NoticeKind, Request, ServerRef, Ticket
-from gpuspawner.store import Store
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, acquire, open_broker, problems, running
 
 SIGN_IN, SERVICE = "sign-in", "accounting"

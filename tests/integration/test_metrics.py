@@ -8,12 +8,14 @@ from datetime import timedelta
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.ledger import rules
-from gpuspawner.model import MICRO, Request, ServerRef
-from gpuspawner.store import book
-from gpuspawner.telemetry import DeviceUse
-from gpuspawner.web.metrics import Site
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.ledger import rules as ledger_rules
+from gpuspawner.monitoring.metrics import HubCollector
+from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.batch_jobs import A100, CLUSTER, H100, run
 from tests.support.brokers import T0, Clock, open_broker, running
 from tests.support.rounds import ScriptedHub, make_tick
@@ -26,7 +28,7 @@ def broker(database_url: str) -> Iterator[Broker]:
     broker.store.close()
 
 
-def read(site: Site) -> dict[str, float]:
+def read(site: HubCollector) -> dict[str, float]:
     """Every sample, as ``name{label="value"}``."""
     found = {}
     for family in text_string_to_metric_families(site.text().decode()):
@@ -43,7 +45,7 @@ async def test_rounds_of_each_duty_are_counted_failed_ones_too(broker: Broker) -
         async def fail() -> None:
             raise ValueError("nobody foresaw this")
 
-        site = Site(broker, tick.rounds)
+        site = HubCollector(broker, tick.rounds)
         assert not any(name.startswith("gpuspawner_duty") for name in read(site))
         await tick.round("Sick GPUs", fail)
         await tick.round("Sick GPUs", tick.charge)
@@ -59,7 +61,7 @@ def stopped(broker: Broker, lease_id: str) -> None:
 
 def test_a_day_is_told_as_it_was(broker: Broker) -> None:
     clock = Clock.of(broker)
-    site = Site(broker)
+    site = HubCollector(broker)
     before = read(site)
     assert before["gpuspawner_credits_granted_total"] == 0
     assert before['gpuspawner_leases{state="running"}'] == 0
@@ -98,14 +100,14 @@ def test_the_line(broker: Broker) -> None:
         ServerRef("bert"), Request(devices=1), engine="docker", terms=Terms(wait=True)
     )
     clock.forward(minutes=7)
-    seen = read(Site(broker))
+    seen = read(HubCollector(broker))
     assert seen["gpuspawner_queue_length"] == 1
     assert seen["gpuspawner_queue_oldest_seconds"] == 420
     stopped(broker, all_of_them.id)
     assert broker.turns(frozenset({ticket.id})) == [ticket.id]
     broker.start_ticket(ticket.id)
     assert broker.ticket(ticket.id).outcome == "granted"
-    seen = read(Site(broker))
+    seen = read(HubCollector(broker))
     assert seen["gpuspawner_queue_length"] == 0
     assert seen['gpuspawner_queue_wait_seconds{quantile="1"}'] == 420
 
@@ -114,7 +116,7 @@ def test_totals_that_go_on_are_those_that_are_added_up_anew(broker: Broker) -> N
     """Over ten days of leases: totals of the store, and what no total has yet."""
     clock = Clock.of(broker)
     broker.opening_grant = 10_000
-    site = Site(broker)
+    site = HubCollector(broker)
     long = running(broker, "dora")
     for day in range(10):
         lease = running(broker, f"user{day % 3}", 2)
@@ -127,8 +129,8 @@ def test_totals_that_go_on_are_those_that_are_added_up_anew(broker: Broker) -> N
         before = read(site)
         if day % 3 == 0:
             assert broker.add_up()
-        assert read(Site(broker)) == pytest.approx(before)
-    cost = broker.store.run(lambda c: book.account(c, "system:usage").balance)
+        assert read(HubCollector(broker)) == pytest.approx(before)
+    cost = broker.store.run(lambda c: ledger_repository.get_account(c, "system:usage").balance)
     assert read(site)["gpuspawner_credits_charged_total"] == pytest.approx(cost / MICRO)
     used = sum(value for name, value in read(site).items() if "gpu_seconds_total" in name)
     every = broker.leases_of(None, 100)
@@ -140,7 +142,8 @@ def test_totals_that_go_on_are_those_that_are_added_up_anew(broker: Broker) -> N
         )
     )
     assert cost == sum(
-        rules.owed(lease.rate, lease.started_at, lease.ended_at or clock.now) for lease in every
+        ledger_rules.owed(lease.rate, lease.started_at, lease.ended_at or clock.now)
+        for lease in every
     )
 
 
@@ -181,7 +184,7 @@ def test_what_each_gpu_did_in_the_last_minute(broker: Broker) -> None:
     worked = DeviceUse(uuid=first.uuid, since=since, seconds=60, xids=(13,), **counts)
     silent = DeviceUse(uuid=second.uuid, since=since, seconds=60, samples=60, error="It is lost.")
     broker.remember_use([worked, silent])
-    text = Site(broker).text().decode()
+    text = HubCollector(broker).text().decode()
     told = {
         (sample.name, sample.labels["UUID"]): sample.value
         for family in text_string_to_metric_families(text)
@@ -205,7 +208,7 @@ def test_what_each_gpu_did_in_the_last_minute(broker: Broker) -> None:
 
 
 def test_jobs_beside_servers_are_told_by_model(broker: Broker) -> None:
-    site = Site(broker)
+    site = HubCollector(broker)
     broker.debit(CLUSTER, [])
     broker.open_account("anna")
     assert not [name for name in read(site) if name.startswith("gpuspawner_batch")]

@@ -13,10 +13,16 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from gpuspawner.errors import ConfigError
+from gpuspawner.core.errors import ConfigError
+from gpuspawner.core.units import MICRO
+from gpuspawner.db import schema as db_schema
+from gpuspawner.db import upgrades
+from gpuspawner.db.engine import Store
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import LeaseState, ServerRef
+from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, LeaseState, ServerRef
-from gpuspawner.store import Store, book, leases, migrate, schema, tickets
+from gpuspawner.queue import repository as queue_repository
 from tests.support.brokers import T0, Clock, open_broker, problems
 from tests.support.racers import FORKSERVER
 from tests.support.versions import HOUR_AGO, RATE, RELEASED, contents, make_version
@@ -49,7 +55,7 @@ def differences(connection: sa.Connection) -> list[Any]:
     """What an admin's `alembic check` would say."""
     options = {"compare_type": True, "compare_server_default": True, "include_name": is_ours}
     context = MigrationContext.configure(connection, opts=options)
-    found: list[Any] = compare_metadata(context, schema.metadata)
+    found: list[Any] = compare_metadata(context, db_schema.metadata)
     return found
 
 
@@ -74,7 +80,7 @@ def triggers(connection: sa.Connection) -> set[str]:
 
 
 def head() -> str:
-    return str(ScriptDirectory.from_config(migrate.config()).get_current_head())
+    return str(ScriptDirectory.from_config(upgrades.config()).get_current_head())
 
 
 def test_the_migrations_make_the_schema(empty_database_url: str) -> None:
@@ -92,7 +98,7 @@ def test_the_migrations_make_the_schema(empty_database_url: str) -> None:
         for table in sa.inspect(connection).get_table_names():
             cascade = " CASCADE" if store.dialect == "postgresql" else ""
             connection.execute(sa.text(f"DROP TABLE {table}{cascade}"))
-        schema.metadata.create_all(connection)
+        db_schema.metadata.create_all(connection)
         assert conditions(sa.inspect(connection)) == made
     bare.dispose()
 
@@ -112,9 +118,9 @@ def test_running_twice_changes_nothing(empty_database_url: str) -> None:
     for number in range(2):
         store = Store(empty_database_url)
         with store.write() as connection:
-            assert book.open_account(connection, "member:anna", T0) is (number == 0)
-            migrate.upgrade(connection)
-            assert migrate.revision(connection) == head()
+            assert ledger_repository.open_account(connection, "member:anna", T0) is (number == 0)
+            upgrades.upgrade(connection)
+            assert upgrades.revision(connection) == head()
             assert differences(connection) == []
         store.close()
 
@@ -125,7 +131,7 @@ def _open_account(url: str, gate: Any, name: str, said: Any) -> None:
     gate.wait(120)
     try:
         with store.write() as connection:
-            book.open_account(connection, name, T0)
+            ledger_repository.open_account(connection, name, T0)
         said.put("")
     except Exception as error:
         said.put(repr(error))
@@ -147,7 +153,7 @@ def test_several_processes_find_an_empty_database_at_once(empty_database_url: st
         worker.join(timeout=120)
     store = Store(empty_database_url)
     with store.read() as connection:
-        assert [account.name for account in book.all_accounts(connection)] == names
+        assert [account.name for account in ledger_repository.all_accounts(connection)] == names
         assert differences(connection) == []
     store.close()
 
@@ -159,7 +165,7 @@ def test_a_database_of_a_newer_gpuspawner_is_left_alone(empty_database_url: str)
     store.close()
     older = Store(empty_database_url)
     with pytest.raises(ConfigError, match="of version 9999, which this gpuspawner does"):
-        older.run(book.all_accounts)
+        older.run(ledger_repository.all_accounts)
     older.close()
 
 
@@ -168,7 +174,7 @@ def test_an_sqlite_database_is_the_hubs_alone(tmp_path: Path) -> None:
     path = tmp_path / "gpu spawner #1 100%.sqlite"
     store = Store(f"sqlite:///{path}")
     with store.write() as connection:
-        book.open_account(connection, "member:anna", T0)
+        ledger_repository.open_account(connection, "member:anna", T0)
         modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()}
     store.close()
     assert modes == {path.name + end: 0o600 for end in ("", "-wal", "-shm")}
@@ -186,7 +192,7 @@ def test_a_database_of_an_earlier_version_keeps_its_leases_and_ledger(
 
     broker = open_broker(empty_database_url, Clock())
     with broker.store.read() as connection:
-        assert migrate.revision(connection) == head()
+        assert upgrades.revision(connection) == head()
         assert differences(connection) == []
         assert triggers(connection) == APPEND_ONLY[broker.store.dialect]
         # Of tickets there was only the table at first: nothing ever wrote one.
@@ -194,8 +200,11 @@ def test_a_database_of_an_earlier_version_keeps_its_leases_and_ledger(
         for table in set(before) - unwritten - {"gpuspawner_version"}:
             columns, rows = before[table]
             assert contents(connection, table, columns) == rows, table
-        assert len(tickets.waiting(connection)) == (version != "0001")
-        past, running = leases.get(connection, "past"), leases.get(connection, "open")
+        assert len(queue_repository.waiting_tickets(connection)) == (version != "0001")
+        past, running = (
+            leases_repository.get(connection, "past"),
+            leases_repository.get(connection, "open"),
+        )
     assert (past.state, past.ended_at, past.charged) == (LeaseState.ENDED, HOUR_AGO, 4 * MICRO)
     assert (running.server, running.uuids) == (ServerRef("anna"), ("GPU-a", "GPU-b"))
     assert (running.started_at, running.ticket_id, running.outcome) == (HOUR_AGO, None, "")
@@ -234,7 +243,7 @@ def test_several_processes_find_a_database_of_an_earlier_version(
     store = Store(empty_database_url)
     with store.read() as connection:
         assert differences(connection) == []
-        assert leases.get(connection, "open").state is LeaseState.RUNNING
+        assert leases_repository.get(connection, "open").state is LeaseState.RUNNING
     store.close()
 
 
@@ -254,13 +263,13 @@ def test_an_upgrade_that_fails_changes_nothing(
     monkeypatch.setattr(sa.schema.CreateTable, "__init__", fail)
     store = Store(empty_database_url)
     with pytest.raises(KeyboardInterrupt):
-        store.run(book.all_accounts)
+        store.run(ledger_repository.all_accounts)
     store.close()
     monkeypatch.undo()
 
     engine = sa.create_engine(empty_database_url)
     with engine.connect() as connection:
-        assert migrate.revision(connection) == version
+        assert upgrades.revision(connection) == version
         assert set(sa.inspect(connection).get_table_names()) == set(before)
         for table, (columns, rows) in before.items():
             assert contents(connection, table, columns) == rows, table

@@ -17,17 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.broker.broker import utcnow
-from gpuspawner.cli import main
-from gpuspawner.cli.check_clocks import check_clock
+from gpuspawner.cli.app import main
+from gpuspawner.cli.check_servers import check_clock
 from gpuspawner.cli.check_slurm import check_sampler
-from gpuspawner.engines.probe import Status
+from gpuspawner.engines.preflight import Status
+from gpuspawner.monitoring.models import Sample
+from gpuspawner.services import utcnow
 from gpuspawner.slurm import telemetry
 from gpuspawner.slurm.cluster import TLS, Cluster, Node, NodeDevice
-from gpuspawner.slurm.sampler import Recorder
-from gpuspawner.slurm.samples import MOST_BYTES
+from gpuspawner.slurm.sampler import MOST_BYTES, Recorder
 from gpuspawner.slurm.telemetry import NodesSampler, seconds_ahead
-from gpuspawner.telemetry import Sample
 from tests.support.clocks import apart
 from tests.support.gate import Gate
 from tests.support.node_sampler import NodeSampler

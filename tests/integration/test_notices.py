@@ -10,21 +10,16 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
+from gpuspawner.core.units import MICRO, format_credits
+from gpuspawner.db import schema as db_schema
+from gpuspawner.db.engine import Store
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.ledger.models import member_account
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import (
-    MICRO,
-    Lease,
-    Notice,
-    NoticeKind,
-    Request,
-    ServerRef,
-    format_credits,
-    member_account,
-)
-from gpuspawner.store import Store, schema
-from gpuspawner.store import notices as rows
-from gpuspawner.store.notices import Choice, Outcome
+from gpuspawner.notifications import repository as notifications_repository
+from gpuspawner.notifications.models import Notice, NoticeKind
+from gpuspawner.notifications.repository import ChannelChoice, Outcome
+from gpuspawner.services import Broker
 from tests.support.rounds import (
     GRACE,
     START,
@@ -80,7 +75,7 @@ async def test_several_who_tell_the_same_at_once(database_url: str, clock: Clock
 
     def add(store: Store) -> bool:
         with store.write() as connection:
-            return rows.add(connection, NOTICE)
+            return notifications_repository.add(connection, NOTICE)
 
     said = await asyncio.gather(*(asyncio.to_thread(add, store) for store in stores * 3))
     assert sorted(said) == [False] * 11 + [True]
@@ -90,7 +85,7 @@ async def test_several_who_tell_the_same_at_once(database_url: str, clock: Clock
 
 def test_what_is_told_is_gone_with_its_transaction(broker: Broker) -> None:
     with pytest.raises(ZeroDivisionError), broker.store.write() as connection:
-        assert rows.add(connection, NOTICE)
+        assert notifications_repository.add(connection, NOTICE)
         raise ZeroDivisionError
     assert broker.notices_of("ada") == []
 
@@ -110,7 +105,9 @@ def test_what_is_unsent_comes_in_order(broker: Broker, clock: Clock) -> None:
 def test_many_are_read_at_once(broker: Broker) -> None:
     with broker.store.write() as connection:
         for number in range(1203):
-            rows.add(connection, replace(NOTICE, key=str(number), user=f"user{number}"))
+            notifications_repository.add(
+                connection, replace(NOTICE, key=str(number), user=f"user{number}")
+            )
     ids = broker.unsent(1)
     assert len(ids) == 1203
     choose(broker, "user7")
@@ -121,19 +118,21 @@ def test_many_are_read_at_once(broker: Broker) -> None:
 
 def test_choices_are_kept_by_channel(broker: Broker) -> None:
     assert broker.choices("ada") == {}
-    mail = Choice("mail", "ada@lab.example", frozenset({NoticeKind.TURN, NoticeKind.STOPPED}))
-    broker.choose("ada", [mail, Choice("chat", "@ada", frozenset(NoticeKind))])
-    broker.choose("bob", [Choice("mail", "bob@lab.example")])
+    mail = ChannelChoice(
+        "mail", "ada@lab.example", frozenset({NoticeKind.TURN, NoticeKind.STOPPED})
+    )
+    broker.choose("ada", [mail, ChannelChoice("chat", "@ada", frozenset(NoticeKind))])
+    broker.choose("bob", [ChannelChoice("mail", "bob@lab.example")])
     assert broker.choices("ada")["mail"] == mail
-    broker.choose("ada", [Choice("chat")])
-    assert broker.choices("ada") == {"mail": mail, "chat": Choice("chat")}
+    broker.choose("ada", [ChannelChoice("chat")])
+    assert broker.choices("ada") == {"mail": mail, "chat": ChannelChoice("chat")}
     assert set(broker.choices("bob")) == {"mail"}
 
 
 def test_a_kind_that_this_version_does_not_know_is_left_out(broker: Broker) -> None:
-    broker.choose("ada", [Choice("mail", "a@b.example", frozenset({NoticeKind.TURN}))])
+    broker.choose("ada", [ChannelChoice("mail", "a@b.example", frozenset({NoticeKind.TURN}))])
     with broker.store.write() as connection:
-        connection.execute(sa.update(schema.notice_choices).values(kinds="turn moon"))
+        connection.execute(sa.update(db_schema.notice_choices).values(kinds="turn moon"))
     assert broker.choices("ada")["mail"].kinds == {NoticeKind.TURN}
 
 

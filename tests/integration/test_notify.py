@@ -19,11 +19,11 @@ from tornado import web
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
-from gpuspawner.accounting.notify import Notifier
-from gpuspawner.broker import Broker
-from gpuspawner.errors import ConfigError, StoreUnavailable
-from gpuspawner.model import NoticeKind
-from gpuspawner.store.notices import Choice, failing
+from gpuspawner.core.errors import ConfigError, StoreUnavailable
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.notifications.repository import ChannelChoice, failing
+from gpuspawner.service.notifier import Notifier
+from gpuspawner.services import Broker
 from tests.support.mail import MailServer, certificate
 from tests.support.processes import REPO, free_port
 from tests.support.rounds import Clock, open_broker
@@ -114,7 +114,7 @@ async def test_who_chose_nothing_is_told_by_the_default(broker: Broker, mail: Ma
         "channels": {"mail": mail.url},
         "default_channels": {"mail": "{user}@lab.example"},
     }
-    broker.choose("bob", [Choice("mail")])
+    broker.choose("bob", [ChannelChoice("mail")])
     async with notifying(broker, **settings):
         for user in ("bob", "a b", "ada"):
             await sent(broker, tell(broker, user))
@@ -246,7 +246,7 @@ async def test_after_a_restart_only_what_failed_is_sent_again(
 ) -> None:
     channels = {"mail": mail.url, "chat": f"json://127.0.0.1:{chat.port}/hook"}
     choose(broker, "ada")
-    broker.choose("ada", [Choice("chat", "", frozenset({NoticeKind.TURN}))])
+    broker.choose("ada", [ChannelChoice("chat", "", frozenset({NoticeKind.TURN}))])
     chat.status = 500
     async with notifying(broker, channels=channels, retry_seconds=[3600, 3600]):
         notice = await tried(broker, tell(broker))
@@ -325,7 +325,7 @@ def test_a_mistake_in_the_settings_is_a_sentence(broker: Broker) -> None:
         "JUPYTERHUB_API_TOKEN": "none",
     }
     service = subprocess.run(
-        [sys.executable, "-m", "gpuspawner.accounting"],
+        [sys.executable, "-m", "gpuspawner.service"],
         env={**os.environ, **environment},
         cwd=REPO,
         capture_output=True,
@@ -394,7 +394,7 @@ async def test_a_whole_url_can_be_a_secret(broker: Broker, chat: Chat, tmp_path:
     secret = tmp_path / "url"
     secret.write_text(f"json://127.0.0.1:{chat.port}/T0/B1/x?:key=a%20b\n")
     secret.chmod(0o600)
-    broker.choose("ada", [Choice("team", "", frozenset({NoticeKind.TURN}))])
+    broker.choose("ada", [ChannelChoice("team", "", frozenset({NoticeKind.TURN}))])
     async with notifying(broker, channels={"team": f"{{file:{secret}}}"}):
         await sent(broker, tell(broker))
     assert chat.posted[0][0].startswith("/T0/B1/x")

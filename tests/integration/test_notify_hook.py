@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gpuspawner.broker import Broker
+from gpuspawner.services import Broker
 from tests.support.processes import command_of, free_port
 from tests.support.rounds import Clock, open_broker
 from tests.support.telling import choose, notifying, sent, tell, tried

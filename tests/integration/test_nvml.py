@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner import pool
-from gpuspawner.devices import base
-from gpuspawner.model import Request
+from gpuspawner.devices import placement, source
+from gpuspawner.leases.models import Request
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine, as_devices, links, reasons, statuses
 from tests.support.nvml.nvml_library import GIB, gpus, mig_gpu
@@ -96,8 +95,8 @@ def test_memory_that_no_process_holds_occupies_too(machine: Machine) -> None:
     machine.has(first, second)
     devices = as_devices(machine.look())
     assert [d.held_bytes for d in devices] == [5 * GIB, 0]
-    assert [pool.occupied(d, ()) for d in devices] == [True, False]
-    assert [p.uuid for p in pool.free_places(devices, ())] == [second.uuid]
+    assert [placement.occupied(d, ()) for d in devices] == [True, False]
+    assert [p.uuid for p in placement.free_places(devices, ())] == [second.uuid]
 
 
 def test_a_compute_process_occupies_and_one_that_only_draws_does_not(machine: Machine) -> None:
@@ -107,9 +106,9 @@ def test_a_compute_process_occupies_and_one_that_only_draws_does_not(machine: Ma
     both.compute, both.graphics = [(103, -1)], [(103, GIB)]
     machine.has(computing, drawing, both)
     devices = as_devices(machine.look())
-    assert [pool.occupied(d, ()) for d in devices] == [True, False, True]
+    assert [placement.occupied(d, ()) for d in devices] == [True, False, True]
     assert devices[2].processes[0].used_memory_bytes is None
-    assert [p.uuid for p in pool.free_places(devices, ())] == [drawing.uuid]
+    assert [p.uuid for p in placement.free_places(devices, ())] == [drawing.uuid]
 
 
 def test_processes_come_and_go(machine: Machine) -> None:
@@ -212,9 +211,12 @@ def test_instances_are_devices_and_their_gpu_is_the_parent(machine: Machine) -> 
 def test_an_instance_is_leased_and_its_parent_never(machine: Machine) -> None:
     machine.has(mig_gpu(0, 1))
     devices = as_devices(machine.look())
-    (place,) = pool.choose(Request(devices=1, model="A100"), devices, (), {})
+    (place,) = placement.choose(Request(devices=1, model="A100"), devices, (), {})
     assert place.uuid.startswith("MIG-00000000")
-    assert {p.uuid[:12] for p in pool.free_places(devices, ())} == {"MIG-00000000", "MIG-00000001"}
+    assert {p.uuid[:12] for p in placement.free_places(devices, ())} == {
+        "MIG-00000000",
+        "MIG-00000001",
+    }
 
 
 # Topology.
@@ -225,11 +227,11 @@ def test_pcie_steps_follow_the_scale(machine: Machine) -> None:
     levels = {(0, 1): 0, (0, 2): 10, (0, 3): 20, (0, 4): 30, (0, 5): 40, (0, 6): 50}
     machine.has(*fleet, levels=levels)
     assert links(machine.look(), fleet) == {
-        (0, 2): base.PIX,
-        (0, 3): base.PXB,
-        (0, 4): base.PHB,
-        (0, 5): base.NODE,
-        (0, 6): base.SYS,
+        (0, 2): source.PIX,
+        (0, 3): source.PXB,
+        (0, 4): source.PHB,
+        (0, 5): source.NODE,
+        (0, 6): source.SYS,
     }
 
 
@@ -240,7 +242,7 @@ def test_nvlinks_are_counted_and_outweigh_pcie(machine: Machine) -> None:
     fleet[2].nvlinks = [fleet[0].bus] * 2 + ["00000007:99:00.0"]
     machine.has(*fleet, levels={(0, 1): 50, (2, 3): 10})
     found = links(machine.look(), fleet)
-    assert found == {(0, 1): base.nvlinks(4), (0, 2): base.nvlinks(2), (2, 3): base.PIX}
+    assert found == {(0, 1): source.nvlinks(4), (0, 2): source.nvlinks(2), (2, 3): source.PIX}
 
 
 @pytest.mark.parametrize("mute", [0, 1])
@@ -249,7 +251,7 @@ def test_a_link_that_only_one_side_tells_of_counts(machine: Machine, mute: int) 
     fleet[0].nvlinks, fleet[1].nvlinks = [fleet[1].bus] * 3, [fleet[0].bus] * 3
     fleet[mute].fails = {"nvmlDeviceGetNvLinkState": nvml.NOT_SUPPORTED}
     machine.has(*fleet)
-    assert links(machine.look(), fleet) == {(0, 1): base.nvlinks(3)}
+    assert links(machine.look(), fleet) == {(0, 1): source.nvlinks(3)}
 
 
 def test_links_to_a_switch_join_everyone_on_it(machine: Machine) -> None:
@@ -258,9 +260,9 @@ def test_links_to_a_switch_join_everyone_on_it(machine: Machine) -> None:
         gpu.nvlinks = ["switch"] * count
     machine.has(*fleet)
     assert links(machine.look(), fleet) == {
-        (0, 1): base.nvlinks(12),
-        (0, 2): base.nvlinks(6),
-        (1, 2): base.nvlinks(6),
+        (0, 1): source.nvlinks(12),
+        (0, 2): source.nvlinks(6),
+        (1, 2): source.nvlinks(6),
     }
 
 
@@ -270,7 +272,7 @@ def test_the_pool_picks_the_pair_that_nvlink_joins(machine: Machine) -> None:
     machine.has(*fleet, levels={(0, 1): 10, (2, 3): 10, (0, 2): 50})
     inventory = machine.look()
     keyed = {(a, b): n for a, b, n in inventory["links"]}
-    places = pool.choose(Request(devices=2), as_devices(inventory), (), keyed)
+    places = placement.choose(Request(devices=2), as_devices(inventory), (), keyed)
     assert [p.uuid for p in places] == [fleet[1].uuid, fleet[3].uuid]
 
 
@@ -281,7 +283,7 @@ def test_topology_is_read_once_for_each_set_of_gpus(machine: Machine) -> None:
     machine.has(*fleet, levels={(0, 1): 50})
     assert links(machine.look(), fleet) == before
     machine.has(*fleet[:2], levels={(0, 1): 20})
-    assert links(machine.look(), fleet) == {(0, 1): base.PXB}
+    assert links(machine.look(), fleet) == {(0, 1): source.PXB}
 
 
 def test_importing_and_making_the_source_touches_no_driver(library: Path, tmp_path: Path) -> None:

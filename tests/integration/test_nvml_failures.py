@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.devices import base
+from gpuspawner.devices import source
 from gpuspawner.devices.nvml import HANGING
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine, links, reasons, statuses
@@ -222,8 +222,8 @@ def test_a_topology_that_fails_costs_closeness_only_and_is_asked_again(
     machine.has(*fleet, levels={(0, 1): 10}, fails={call: nvml.UNKNOWN})
     inventory = machine.look()
     assert set(statuses(inventory).values()) == {"ok"}
-    whole = {(0, 1): base.nvlinks(1)}
-    by_pcie = {(0, 1): base.PIX}
+    whole = {(0, 1): source.nvlinks(1)}
+    by_pcie = {(0, 1): source.PIX}
     assert links(inventory, fleet) == (by_pcie if "NvLink" in call else whole)
     machine.has(*fleet, levels={(0, 1): 10})
     assert links(machine.look(), fleet) == whole
@@ -318,10 +318,10 @@ def test_closing_lets_go_and_the_next_look_opens_again(machine: Machine) -> None
 
 HUB = """
 import asyncio, json, sys
-from gpuspawner.broker import Broker
+from gpuspawner.services import Broker
 from gpuspawner.devices import nvml
-from gpuspawner.errors import GPUSpawnerError
-from gpuspawner.model import Request, ServerRef
+from gpuspawner.core.errors import GPUSpawnerError
+from gpuspawner.leases.models import Request, ServerRef
 
 broker = Broker(database_url=sys.argv[1], device_source="nvml", refresh_seconds=0)
 pages = []

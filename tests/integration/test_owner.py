@@ -16,13 +16,12 @@ import pytest
 import sqlalchemy as sa
 from traitlets.config import Config
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.broker.hub import hub_broker
-from gpuspawner.errors import AnotherHubGrants, ConfigError, NotTheOwner
-from gpuspawner.model import Request, ServerRef
-from gpuspawner.pages.site import CatalogPages
-from gpuspawner.store.granter import Granter
-from gpuspawner.store.identity import identity_file, make_identity, read_identity
+from gpuspawner.core.errors import AnotherHubGrants, ConfigError, NotTheOwner
+from gpuspawner.db.leader import Granter, identity_file, make_identity, read_identity
+from gpuspawner.hub_pages.handlers import CatalogPages
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker, hub_broker
 from tests.support.processes import REPO, wait_for
 from tests.support.rounds import ScriptedHub, make_tick
 

@@ -10,10 +10,14 @@ from typing import TypeVar
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.errors import NoDeviceFree
-from gpuspawner.model import Lease, LeasedDevice, Place, ServerRef
-from gpuspawner.pool import texts
-from gpuspawner.store import Store, book, closures, granting, leases
+from gpuspawner.core.errors import NoDeviceFree
+from gpuspawner.db.engine import Store
+from gpuspawner.devices import closures
+from gpuspawner.devices.placement import texts
+from gpuspawner.leases import allocation
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, LeasedDevice, ServerRef, Slot
+from gpuspawner.ledger import repository as ledger_repository
 
 from .test_store import T0
 
@@ -22,7 +26,7 @@ T = TypeVar("T")
 FREES = """
 import sys
 from datetime import datetime, timezone
-from gpuspawner.store import Store, leases
+from gpuspawner.db.engine import Store; from gpuspawner.leases import repository as leases
 with Store(sys.argv[1]).write() as connection:
     leases.end(connection, sys.argv[2], datetime.now(timezone.utc), "stopped", charged=0)
 """
@@ -39,7 +43,7 @@ def database_url(each_database_url: str) -> str:
 def store(database_url: str) -> Iterator[Store]:
     store = Store(database_url)
     with store.write() as connection:
-        book.open_account(connection, "member:anna", T0)
+        ledger_repository.open_account(connection, "member:anna", T0)
     yield store
     store.close()
 
@@ -63,19 +67,21 @@ def inside(store: Store, work: Callable[[sa.Connection], T]) -> T:
 
 
 def grant(store: Store, name: str, uuid: str, slot: int = 0) -> None:
-    inside(store, lambda connection: leases.insert(connection, lease(name, uuid, slot)))
+    inside(store, lambda connection: leases_repository.insert(connection, lease(name, uuid, slot)))
 
 
 def end(store: Store, name: str) -> None:
-    inside(store, lambda connection: leases.end(connection, name, T0, "stopped", charged=0))
+    inside(
+        store, lambda connection: leases_repository.end(connection, name, T0, "stopped", charged=0)
+    )
 
 
 def seen(store: Store) -> set[str]:
     """What the next grant takes for taken; it must be what is in the rows."""
 
     def look(connection: sa.Connection) -> set[str]:
-        taken = granting.read(connection, ServerRef("bert"), "member:anna").taken
-        assert taken == leases.places_taken(connection)
+        taken = allocation.read(connection, ServerRef("bert"), "member:anna").taken
+        assert taken == leases_repository.places_taken(connection)
         return set(taken)
 
     return inside(store, look)
@@ -88,7 +94,7 @@ def test_what_a_hub_itself_grants_and_ends_is_seen(store: Store) -> None:
     end(store, "lease-2")
     end(store, "lease-5")
     end(store, "lease-5")
-    assert seen(store) == texts(Place("GPU-1", slot) for slot in (0, 1, 3, 4))
+    assert seen(store) == texts(Slot("GPU-1", slot) for slot in (0, 1, 3, 4))
 
 
 def test_an_end_that_comes_twice_frees_nobody_elses_place(store: Store) -> None:
@@ -104,7 +110,7 @@ def test_what_others_write_is_seen(store: Store) -> None:
     grant(store, "one", "GPU-1")
     assert seen(store) == {"GPU-1:0"}
     with store.write() as connection:  # a thread that is none of the store's
-        leases.insert(connection, lease("two", "GPU-2"))
+        leases_repository.insert(connection, lease("two", "GPU-2"))
     assert seen(store) == {"GPU-1:0", "GPU-2:0"}
     grant(store, "three", "GPU-3")
     subprocess.run([sys.executable, "-c", FREES, store.url, "one"], check=True, timeout=60)
@@ -118,8 +124,8 @@ def test_what_was_not_committed_is_not_seen(store: Store) -> None:
     assert seen(store) == {"GPU-1:0"}
 
     def undone(connection: sa.Connection) -> None:
-        leases.end(connection, "one", T0, "stopped", charged=0)
-        leases.insert(connection, lease("two", "GPU-2"))
+        leases_repository.end(connection, "one", T0, "stopped", charged=0)
+        leases_repository.insert(connection, lease("two", "GPU-2"))
         raise RuntimeError("the power is cut")
 
     with pytest.raises(RuntimeError, match="power"):

@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.errors import StoreUnavailable
-from gpuspawner.store import leases
-from gpuspawner.store import store as store_module
+from gpuspawner.core.errors import StoreUnavailable
+from gpuspawner.db import engine as db_engine
+from gpuspawner.leases import repository as leases_repository
 from tests.support.broken_stores import assert_unavailable, assert_works, in_use
 from tests.support.brokers import open_broker
 from tests.support.postgres import PrivatePostgres
@@ -24,7 +24,7 @@ from tests.support.postgres import PrivatePostgres
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits ten seconds for a lock in a test."""
-    monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.3)
+    monkeypatch.setattr(db_engine, "BUSY_SECONDS", 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_postgresql_stops_within_a_transaction(server: PrivatePostgres) -> None:
     with in_use(server.fresh_database()) as broker:
         before = broker.open_leases()[0]
         with pytest.raises(StoreUnavailable), broker.store.write() as connection:
-            leases.end(connection, before.id, before.granted_at, "half", charged=0)
+            leases_repository.end(connection, before.id, before.granted_at, "half", charged=0)
             server.halt()
         server.start()
         assert broker.open_leases() == [before]
@@ -96,7 +96,7 @@ def test_a_connection_that_is_lost_before_the_commit(throw_out: ThrowOut) -> Non
 
         def write() -> None:
             with broker.store.write() as connection:
-                leases.end(connection, before.id, before.granted_at, "half", charged=0)
+                leases_repository.end(connection, before.id, before.granted_at, "half", charged=0)
                 all_others()
 
         for run in (write, lambda: broker.store.executor.submit(write).result()):
@@ -123,11 +123,11 @@ def test_nothing_goes_on_after_a_transaction_was_lost(throw_out: ThrowOut) -> No
 
         def careless() -> None:
             with broker.store.write() as connection:
-                leases.end(connection, before.id, before.granted_at, "half", charged=0)
+                leases_repository.end(connection, before.id, before.granted_at, "half", charged=0)
                 all_others()
                 with suppress(sa.exc.DBAPIError):
-                    leases.get(connection, before.id)
-                leases.end(connection, before.id, before.granted_at, "half", charged=0)
+                    leases_repository.get(connection, before.id)
+                leases_repository.end(connection, before.id, before.granted_at, "half", charged=0)
 
         for run in (careless, broker.store.executor.submit(careless).result):
             with pytest.raises(StoreUnavailable):

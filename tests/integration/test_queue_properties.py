@@ -17,8 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import (
+from gpuspawner.core.errors import (
     GrantingPaused,
     NoCredits,
     NoDeviceFree,
@@ -27,7 +26,10 @@ from gpuspawner.errors import (
     TooManyTickets,
     TooMuchAsked,
 )
-from gpuspawner.model import Lease, Request, ServerRef, Ticket
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, open_broker, problems
 from tests.support.postgres import PrivatePostgres
 from tests.support.tier import SOAK, Rounds

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO
+from gpuspawner.core.units import MICRO
+from gpuspawner.services import Broker
 from tests.support import racers
 from tests.support.brokers import acquire, books, open_broker, problems
 from tests.support.tier import Rounds

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.store import tickets
+from gpuspawner.queue import repository as queue_repository
+from gpuspawner.services import Broker
 from tests.support import racing_line
 from tests.support.brokers import open_broker, problems
 from tests.support.racers import together
@@ -41,7 +41,7 @@ def check(
     assert Counter(lease.ticket_id for lease in leases) == Counter(started)
     assert max(Counter(started).values()) == 1, "none is granted twice"
     with broker.store.read() as connection:
-        found = {ticket.id: ticket for ticket in tickets.some(connection, ids)}
+        found = {ticket.id: ticket for ticket in queue_repository.some_tickets(connection, ids)}
     granted = {ticket.id for ticket in found.values() if ticket.outcome == "granted"}
     cancelled = {ticket.id for ticket in found.values() if ticket.outcome == "cancelled"}
     assert granted == set(started)

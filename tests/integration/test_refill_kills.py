@@ -9,8 +9,8 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO
+from gpuspawner.core.units import MICRO
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, open_broker, problems
 from tests.support.processes import REPO
 from tests.support.tier import Rounds
@@ -21,7 +21,7 @@ MEMBERS, DAYS = 12, 40
 SERVICE = """
 import sys
 from datetime import datetime
-from gpuspawner.broker import Broker
+from gpuspawner.services import Broker
 now = datetime.fromisoformat(sys.argv[2])
 broker = Broker(database_url=sys.argv[1], device_source="simulated:1xT4", clock=lambda: now)
 print("ready", flush=True)

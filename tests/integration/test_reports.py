@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import NoDeviceFree, UnknownAccount, UnknownLease
+from gpuspawner.core.errors import NoDeviceFree, UnknownAccount, UnknownLease
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState
+from gpuspawner.ledger import statements, totals
+from gpuspawner.ledger.models import member_account
 from gpuspawner.ledger.rules import owed
-from gpuspawner.ledger.usage import Kind, Use
-from gpuspawner.model import MICRO, Lease, LeaseState, member_account
-from gpuspawner.store import statements, totals
+from gpuspawner.ledger.usage import Kind, LeaseUse
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, open_broker, problems, running
 
 DAY = timedelta(days=1)
@@ -235,9 +237,9 @@ def test_the_trail_is_searched_and_paged(broker: Broker) -> None:
 
 def by_hand(
     leases: list[Lease], start: datetime, end: datetime, now: datetime
-) -> dict[str, dict[str, Use]]:
+) -> dict[str, dict[str, LeaseUse]]:
     """By each name of a kind."""
-    found: dict[str, dict[str, Use]] = {name: {} for name in Kind._fields}
+    found: dict[str, dict[str, LeaseUse]] = {name: {} for name in Kind._fields}
     for lease in leases:
         began, ended = lease.started_at, lease.ended_at or now
         if not began or began >= end or ended <= start:
@@ -248,10 +250,10 @@ def by_hand(
         models = sorted({device.model for device in lease.devices})
         model = models[0] if len(models) == 1 else ("several models" if models else "")
         kind = Kind(lease.server.user, lease.group, lease.account, lease.environment, model)
-        use = Use(micros, cost, int(start <= began))
+        use = LeaseUse(micros, cost, int(start <= began))
         for name, sums in found.items() if any(use) else ():
             key = getattr(kind, name)
-            sums[key] = sums.get(key, Use()).plus(use)
+            sums[key] = sums.get(key, LeaseUse()).plus(use)
     return found
 
 
@@ -281,7 +283,7 @@ def test_use_is_the_sum_of_the_leases(past: Broker, clock: Clock) -> None:
     for bounds in BOUNDS.values():
         mine = past.use_of_account(account, bounds)
         for use, (start, end) in zip(mine, pairwise(bounds), strict=True):
-            assert use == by_hand(leases, start, end, clock())["account"].get(account, Use())
+            assert use == by_hand(leases, start, end, clock())["account"].get(account, LeaseUse())
 
 
 def test_a_long_session_is_a_part_of_each_of_its_days(broker: Broker, clock: Clock) -> None:
@@ -304,9 +306,9 @@ def test_a_long_session_is_a_part_of_each_of_its_days(broker: Broker, clock: Clo
         for found, (start, end) in zip(
             broker.use_by(bounds, "user"), pairwise(bounds), strict=True
         ):
-            empty = found.pop("cleo", Use())
+            empty = found.pop("cleo", LeaseUse())
             assert found == by_hand(leases, start, end, clock())["user"]
-            assert empty == Use(sessions=int(start <= clock.now - 36 * DAY < end))
+            assert empty == LeaseUse(sessions=int(start <= clock.now - 36 * DAY < end))
 
 
 def test_a_session_that_is_refunded_is_added_up_anew(past: Broker) -> None:
@@ -343,7 +345,7 @@ def test_many_that_nobody_added_up_are_added_up_before_the_answer(
     """After an upgrade of a site of years, nobody reads all its leases for one page."""
     bounds = [MONDAY, MONDAY + 4 * WEEK]
     expected = past.use_by(bounds, "user")
-    monkeypatch.setattr("gpuspawner.broker.reports.MOST_LEFT", 5)
+    monkeypatch.setattr("gpuspawner.ledger.reports.MOST_LEFT", 5)
     assert past.store.run(lambda c: totals.left(c, 1000)) > 5
     assert past.use_by(bounds, "user") == expected
     assert past.store.run(lambda c: totals.left(c, 1000)) == 0

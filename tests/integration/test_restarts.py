@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.broker.restarting import KEPT
-from gpuspawner.errors import CannotRestart, GPUSpawnerError, NoDeviceFree
-from gpuspawner.model import Lease, LeaseState, NoticeKind, Request, ServerRef, Ticket
-from gpuspawner.telemetry import DeviceUse
+from gpuspawner.core.errors import CannotRestart, GPUSpawnerError, NoDeviceFree
+from gpuspawner.leases.gpu_loss import KEPT
+from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
+from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, acquire, open_broker, problems, running, states
 
 ADA = ServerRef("ada")

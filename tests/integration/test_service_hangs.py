@@ -7,12 +7,12 @@ import os
 import signal
 from pathlib import Path
 
-from gpuspawner.accounting.watchdog import EXIT_STATUS
+from gpuspawner.service.supervisor import EXIT_STATUS
 from tests.support.processes import wait_for
 from tests.support.service_process import ServiceProcess
 
 FAILS_ONCE = """
-from gpuspawner.accounting.use import SamplesUse
+from gpuspawner.service.device_monitor import SamplesUse
 known, calls = SamplesUse._owners, []
 async def owners(self, *args):
     calls.append(args)
@@ -24,7 +24,7 @@ SamplesUse._owners = owners
 
 HANGS = """
 import signal, time
-from gpuspawner.accounting import watchdog
+from gpuspawner.service import supervisor as watchdog
 watchdog.HANGS_SECONDS, watchdog.STEP_SECONDS = 2.0, 0.1
 def hang_for_good(*_):
     while True:

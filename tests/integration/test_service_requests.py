@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import requests
 
-from gpuspawner.web.limits import BODY_BYTES, HEADER_BYTES
+from gpuspawner.web.app import BODY_BYTES, HEADER_BYTES
 from tests.support.attack_hub import Door, doors
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.processes import PATIENCE, wait_for
@@ -130,7 +130,7 @@ def _send(
 
 HOSTILE = 1000
 MOST_BYTES = 256 * 1024 * 1024
-"""What :mod:`gpuspawner.web.limits` says that so many connections hold at the most."""
+"""What :mod:`gpuspawner.web.app` says that so many connections hold at the most."""
 
 
 def test_a_thousand_hostile_connections_hold_little_memory(service: ServiceProcess) -> None:
@@ -185,7 +185,7 @@ def _is_refused_early(service: ServiceProcess, path: str, user: str, **sent: Any
 
 def test_a_request_that_is_never_finished_is_ended(processes: None, tmp_path: Path) -> None:
     head = f"POST {PREFIX}payer HTTP/1.1\r\nHost: x\r\n".encode()
-    quick = "from gpuspawner.web import limits\nlimits.HEADER_SECONDS = limits.BODY_SECONDS = 0.5"
+    quick = "from gpuspawner.web import app\napp.HEADER_SECONDS = app.BODY_SECONDS = 0.5"
     with ServiceProcess(tmp_path, before=quick) as service, ExitStack() as stack:
         for sent in (b"", head, head + b"Content-Length: 10\r\n\r\nabc"):
             connection = socket.create_connection(("127.0.0.1", service.port), timeout=60)
@@ -195,7 +195,7 @@ def test_a_request_that_is_never_finished_is_ended(processes: None, tmp_path: Pa
 
 
 def test_connections_beyond_the_most_are_closed(processes: None, tmp_path: Path) -> None:
-    few = "from gpuspawner.web import limits\nlimits.MOST_CONNECTIONS = 10"
+    few = "from gpuspawner.web import app\napp.MOST_CONNECTIONS = 10"
     with ServiceProcess(tmp_path, before=few) as service:
         with ExitStack() as stack:
             opened = [

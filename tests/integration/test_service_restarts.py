@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.web.cookie_secret import NAME, read_cookie_secret, secret_file
+from gpuspawner.web.app import NAME, read_cookie_secret, secret_file
 from tests.support.hub import NAVIGATION
 from tests.support.service_process import PREFIX, ServiceProcess
 

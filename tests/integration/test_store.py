@@ -11,16 +11,19 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from gpuspawner.errors import (
+from gpuspawner.core.errors import (
     LedgerError,
     NoDeviceFree,
     ServerHasLease,
     UnknownAccount,
     UnknownLease,
 )
-from gpuspawner.ledger import rules
-from gpuspawner.model import Lease, LeasedDevice, LeaseState, Place, ServerRef
-from gpuspawner.store import Store, book, leases, schema
+from gpuspawner.db import schema as db_schema
+from gpuspawner.db.engine import Store
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState, ServerRef, Slot
+from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.ledger import rules as ledger_rules
 from tests.support.brokers import T0
 
 ANNA = "member:anna"
@@ -37,7 +40,7 @@ def store(database_url: str) -> Iterator[Store]:
     """An empty store in which anna has an account."""
     store = Store(database_url)
     with store.write() as connection:
-        book.open_account(connection, ANNA, T0)
+        ledger_repository.open_account(connection, ANNA, T0)
     yield store
     store.close()
 
@@ -82,37 +85,40 @@ def ticket_row(name: str, **changes: Any) -> dict[str, Any]:
 
 def test_a_slot_has_one_open_lease(store: Store) -> None:
     for name in ("one", "two"):
-        insert(store, schema.leases, **lease_row(name))
-    insert(store, schema.lease_places, **place_row("one"))
+        insert(store, db_schema.leases, **lease_row(name))
+    insert(store, db_schema.lease_places, **place_row("one"))
     with pytest.raises(IntegrityError):
-        insert(store, schema.lease_places, **place_row("two"))
-    insert(store, schema.lease_places, **place_row("two", slot=1))
-    insert(store, schema.lease_places, **place_row("two", uuid="GPU-2"))
-    assert count(store, schema.lease_places) == 3
+        insert(store, db_schema.lease_places, **place_row("two"))
+    insert(store, db_schema.lease_places, **place_row("two", slot=1))
+    insert(store, db_schema.lease_places, **place_row("two", uuid="GPU-2"))
+    assert count(store, db_schema.lease_places) == 3
 
 
 def test_no_update_gets_around_it(store: Store) -> None:
     for name, uuid in (("one", "GPU-1"), ("two", "GPU-2")):
-        insert(store, schema.leases, **lease_row(name))
-        insert(store, schema.lease_places, **place_row(name, uuid))
+        insert(store, db_schema.leases, **lease_row(name))
+        insert(store, db_schema.lease_places, **place_row(name, uuid))
     with pytest.raises(IntegrityError), store.write() as connection:
-        connection.execute(sa.update(schema.lease_places).values(uuid="GPU-1"))
+        connection.execute(sa.update(db_schema.lease_places).values(uuid="GPU-1"))
     with store.read() as connection:
-        assert leases.taken(connection) == {Place("GPU-1", 0): "one", Place("GPU-2", 0): "two"}
+        assert leases_repository.taken(connection) == {
+            Slot("GPU-1", 0): "one",
+            Slot("GPU-2", 0): "two",
+        }
 
 
 def test_an_ended_lease_frees_its_place_for_one(store: Store) -> None:
     for name in ("one", "two", "three"):
-        insert(store, schema.leases, **lease_row(name))
-    insert(store, schema.lease_places, **place_row("one"))
+        insert(store, db_schema.leases, **lease_row(name))
+    insert(store, db_schema.lease_places, **place_row("one"))
     with store.write() as connection:
-        leases.end(connection, "one", T0, "stopped", charged=0)
-    insert(store, schema.lease_places, **place_row("two"))
+        leases_repository.end(connection, "one", T0, "stopped", charged=0)
+    insert(store, db_schema.lease_places, **place_row("two"))
     with pytest.raises(IntegrityError):
-        insert(store, schema.lease_places, **place_row("three"))
+        insert(store, db_schema.lease_places, **place_row("three"))
     with pytest.raises(IntegrityError), store.write() as connection:
         # An ended lease does not come back while another has its place.
-        again = sa.update(schema.lease_places).where(schema.lease_places.c.lease_id == "one")
+        again = sa.update(db_schema.lease_places).where(db_schema.lease_places.c.lease_id == "one")
         connection.execute(again.values(open=True))
 
 
@@ -120,50 +126,50 @@ def test_an_ended_lease_frees_its_place_for_one(store: Store) -> None:
 
 
 def test_a_server_has_one_open_lease(store: Store) -> None:
-    insert(store, schema.leases, **lease_row("one", user="anna"))
+    insert(store, db_schema.leases, **lease_row("one", user="anna"))
     with pytest.raises(IntegrityError):
-        insert(store, schema.leases, **lease_row("two", user="anna", state="running"))
-    insert(store, schema.leases, **lease_row("named", user="anna", server_name="lab"))
-    insert(store, schema.leases, **lease_row("other", user="bert"))
+        insert(store, db_schema.leases, **lease_row("two", user="anna", state="running"))
+    insert(store, db_schema.leases, **lease_row("named", user="anna", server_name="lab"))
+    insert(store, db_schema.leases, **lease_row("other", user="bert"))
     with store.write() as connection:
-        leases.end(connection, "one", T0, "stopped", charged=0)
-    insert(store, schema.leases, **lease_row("two", user="anna"))
+        leases_repository.end(connection, "one", T0, "stopped", charged=0)
+    insert(store, db_schema.leases, **lease_row("two", user="anna"))
     with pytest.raises(IntegrityError), store.write() as connection:
         values = {"state": "running", "ended_at": None}
         connection.execute(
-            sa.update(schema.leases).where(schema.leases.c.id == "one").values(values)
+            sa.update(db_schema.leases).where(db_schema.leases.c.id == "one").values(values)
         )
 
 
 def test_a_server_has_one_waiting_ticket(store: Store) -> None:
-    insert(store, schema.tickets, **ticket_row("one"))
+    insert(store, db_schema.tickets, **ticket_row("one"))
     with pytest.raises(IntegrityError):
-        insert(store, schema.tickets, **ticket_row("two"))
-    insert(store, schema.tickets, **ticket_row("named", server_name="lab"))
+        insert(store, db_schema.tickets, **ticket_row("two"))
+    insert(store, db_schema.tickets, **ticket_row("named", server_name="lab"))
     with store.write() as connection:
         ended = {"state": "ended", "ended_at": T0, "outcome": "granted"}
-        only = schema.tickets.c.id == "one"
-        connection.execute(sa.update(schema.tickets).where(only).values(ended))
-    insert(store, schema.tickets, **ticket_row("two"))
+        only = db_schema.tickets.c.id == "one"
+        connection.execute(sa.update(db_schema.tickets).where(only).values(ended))
+    insert(store, db_schema.tickets, **ticket_row("two"))
 
 
 @pytest.mark.parametrize(
     ("table", "row"),
     [
-        (schema.leases, lease_row("one", state="ended")),
-        (schema.leases, lease_row("one", ended_at=T0)),
-        (schema.leases, lease_row("one", state="running", ended_at=T0)),
-        (schema.leases, lease_row("one", state="paused")),
-        (schema.leases, lease_row("one", rate=-1)),
-        (schema.leases, lease_row("one", hold=-1)),
-        (schema.leases, lease_row("one", charged=-1)),
-        (schema.leases, lease_row("one", account="member:nobody")),
-        (schema.tickets, ticket_row("one", state="ended")),
-        (schema.tickets, ticket_row("one", ended_at=T0)),
-        (schema.tickets, ticket_row("one", state="lost")),
-        (schema.lease_places, place_row("no such lease")),
+        (db_schema.leases, lease_row("one", state="ended")),
+        (db_schema.leases, lease_row("one", ended_at=T0)),
+        (db_schema.leases, lease_row("one", state="running", ended_at=T0)),
+        (db_schema.leases, lease_row("one", state="paused")),
+        (db_schema.leases, lease_row("one", rate=-1)),
+        (db_schema.leases, lease_row("one", hold=-1)),
+        (db_schema.leases, lease_row("one", charged=-1)),
+        (db_schema.leases, lease_row("one", account="member:nobody")),
+        (db_schema.tickets, ticket_row("one", state="ended")),
+        (db_schema.tickets, ticket_row("one", ended_at=T0)),
+        (db_schema.tickets, ticket_row("one", state="lost")),
+        (db_schema.lease_places, place_row("no such lease")),
         (
-            schema.devices,
+            db_schema.devices,
             {"uuid": "GPU-1", "index": 0, "model": "A100", "memory_bytes": 80, "slots": 0}
             | {"status": "ok", "observed_at": T0},
         ),
@@ -179,15 +185,17 @@ def test_rows_that_cannot_be(store: Store, table: sa.Table, row: dict[str, Any])
 
 
 def grant(key: str, amount: int = 5, account: str = ANNA) -> Any:
-    return rules.grant(account, amount, key=key, at=T0, actor="admin", reason="gift")
+    return ledger_rules.grant(account, amount, key=key, at=T0, actor="admin", reason="gift")
 
 
-@pytest.mark.parametrize("table", [schema.transfers, schema.postings], ids=lambda t: str(t.name))
+@pytest.mark.parametrize(
+    "table", [db_schema.transfers, db_schema.postings], ids=lambda t: str(t.name)
+)
 @pytest.mark.parametrize("verb", ["update", "delete"])
 def test_what_was_posted_never_changes(store: Store, table: sa.Table, verb: str) -> None:
     with store.write() as connection:
-        book.post(connection, grant("gift"))
-        before = book.all_transfers(connection)
+        ledger_repository.post(connection, grant("gift"))
+        before = ledger_repository.all_transfers(connection)
     change = {
         "update": sa.update(table).values(
             {"reason": "x"} if "reason" in table.c else {"amount": 9}
@@ -197,7 +205,7 @@ def test_what_was_posted_never_changes(store: Store, table: sa.Table, verb: str)
     with pytest.raises(IntegrityError, match="append-only"), store.write() as connection:
         connection.execute(change)
     with store.read() as connection:
-        assert book.all_transfers(connection) == before != []
+        assert ledger_repository.all_transfers(connection) == before != []
 
 
 # SQLite has no TRUNCATE.
@@ -210,25 +218,25 @@ def test_the_ledger_cannot_be_emptied_at_once(store: Store, table: str) -> None:
 
 def test_a_key_is_posted_once(store: Store) -> None:
     with store.write() as connection:
-        book.post(connection, grant("gift"))
+        ledger_repository.post(connection, grant("gift"))
     row = {"id": "other", "key": "gift", "kind": "grant", "at": T0, "actor": "a", "reason": "r"}
     with pytest.raises(IntegrityError):
-        insert(store, schema.transfers, **row)
-    insert(store, schema.transfers, **{**row, "key": "another"})
+        insert(store, db_schema.transfers, **row)
+    insert(store, db_schema.transfers, **{**row, "key": "another"})
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"transfer_id": "no such transfer", "account": ANNA, "amount": 1},
-        {"transfer_id": rules.transfer_id("gift"), "account": "member:nobody", "amount": 1},
+        {"transfer_id": ledger_rules.transfer_id("gift"), "account": "member:nobody", "amount": 1},
     ],
 )
 def test_a_posting_belongs_to_a_transfer_and_an_account(store: Store, row: dict[str, Any]) -> None:
     with store.write() as connection:
-        book.post(connection, grant("gift"))
+        ledger_repository.post(connection, grant("gift"))
     with pytest.raises(IntegrityError):
-        insert(store, schema.postings, **row)
+        insert(store, db_schema.postings, **row)
 
 
 # The same as domain errors, and nothing half-written.
@@ -250,30 +258,30 @@ def lease(name: str, user: str, *uuids: str) -> Lease:
 def test_a_transfer_of_a_lease_that_is_not_there_writes_nothing(store: Store) -> None:
     of_nothing = replace(grant("gift"), lease_id="no such lease")
     with pytest.raises(IntegrityError), store.write() as connection:
-        book.open_account(connection, "system:grants", T0)
-        book.post(connection, of_nothing)
-    assert count(store, schema.transfers) == count(store, schema.postings) == 0
+        ledger_repository.open_account(connection, "system:grants", T0)
+        ledger_repository.post(connection, of_nothing)
+    assert count(store, db_schema.transfers) == count(store, db_schema.postings) == 0
 
 
 def test_a_taken_place_is_a_sentence(store: Store) -> None:
     with store.write() as connection:
-        leases.insert(connection, lease("one", "anna", "GPU-1"))
+        leases_repository.insert(connection, lease("one", "anna", "GPU-1"))
     with (
         pytest.raises(NoDeviceFree, match="just taken by somebody else"),
         store.write() as connection,
     ):
-        leases.insert(connection, lease("two", "bert", "GPU-0", "GPU-1"))
+        leases_repository.insert(connection, lease("two", "bert", "GPU-0", "GPU-1"))
     with store.read() as connection:
-        assert leases.taken(connection) == {Place("GPU-1", 0): "one"}
+        assert leases_repository.taken(connection) == {Slot("GPU-1", 0): "one"}
         with pytest.raises(UnknownLease, match="no lease 'two'"):
-            leases.get(connection, "two")
+            leases_repository.get(connection, "two")
 
 
 def test_a_second_lease_of_a_server_is_a_sentence(store: Store) -> None:
     with store.write() as connection:
-        leases.insert(connection, lease("one", "anna", "GPU-1"))
+        leases_repository.insert(connection, lease("one", "anna", "GPU-1"))
     with pytest.raises(ServerHasLease), store.write() as connection:
-        leases.insert(connection, lease("two", "anna", "GPU-0"))
+        leases_repository.insert(connection, lease("two", "anna", "GPU-0"))
 
 
 def test_what_goes_in_comes_out(store: Store) -> None:
@@ -281,32 +289,38 @@ def test_what_goes_in_comes_out(store: Store) -> None:
     exact = datetime(2025, 3, 1, 7, 0, 0, 123456, tzinfo=zone)
     put = lease("one", "anna", "GPU-1", "GPU-0")
     with store.write() as connection:
-        leases.insert(connection, put)
-        leases.update(
+        leases_repository.insert(connection, put)
+        leases_repository.update(
             connection, "one", state=LeaseState.RUNNING, started_at=exact, engine_ref="c", charged=2
         )
     with store.read() as connection:
-        got = leases.get(connection, "one")
+        got = leases_repository.get(connection, "one")
         assert got.started_at == exact and got.started_at.utcoffset() == timedelta(0)
         assert (got.state, got.engine_ref, got.charged) == (LeaseState.RUNNING, "c", 2)
         assert got.devices == put.devices and got.granted_at == T0
-        assert leases.open_leases(connection) == [got] == leases.of_account(connection, ANNA)
-        assert leases.held(connection, ANNA) == 1
-        assert leases.open_of(connection, ServerRef("anna")) == got
-        assert leases.open_of(connection, ServerRef("anna", "lab")) is None
+        assert (
+            leases_repository.open_leases(connection)
+            == [got]
+            == leases_repository.of_account(connection, ANNA)
+        )
+        assert leases_repository.held(connection, ANNA) == 1
+        assert leases_repository.open_of(connection, ServerRef("anna")) == got
+        assert leases_repository.open_of(connection, ServerRef("anna", "lab")) is None
 
 
 def test_a_time_without_a_zone_is_refused(store: Store) -> None:
     with pytest.raises(sa.exc.StatementError, match="time zone"):
-        insert(store, schema.leases, **lease_row("one", granted_at=datetime(2025, 3, 1)))
+        insert(store, db_schema.leases, **lease_row("one", granted_at=datetime(2025, 3, 1)))
 
 
 def test_more_leases_than_a_statement_takes_parameters(store: Store) -> None:
     with store.write() as connection:
         for number in range(1001):
-            leases.insert(connection, lease(f"{number}", f"user{number}", f"GPU-{number}"))
+            leases_repository.insert(
+                connection, lease(f"{number}", f"user{number}", f"GPU-{number}")
+            )
     with store.read() as connection:
-        found = leases.open_leases(connection)
+        found = leases_repository.open_leases(connection)
     assert len(found) == 1001 and all(len(one.devices) == 1 for one in found)
 
 
@@ -315,29 +329,38 @@ def test_more_leases_than_a_statement_takes_parameters(store: Store) -> None:
 
 def test_a_transfer_moves_balances_once(store: Store) -> None:
     with store.write() as connection:
-        assert book.post(connection, grant("gift")) is True
-        assert book.post(connection, grant("gift")) is False
+        assert ledger_repository.post(connection, grant("gift")) is True
+        assert ledger_repository.post(connection, grant("gift")) is False
         with pytest.raises(LedgerError, match="used for another amount or account"):
-            book.post(connection, grant("gift", amount=6))
+            ledger_repository.post(connection, grant("gift", amount=6))
     with store.read() as connection:
-        assert book.account(connection, ANNA).balance == 5
-        assert book.account(connection, "system:grants").balance == -5
-        assert [a.name for a in book.all_accounts(connection)] == [ANNA]
+        assert ledger_repository.get_account(connection, ANNA).balance == 5
+        assert ledger_repository.get_account(connection, "system:grants").balance == -5
+        assert [a.name for a in ledger_repository.all_accounts(connection)] == [ANNA]
 
 
 def test_many_transfers_are_posted_as_one_after_the_other(store: Store) -> None:
     """In their order; what is posted already is left out, also when it is among them twice."""
     some = [grant(f"gift{number % 4}", number % 4 + 1) for number in range(6)]
     with store.write() as connection:
-        assert book.post_many(connection, []) == []
-        assert book.post(connection, some[1])
-        assert book.post_many(connection, some) == [True, False, True, True, False, False]
-        assert book.post_many(connection, some) == [False] * 6
+        assert ledger_repository.post_many(connection, []) == []
+        assert ledger_repository.post(connection, some[1])
+        assert ledger_repository.post_many(connection, some) == [
+            True,
+            False,
+            True,
+            True,
+            False,
+            False,
+        ]
+        assert ledger_repository.post_many(connection, some) == [False] * 6
     with store.read() as connection:
-        assert book.account(connection, ANNA).balance == 10
-        lines = book.statement(connection, ANNA)
+        assert ledger_repository.get_account(connection, ANNA).balance == 10
+        lines = ledger_repository.statement(connection, ANNA)
         assert [line.amount for line in reversed(lines)] == [2, 1, 3, 4]
-        assert {t.key: t for t in book.all_transfers(connection)} == {t.key: t for t in some}
+        assert {t.key: t for t in ledger_repository.all_transfers(connection)} == {
+            t.key: t for t in some
+        }
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -351,48 +374,48 @@ def test_of_many_transfers_all_are_posted_or_none(store: Store, at_once: bool) -
         error = UnknownAccount if "nobody" in what else LedgerError
         with pytest.raises(error, match=what), store.write() as connection:
             for part in [some] if at_once else [[each] for each in some]:
-                book.post_many(connection, part)
+                ledger_repository.post_many(connection, part)
     too_much = [grant("one", 2**63 - 1), grant("two", 2**63 - 1)]
     with pytest.raises(LedgerError, match="no more for member:anna"), store.write() as connection:
-        book.post_many(connection, too_much, "no more for {name}")
-    assert count(store, schema.transfers) == count(store, schema.postings) == 0
+        ledger_repository.post_many(connection, too_much, "no more for {name}")
+    assert count(store, db_schema.transfers) == count(store, db_schema.postings) == 0
 
 
 def test_a_transfer_to_nobody_leaves_no_trace(store: Store) -> None:
     gift = grant("gift", account="member:nobody")
     with pytest.raises(UnknownAccount, match="'member:nobody'"), store.write() as connection:
-        book.post(connection, gift)
-    assert count(store, schema.transfers) == count(store, schema.postings) == 0
+        ledger_repository.post(connection, gift)
+    assert count(store, db_schema.transfers) == count(store, db_schema.postings) == 0
     with store.read() as connection:
-        assert book.account(connection, ANNA).balance == 0
+        assert ledger_repository.get_account(connection, ANNA).balance == 0
 
 
 @pytest.mark.parametrize("amount", [2**62, 2**63 - 1])
 def test_a_balance_never_leaves_whole_numbers(store: Store, amount: int) -> None:
     """Beyond 64 bits SQLite would go on with a float."""
     with store.write() as connection:
-        book.post(connection, grant("first", amount=2**62 - 1))
+        ledger_repository.post(connection, grant("first", amount=2**62 - 1))
     with pytest.raises(LedgerError, match="more than an account can hold"):
-        store.run(lambda c: book.post(c, grant("second", amount=amount)), write=True)
+        store.run(lambda c: ledger_repository.post(c, grant("second", amount=amount)), write=True)
     with store.read() as connection:
-        assert book.account(connection, ANNA).balance == 2**62 - 1
-        assert len(book.all_transfers(connection)) == 1
+        assert ledger_repository.get_account(connection, ANNA).balance == 2**62 - 1
+        assert len(ledger_repository.all_transfers(connection)) == 1
     with pytest.raises(IntegrityError):
-        insert(store, schema.accounts, name="member:bert", balance=-(2**62) - 1, opened_at=T0)
+        insert(store, db_schema.accounts, name="member:bert", balance=-(2**62) - 1, opened_at=T0)
 
 
 def test_a_statement_says_the_balance_after_each_line(store: Store) -> None:
     with store.write() as connection:
         for number in range(1, 5):
-            book.post(connection, grant(f"gift{number}", amount=number))
+            ledger_repository.post(connection, grant(f"gift{number}", amount=number))
     with store.read() as connection:
-        lines = book.statement(connection, ANNA, limit=3)
+        lines = ledger_repository.statement(connection, ANNA, limit=3)
         assert [(line.amount, line.balance) for line in lines] == [(4, 10), (3, 6), (2, 3)]
         assert {(line.kind, line.reason, line.actor, line.at) for line in lines} == {
             ("grant", "gift", "admin", T0)
         }
         with pytest.raises(UnknownAccount):
-            book.statement(connection, "member:nobody")
+            ledger_repository.statement(connection, "member:nobody")
 
 
 # Transactions.
@@ -400,21 +423,26 @@ def test_a_statement_says_the_balance_after_each_line(store: Store) -> None:
 
 def test_an_error_undoes_the_whole_transaction(store: Store) -> None:
     with pytest.raises(ZeroDivisionError), store.write() as connection:
-        leases.insert(connection, lease("one", "anna", "GPU-1"))
-        book.post(connection, grant("gift"))
+        leases_repository.insert(connection, lease("one", "anna", "GPU-1"))
+        ledger_repository.post(connection, grant("gift"))
         raise ZeroDivisionError
-    for table in (schema.leases, schema.lease_places, schema.transfers, schema.postings):
+    for table in (
+        db_schema.leases,
+        db_schema.lease_places,
+        db_schema.transfers,
+        db_schema.postings,
+    ):
         assert count(store, table) == 0
     with store.read() as connection:
-        assert book.account(connection, ANNA).balance == 0
+        assert ledger_repository.get_account(connection, ANNA).balance == 0
 
 
 def test_a_read_is_one_view_whatever_others_write(store: Store) -> None:
     with store.read() as reading:
-        before = book.account(reading, ANNA).balance
+        before = ledger_repository.get_account(reading, ANNA).balance
         with store.write() as writing:
-            book.post(writing, grant("gift"))
-        assert book.account(reading, ANNA).balance == before
-        assert book.statement(reading, ANNA) == []
+            ledger_repository.post(writing, grant("gift"))
+        assert ledger_repository.get_account(reading, ANNA).balance == before
+        assert ledger_repository.statement(reading, ANNA) == []
     with store.read() as reading:
-        assert book.account(reading, ANNA).balance == before + 5
+        assert ledger_repository.get_account(reading, ANNA).balance == before + 5

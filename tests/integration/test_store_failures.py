@@ -24,9 +24,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import ServerRef
-from gpuspawner.store import store as store_module
+from gpuspawner.db import engine as db_engine
+from gpuspawner.leases.models import ServerRef
+from gpuspawner.services import Broker
 from tests.support import racers
 from tests.support.broken_stores import assert_unavailable, assert_works, in_use
 from tests.support.brokers import acquire, open_broker, problems, running
@@ -36,7 +36,7 @@ from tests.support.processes import PATIENCE
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits ten seconds for a lock in a test."""
-    monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.3)
+    monkeypatch.setattr(db_engine, "BUSY_SECONDS", 0.3)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_the_whole_file_locked(path: Path) -> None:
 def test_a_lock_that_lets_go_in_time_is_waited_for(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "BUSY_SECONDS", 10)
+    monkeypatch.setattr(db_engine, "BUSY_SECONDS", 10)
     with in_use(f"sqlite:///{path}") as broker:
         asked = threading.Event()
         write = broker.store.write
@@ -172,7 +172,7 @@ def test_it_is_no_database(path: Path) -> None:
 
 def _as_somebody_else(gate: Barrier, url: str, mode: int) -> list[str]:
     """What reading and writing comes to when the rights change under a running hub."""
-    store_module.BUSY_SECONDS = 0.3
+    db_engine.BUSY_SECONDS = 0.3
     broker = open_broker(url)
     broker.overview()
     broker.store.engine.dispose()

@@ -16,26 +16,35 @@ from typing import Any, ClassVar
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.model import Lease, LeasedDevice, Place, Request, ServerRef
-from gpuspawner.pool import texts
-from gpuspawner.store import Store, book, charging, granting, leases, lots, memberships
-from gpuspawner.store.schema import TO_ADD_UP
+from gpuspawner.db.engine import Store
+from gpuspawner.db.schema import TO_ADD_UP
+from gpuspawner.devices.placement import texts
+from gpuspawner.leases import allocation
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, LeasedDevice, Request, ServerRef, Slot
+from gpuspawner.ledger import credit_repository
+from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.members import repository as members_repository
 from tests.support.brokers import T0, open_broker
 
 MOST_STATEMENTS = 17
 """Of a grant, a confirmation and a release together, with the three that begin a transaction."""
 
 QUESTIONS: dict[str, Callable[[sa.Connection], Any]] = {
-    "the open lease of a server": lambda c: leases.open_of(c, ServerRef("anna")),
-    "all open leases": leases.open_leases,
-    "places with their leases": leases.taken,
-    "places": leases.places_taken,
-    "charges that are due": lambda c: charging.portion(c, T0, timedelta(minutes=1), 200),
-    "what an account has set aside": lambda c: leases.held(c, "member:anna"),
-    "an account with what it has set aside": lambda c: book.find(c, "member:anna"),
-    "what is to be added up": lambda c: leases.where(c, TO_ADD_UP),
-    "what former members still have": memberships.holding,
-    "what a grant must know": lambda c: granting.read(c, ServerRef("anna"), "member:anna"),
+    "the open lease of a server": lambda c: leases_repository.open_of(c, ServerRef("anna")),
+    "all open leases": leases_repository.open_leases,
+    "places with their leases": leases_repository.taken,
+    "places": leases_repository.places_taken,
+    "charges that are due": lambda c: ledger_repository.portion_of_charges(
+        c, T0, timedelta(minutes=1), 200
+    ),
+    "what an account has set aside": lambda c: leases_repository.held(c, "member:anna"),
+    "an account with what it has set aside": lambda c: ledger_repository.find_account(
+        c, "member:anna"
+    ),
+    "what is to be added up": lambda c: leases_repository.where(c, TO_ADD_UP),
+    "what former members still have": members_repository.members_with_leases,
+    "what a grant must know": lambda c: allocation.read(c, ServerRef("anna"), "member:anna"),
 }
 
 
@@ -102,7 +111,7 @@ def test_what_has_ended_is_not_read(store: Store, question: str) -> None:
 
 def test_credits_that_end_are_settled_without_the_charges(store: Store) -> None:
     """Of a year of charges, one a minute, none is read: the index has only what is apart."""
-    found = steps(store, lambda c: lots.flow(c, "member:anna"))
+    found = steps(store, lambda c: credit_repository.flow_of_account(c, "member:anna"))
     ledger = [step for _, step in found if "postings" in step]
     assert ledger == ["SEARCH postings USING INDEX postings_apart (account=?)"]
 
@@ -146,11 +155,15 @@ def test_places_read_as_one_text_are_those_read_row_by_row(database_url: str) ->
         granted_at=T0,
     )
     with store.write() as connection:
-        assert leases.places_taken(connection) == frozenset()
-        book.open_account(connection, "member:anna", T0)
-        leases.insert(connection, lease)
-        assert leases.places_taken(connection) == texts(leases.taken(connection))
-        assert leases.places_taken(connection) == texts(Place(u, n) for n, u in enumerate(uuids))
-        leases.end(connection, "one", T0, "stopped", charged=0)
-        assert leases.places_taken(connection) == frozenset()
+        assert leases_repository.places_taken(connection) == frozenset()
+        ledger_repository.open_account(connection, "member:anna", T0)
+        leases_repository.insert(connection, lease)
+        assert leases_repository.places_taken(connection) == texts(
+            leases_repository.taken(connection)
+        )
+        assert leases_repository.places_taken(connection) == texts(
+            Slot(u, n) for n, u in enumerate(uuids)
+        )
+        leases_repository.end(connection, "one", T0, "stopped", charged=0)
+        assert leases_repository.places_taken(connection) == frozenset()
     store.close()

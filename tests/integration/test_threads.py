@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import LeaseState
+from gpuspawner.leases.models import LeaseState
+from gpuspawner.services import Broker
 from tests.support.brokers import open_broker, problems, running
 
 RELEASES = 50

@@ -12,12 +12,13 @@ from datetime import timedelta
 import pytest
 from tornado.testing import bind_unused_port
 
-from gpuspawner.accounting.hub import Hub
-from gpuspawner.broker import Broker
-from gpuspawner.errors import Unavailable
+from gpuspawner.core.errors import Unavailable
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import ServerRef
+from gpuspawner.leases.reconciliation import HubState
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, ServerRef
-from gpuspawner.reconcile import HubState
+from gpuspawner.service.hub_client import HubClient
+from gpuspawner.services import Broker
 from tests.support.rounds import (
     RATE,
     START,
@@ -126,4 +127,4 @@ async def test_no_answer_is_a_sentence() -> None:
     listening, port = bind_unused_port()
     listening.close()
     with pytest.raises(Unavailable, match="does not answer"):
-        await Hub(f"http://127.0.0.1:{port}/hub/api", "token").servers()
+        await HubClient(f"http://127.0.0.1:{port}/hub/api", "token").servers()

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.engines import LocalEngine
-from gpuspawner.engines.local import LEASE_VARIABLE, process_ref
-from gpuspawner.errors import EngineUnavailable, StoreUnavailable
+from gpuspawner.core.errors import EngineUnavailable, StoreUnavailable
+from gpuspawner.engines.local import LEASE_VARIABLE, LocalEngine, process_ref
+from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Sighting
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import Lease, LeaseState, Request, ServerRef, Sighting
+from gpuspawner.services import Broker
 from tests.support.leases import lease_of
 from tests.support.rounds import (
     RATE,

@@ -10,11 +10,11 @@ from datetime import datetime, timedelta, timezone
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
-from gpuspawner.ledger.usage import Kind, Use
-from gpuspawner.store import checked_totals, totals
-from gpuspawner.store.schema import leases
-from gpuspawner.store.schema_totals import totals as rows_of_totals
+from gpuspawner.db.schema import leases
+from gpuspawner.db.schema import totals as rows_of_totals
+from gpuspawner.ledger import totals
+from gpuspawner.ledger.usage import Kind, LeaseUse
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, acquire, open_broker, running
 
 NEW_YEAR = datetime(2024, 12, 31, 22, 30, tzinfo=timezone.utc)
@@ -56,7 +56,7 @@ def audited(broker: Broker) -> dict[str, str]:
     return {finding.name: finding.problem for finding in findings if finding.problem}
 
 
-def ever(broker: Broker) -> dict[str, dict[str, Use]]:
+def ever(broker: Broker) -> dict[str, dict[str, LeaseUse]]:
     """What was used in ten years, by each name of a kind."""
     bounds = [NEW_YEAR - timedelta(days=999), NEW_YEAR + timedelta(days=2999)]
     return {name: broker.use_by(bounds, name)[0] for name in Kind._fields}
@@ -84,7 +84,7 @@ def test_what_moved_is_added_up_in_portions(
     told = broker.until_now()
     assert told[0].charged > 0 < told[0].refunded + told[0].granted
     steps = 0
-    while broker.add_up() == totals.AT_ONCE:
+    while broker.add_up() == totals.LEASES_AT_ONCE:
         steps += 1
         assert broker.until_now() == told
         assert audited(broker) == {}
@@ -106,7 +106,7 @@ def test_the_audit_names_a_total_that_is_wrong(broker: Broker) -> None:
         for wrong in (more, sa.delete(rows_of_totals).where(of_it)):
             with broker.store.write_engine.connect() as connection, connection.begin() as change:
                 connection.execute(wrong)
-                found = list(checked_totals.use(connection))
+                found = list(totals.check_use(connection))
                 change.rollback()
             assert found
             assert all(sentence.startswith(f"The total by {by} of ") for sentence in found)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.errors import StoreUnavailable
-from gpuspawner.store import Store
-from gpuspawner.store.store import NestedWrite
+from gpuspawner.core.errors import StoreUnavailable
+from gpuspawner.db.engine import NestedWrite, Store
 
 things = sa.Table("things", sa.MetaData(), sa.Column("name", sa.Text, primary_key=True))
 parts = sa.Table(
@@ -165,7 +164,7 @@ def test_a_commit_that_is_refused_leaves_nothing_behind(store: Store, run: Run) 
 def test_a_transaction_that_does_not_begin_leaves_nothing_behind(
     store: Store, monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
-    monkeypatch.setattr("gpuspawner.store.store.BUSY_SECONDS", 0.3)
+    monkeypatch.setattr("gpuspawner.db.engine.BUSY_SECONDS", 0.3)
     impatient = Store(store.url)
 
     def write() -> None:

@@ -17,17 +17,15 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.accounting.hub import Hub
-from gpuspawner.accounting.sampling import MOST_MINUTES, Sampling
-from gpuspawner.accounting.tick import Tick
-from gpuspawner.accounting.use import SamplesUse
-from gpuspawner.broker import Broker
-from gpuspawner.broker.broker import utcnow
-from gpuspawner.devices.base import Sampled
 from gpuspawner.devices.simulated import SimulatedDevices
-from gpuspawner.model import Lease, LeasedDevice, LeaseState
-from gpuspawner.telemetry import DeviceUse
-from gpuspawner.telemetry.values import HOUR, MINUTE
+from gpuspawner.devices.source import Sampled
+from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState
+from gpuspawner.monitoring.models import HOUR, MINUTE, DeviceUse
+from gpuspawner.service.device_monitor import SamplesUse
+from gpuspawner.service.hub_client import HubClient
+from gpuspawner.service.sampler import MOST_MINUTES, Sampling
+from gpuspawner.service.worker import Tick
+from gpuspawner.services import Broker, utcnow
 from tests.support.brokers import T0, Clock, open_broker
 from tests.support.leases import lease_of
 from tests.support.nvml import nvml_library as nvml
@@ -173,7 +171,9 @@ async def test_a_store_that_is_away_costs_no_minute(tmp_path: Path) -> None:
     assert isinstance(source, Sampled)
     sampler = source.sampler()
     sampling = Sampling(sampler, lambda: next(minutes), 0.02, broker.log)
-    tick = Tick(broker, Hub("http://127.0.0.1:1", "no token"), {}, logging.getLogger("service"))
+    tick = Tick(
+        broker, HubClient("http://127.0.0.1:1", "no token"), {}, logging.getLogger("service")
+    )
     duty = SamplesUse()
     sampling.start()
     try:
@@ -209,8 +209,8 @@ def test_what_waits_for_a_store_has_a_bound() -> None:
 
 CHILD = """
 import json, logging, sys
-from gpuspawner.accounting.sampling import Sampling
-from gpuspawner.broker.broker import utcnow
+from gpuspawner.service.sampler import Sampling
+from gpuspawner.services import utcnow
 from gpuspawner.devices.nvml import NVMLDevices
 
 sampling = Sampling(NVMLDevices().sampler(), utcnow, 0.05, logging.getLogger())

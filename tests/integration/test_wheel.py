@@ -95,8 +95,8 @@ PROBE = """
     import json, pathlib, sys
     import gpuspawner
     from importlib.metadata import entry_points
-    from gpuspawner.broker import Broker
-    from gpuspawner.model import Request, ServerRef
+    from gpuspawner.services import Broker
+    from gpuspawner.leases.models import Request, ServerRef
     from gpuspawner.spawners import form
     from gpuspawner.web import pages
 

@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import Lease
-from gpuspawner.store.worked import Worked
-from gpuspawner.telemetry import DeviceUse
+from gpuspawner.leases.models import Lease
+from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.monitoring.repository import Worked
+from gpuspawner.services import Broker
 from tests.support.brokers import T0, Clock, acquire, open_broker, running
 
 HOUR = timedelta(hours=1)

@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.accounting.batch import OnCluster
-from gpuspawner.accounting.hub import Hub
-from gpuspawner.accounting.tick import Tick
-from gpuspawner.model import MICRO, Request, ServerRef, Ticket
-from gpuspawner.slurm.names import user_of
-from gpuspawner.store.schema import leases
+from gpuspawner.core.units import MICRO
+from gpuspawner.db.schema import leases
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue.models import Ticket
+from gpuspawner.service.cluster_sync import OnCluster
+from gpuspawner.service.hub_client import HubClient
+from gpuspawner.service.worker import Tick
+from gpuspawner.slurm.accounts import user_of
 from tests.support.processes import wait_for
 from tests.support.slurm_books import QUICK, Books, begin, finish, member
 from tests.support.slurm_broker import asked, has_job, opened
@@ -137,7 +139,7 @@ def test_sessions_are_held_against_slurms_jobs_to_the_second(
     assert "--since: 'soon' is no date" in books.printed("audit", "--since", "soon", code=1)
 
     # The service does it once a day.
-    tick = Tick(broker=books.broker, hub=Hub("http://127.0.0.1:9", ""), engines={}, log=LOG)
+    tick = Tick(broker=books.broker, hub=HubClient("http://127.0.0.1:9", ""), engines={}, log=LOG)
     asyncio.run(OnCluster(tick).audit())
     assert books.broker.trail() == []
     now = books.broker.clock() + timedelta(days=1, hours=1)

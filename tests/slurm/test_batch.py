@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 from traitlets.config import Config
 
-from gpuspawner.accounting.batch import OnCluster
-from gpuspawner.accounting.hub import Hub
-from gpuspawner.accounting.tick import Tick
-from gpuspawner.broker.batch import LATE, OVERLAP, SETTLED, Debited
-from gpuspawner.broker.broker import utcnow
 from gpuspawner.cli.check_slurm import check_slurm
 from gpuspawner.cli.hub import open_hub
-from gpuspawner.engines.probe import Finding, Status
-from gpuspawner.errors import SlurmUnavailable
-from gpuspawner.model import MICRO
-from gpuspawner.slurm.usage import behind
-from gpuspawner.store import batch
+from gpuspawner.core.errors import SlurmUnavailable
+from gpuspawner.core.units import MICRO
+from gpuspawner.engines.preflight import CheckFinding, Status
+from gpuspawner.service.cluster_sync import OnCluster
+from gpuspawner.service.hub_client import HubClient
+from gpuspawner.service.worker import Tick
+from gpuspawner.services import utcnow
+from gpuspawner.slurm import repository as slurm_repository
+from gpuspawner.slurm.job_billing import LATE, OVERLAP, SETTLED, Debited
+from gpuspawner.slurm.jobs import behind
 from tests.support.processes import wait_for
 from tests.support.slurm_books import QUICK, Books, begin, finish, member, moved_database
 from tests.support.slurm_cluster import SlurmCluster
@@ -44,7 +44,7 @@ def forward(books: Books, **step: float) -> None:
 def read_up_to(books: Books) -> Any:
     """Up to when jobs were read."""
     name = books.cluster.cluster_name
-    found = books.broker.store.run(lambda connection: batch.find_marks(connection, name))
+    found = books.broker.store.run(lambda connection: slurm_repository.find_marks(connection, name))
     assert found is not None
     return found.until
 
@@ -55,7 +55,7 @@ def settled_round(books: Books) -> Debited:
     return books.broker.debit_cluster()
 
 
-def checked(books: Books) -> Finding:
+def checked(books: Books) -> CheckFinding:
     """What ``gpuspawner check`` says of the database."""
     hub = open_hub(Config())
     found = check_slurm(hub, None, books.broker.nodes(), False)
@@ -130,7 +130,7 @@ def test_what_was_missed_is_found_on_another_day(books: Books, cluster: SlurmClu
     seconds = books.ended(job)
     forward(books, hours=3)
     with books.broker.store.write() as connection:
-        batch.mark(connection, cluster.cluster_name, until=books.broker.clock())
+        slurm_repository.mark(connection, cluster.cluster_name, until=books.broker.clock())
     assert books.broker.debit_cluster().jobs == 0
     forward(books, days=1)
     found = wait_for(lambda: settled_round(books).amount, "the job", interval=0.5)
@@ -229,7 +229,7 @@ def test_admins_are_told_of_a_database_that_stays_behind(
     monkeypatch.chdir(tmp_path)
     user = member(books, "gslate")
     books.sync()
-    tick = Tick(broker=books.broker, hub=Hub("http://127.0.0.1:9", ""), engines={}, log=LOG)
+    tick = Tick(broker=books.broker, hub=HubClient("http://127.0.0.1:9", ""), engines={}, log=LOG)
     duties = OnCluster(tick)
 
     def told() -> list[str]:

@@ -13,7 +13,7 @@ from traitlets.config import Config
 
 from gpuspawner.cli.check_slurm import check_slurm
 from gpuspawner.cli.hub import open_hub
-from gpuspawner.engines.probe import Status
+from gpuspawner.engines.preflight import Status
 from gpuspawner.slurm.cluster import cluster_of
 from gpuspawner.slurm.telemetry import seconds_ahead
 from tests.support.clocks import apart, node_apart

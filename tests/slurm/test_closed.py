@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.broker.health import Found
-from gpuspawner.errors import InvalidRequest, SlurmUnavailable
-from gpuspawner.model import Ticket
-from gpuspawner.store import closures
-from gpuspawner.store.closures import HEALTH, Closure
-from gpuspawner.telemetry.symptoms import Symptom
+from gpuspawner.core.errors import InvalidRequest, SlurmUnavailable
+from gpuspawner.devices import closures
+from gpuspawner.devices.closures import HEALTH, Closure
+from gpuspawner.monitoring.health import Symptom
+from gpuspawner.monitoring.health_service import FoundSymptoms
+from gpuspawner.queue.models import Ticket
+from gpuspawner.services import Broker
 from tests.support.processes import wait_for
 from tests.support.slurm_broker import asked, has_job, opened, until, weak_programs
 from tests.support.slurm_cluster import SlurmCluster
@@ -34,7 +34,7 @@ def broker(tmp_path: Path, cluster: SlurmCluster) -> Iterator[Broker]:
 
 def fall_sick(broker: Broker, uuid: str) -> None:
     symptom = Symptom("lost", GONE, broker.clock())
-    (change,) = broker.judge_health({uuid: Found((symptom,))})
+    (change,) = broker.judge_health({uuid: FoundSymptoms((symptom,))})
     assert change.event == "sick"
 
 

@@ -19,19 +19,19 @@ from typing import ClassVar
 import pytest
 import yaml
 
-from gpuspawner.broker import Broker, Terms
+from gpuspawner.core.errors import SlurmRefused, SlurmUnavailable
 from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
-from gpuspawner.errors import SlurmRefused, SlurmUnavailable
-from gpuspawner.model import Request, ServerRef, Ticket
-from gpuspawner.scheduler.delegated import Turn
-from gpuspawner.slurm import delegate as delegate_module
-from gpuspawner.slurm import names as names_of
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue import repository as queue_repository
+from gpuspawner.queue.models import Ticket, Turn
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
+from gpuspawner.slurm import accounts as slurm_accounts
+from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.cluster import read_cluster
-from gpuspawner.slurm.commands import Slurm
-from gpuspawner.slurm.controller import Holder
-from gpuspawner.slurm.delegate import EVERY, SAVED, SETTLING, SOON, SlurmDelegate
 from gpuspawner.slurm.engine import LABEL_JOB, SlurmEngine
-from gpuspawner.store import tickets as rows
+from gpuspawner.slurm.programs import Holder, Slurm
+from gpuspawner.slurm.scheduler import EVERY, SAVED, SETTLING, SOON, SlurmDelegate
 from tests.support import images
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
@@ -287,7 +287,7 @@ def test_it_is_asked_less_than_once_a_second_in_the_long_run(
 ) -> None:
     looks: list[float] = []
     look, clock = SlurmDelegate._look, HandClock()
-    monkeypatch.setattr(delegate_module, "time", clock)
+    monkeypatch.setattr(scheduler, "time", clock)
 
     def noted(self: SlurmDelegate) -> None:
         looks.append(clock.monotonic())
@@ -348,7 +348,9 @@ def test_two_hubs_on_one_cluster_leave_each_others_jobs(
     assert names(cluster) == sorted(f"gpuspawner-{each.id}" for each in tickets)
     one, two = brokers
     with one.store.write() as connection:  # as if the hub had died before it could cancel the job
-        rows.end(connection, tickets[0].id, one.clock(), "cancelled", "by a test")
+        queue_repository.end_ticket(
+            connection, tickets[0].id, one.clock(), "cancelled", "by a test"
+        )
     for broker in brokers:
         assert isinstance(broker.delegate, SlurmDelegate)
         look_again(broker.delegate)
@@ -369,7 +371,7 @@ def test_a_whole_course_comes_at_once(
     broker = Broker(
         database_url=f"sqlite:///{tmp_path}/course.sqlite", cluster=str(tmp_path / "cluster.yaml")
     )
-    monkeypatch.setattr(names_of, "is_system_user", lambda user: user == "course7")
+    monkeypatch.setattr(slurm_accounts, "is_system_user", lambda user: user == "course7")
     calls: list[str] = []
     run = Slurm.run
 
@@ -382,7 +384,7 @@ def test_a_whole_course_comes_at_once(
     tickets = [replace(ticket(110), server=ServerRef(user)) for user in users]
     with ThreadPoolExecutor(8) as threads:
         accounts = list(threads.map(broker.admit_to_cluster, tickets))
-    assert accounts == [names_of.EVERYBODY] * 7 + [""]
+    assert accounts == [slurm_accounts.EVERYBODY] * 7 + [""]
     found = cluster.run("sacctmgr", "-n", "-P", "show", "assoc", "format=user").split()
     assert {user for user in found if user.startswith("course")} == set(users[:7])
     assert calls.count("sacctmgr") < 7 * len(users), "not one after the other"

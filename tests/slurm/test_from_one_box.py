@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from traitlets.config import Config
 
-from gpuspawner.cli import main
+from gpuspawner.cli.app import main
 from gpuspawner.cli.check_slurm import check_slurm, node_states
-from gpuspawner.cli.hub import Hub, open_hub
-from gpuspawner.engines.probe import Finding, Status
-from gpuspawner.engines.surroundings import check_sees
-from gpuspawner.model import Request, ServerRef, Ticket
+from gpuspawner.cli.hub import HubSettings, open_hub
+from gpuspawner.engines.preflight import CheckFinding, Status, check_sees
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm.cluster import Cluster
-from gpuspawner.slurm.commands import Slurm
 from gpuspawner.slurm.config import cluster_yaml
-from gpuspawner.slurm.reaching import connector
+from gpuspawner.slurm.images import connector
+from gpuspawner.slurm.programs import Slurm
 from tests.support import images
 from tests.support.brokers import open_broker, problems, running
 from tests.support.configured_cluster import ConfiguredCluster
@@ -52,7 +52,7 @@ def described(cluster: ConfiguredCluster) -> Cluster:
 
 
 @pytest.fixture
-def hub(cluster: ConfiguredCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+def hub(cluster: ConfiguredCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubSettings:
     """A hub's settings, with members' files where all nodes see them."""
     monkeypatch.chdir(tmp_path)
     config = Config()
@@ -75,11 +75,11 @@ def write_hub(folder: Path, described: Cluster, setting: str) -> None:
     )
 
 
-def checked(hub: Hub, described: Cluster) -> dict[str, Finding]:
+def checked(hub: HubSettings, described: Cluster) -> dict[str, CheckFinding]:
     return {f.name: f for f in check_slurm(hub, None, described, True)}
 
 
-def red(found: dict[str, Finding]) -> list[str]:
+def red(found: dict[str, CheckFinding]) -> list[str]:
     return [f.name for f in found.values() if f.status is not Status.OK]
 
 
@@ -133,7 +133,7 @@ def test_containers_of_jobs_that_are_over_go_before_a_node_takes_work(
     cluster.wait_nodes(node)
 
 
-def test_check_finds_a_cluster_that_is_well(hub: Hub, described: Cluster) -> None:
+def test_check_finds_a_cluster_that_is_well(hub: HubSettings, described: Cluster) -> None:
     found = checked(hub, described)
     assert red(found) == [], found
     for node in described.nodes:
@@ -156,7 +156,7 @@ def only_here(cluster: ConfiguredCluster) -> Iterator[str]:
 
 
 def test_check_names_what_is_wrong_and_where(
-    hub: Hub, described: Cluster, cluster: ConfiguredCluster, only_here: str
+    hub: HubSettings, described: Cluster, cluster: ConfiguredCluster, only_here: str
 ) -> None:
     first, second = cluster.nodes
     cluster.run("scontrol", "update", f"nodename={first.name}", "state=drain", "reason=fan broken")

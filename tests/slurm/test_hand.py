@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import requests
 
-from gpuspawner.model import Lease, Ticket, member_account
-from gpuspawner.slurm import holder
-from gpuspawner.slurm.controller import minutes_of
+from gpuspawner.leases.models import Lease
+from gpuspawner.ledger.models import member_account
+from gpuspawner.queue.models import Ticket
+from gpuspawner.slurm import job_spec
+from gpuspawner.slurm.programs import minutes_of
 from tests.support.browser import open_browser, screenshot
 from tests.support.hub import ADMIN
 from tests.support.images import INSTANT
@@ -172,7 +174,7 @@ def test_a_longer_session_is_a_longer_job_where_the_partition_allows(
     assert call(hub, "ann", f"leases/{one.id}/extend").ok
     extended = hub.broker.lease(one.id).extended
     assert extended > 0
-    assert 80 < minutes_of(said(cluster, one)[2]) <= holder.minutes(3600 + extended)
+    assert 80 < minutes_of(said(cluster, one)[2]) <= job_spec.minutes(3600 + extended)
     refused = call(hub, "bob", f"leases/{most.id}/extend")
     assert not refused.ok and "lets nothing run for over 24 h" in refused.json()["message"]
     assert hub.broker.lease(most.id).extended == 0 and said(cluster, most)[2] == "1-00:00:00"

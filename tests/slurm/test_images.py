@@ -11,7 +11,7 @@ import pytest
 import requests
 from docker.errors import ImageNotFound
 
-from gpuspawner.model import Ticket
+from gpuspawner.queue.models import Ticket
 from tests.support.hub import ADMIN
 from tests.support.images import INSTANT
 from tests.support.processes import wait_for

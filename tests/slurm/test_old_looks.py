@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import NoDeviceFree, SlurmRefused
-from gpuspawner.model import LeaseState
-from gpuspawner.slurm import delegate as delegate_module
+from gpuspawner.core.errors import NoDeviceFree, SlurmRefused
+from gpuspawner.leases.models import LeaseState
+from gpuspawner.services import Broker
+from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.cluster import read_cluster
-from gpuspawner.slurm.commands import Slurm
-from gpuspawner.slurm.delegate import SlurmDelegate
+from gpuspawner.slurm.programs import Slurm
+from gpuspawner.slurm.scheduler import SlurmDelegate
 from tests.support.processes import wait_for
 from tests.support.slurm_broker import asked, has_job, opened, until
 from tests.support.slurm_cluster import SlurmCluster
@@ -71,7 +71,7 @@ def test_a_job_that_slurm_does_not_let_us_end_counts_again(
     def refuse(*jobs: int) -> None:
         raise SlurmRefused(why="Access/permission denied")
 
-    monkeypatch.setattr(delegate_module, "ENDING", 0.0)
+    monkeypatch.setattr(scheduler, "ENDING", 0.0)
     monkeypatch.setattr(Slurm, "cancel", lambda self, *jobs: refuse(*jobs))
     ticket = asked(broker, "ann")
     until(broker, [ticket], lambda turns: turns == [ticket.id])
@@ -109,7 +109,7 @@ def test_a_session_can_be_extended_right_after_its_start(
     ticket = asked(broker, "ann", seconds=3600)
     assert ticket.id not in before
     wait_for(lambda: has_job(cluster, ticket) == "RUNNING", "its job")
-    service._answered = delegate_module.time.monotonic()  # as if that look had been just now
+    service._answered = scheduler.time.monotonic()  # as if that look had been just now
     service.extend(ticket.id, 2 * 3600)
     assert has_job(cluster, ticket, "%l") == "2:20:00"
     with pytest.raises(SlurmRefused, match="its job has ended"):

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import NoDeviceFree, SlurmUnavailable, TooMuchAsked
-from gpuspawner.model import Request, ServerRef, Ticket
+from gpuspawner.core.errors import NoDeviceFree, SlurmUnavailable, TooMuchAsked
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from gpuspawner.slurm.cluster import read_cluster
-from gpuspawner.slurm.commands import Slurm
-from gpuspawner.slurm.delegate import SlurmDelegate
-from gpuspawner.slurm.hand import FIRST_PAUSE, MARK, Hand
-from gpuspawner.slurm.jobs import Job, read_jobs
+from gpuspawner.slurm.jobs import SlurmJob, read_jobs
+from gpuspawner.slurm.priority import FIRST_PAUSE, MARK, Hand
+from gpuspawner.slurm.programs import Slurm
+from gpuspawner.slurm.scheduler import SlurmDelegate
 from tests.support.processes import wait_for
 from tests.support.slurm_broker import asked, frozen, has_job, opened, until, weak_programs
 from tests.support.slurm_cluster import SlurmCluster
@@ -89,7 +91,7 @@ def test_a_hub_without_rights_holds_and_releases_its_own(
     monkeypatch.setenv("PATH", weak_programs(tmp_path / "bin", "ann", "*"))
     slurm = Slurm(conf=str(cluster.conf))
 
-    def jobs() -> list[Job]:
+    def jobs() -> list[SlurmJob]:
         return [job for job in read_jobs(slurm) if job.ticket_id]
 
     hand = Hand(slurm, logging.getLogger(__name__), user=jobs()[0].uid)

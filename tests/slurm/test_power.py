@@ -10,12 +10,12 @@ from datetime import datetime
 import pytest
 import yaml
 
-from gpuspawner.broker.broker import utcnow
-from gpuspawner.model import Device, DeviceStatus
-from gpuspawner.slurm import nodes, telemetry
+from gpuspawner.devices.models import Device, DeviceStatus
+from gpuspawner.services import utcnow
+from gpuspawner.slurm import scheduler, telemetry
 from gpuspawner.slurm.cluster import cluster_of
-from gpuspawner.slurm.commands import Slurm
-from gpuspawner.slurm.delegate import SlurmDelegate
+from gpuspawner.slurm.programs import Slurm
+from gpuspawner.slurm.scheduler import SlurmDelegate
 from tests.support.processes import wait_for
 from tests.support.slurm_hub import described
 from tests.support.slurm_power import PoweredCluster
@@ -31,7 +31,7 @@ def test_what_is_said_of_machines_that_are_off_or_drained(
     powered: PoweredCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No sampler runs on any: of the one that is off, nobody is to expect it."""
-    monkeypatch.setattr(nodes, "NODES_EVERY", 0.5)
+    monkeypatch.setattr(scheduler, "NODES_EVERY", 0.5)
     monkeypatch.setattr(telemetry, "SILENT_AFTER", 1.0)
     caplog.set_level(logging.INFO)
     (on, _), (spare,) = (node.devices for node in powered.nodes)

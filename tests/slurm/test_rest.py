@@ -15,17 +15,17 @@ import pytest
 import yaml
 from traitlets.config import Config
 
-from gpuspawner.cli.check_slurm import check_slurm
-from gpuspawner.cli.check_slurm_rest import check_rest
+from gpuspawner.cli.check_slurm import check_rest, check_slurm
 from gpuspawner.cli.hub import open_hub
-from gpuspawner.engines.probe import Status
-from gpuspawner.errors import SlurmRefused, SlurmUnavailable
-from gpuspawner.model import MICRO, LeaseState, Request, ServerRef, Ticket
+from gpuspawner.core.errors import SlurmRefused, SlurmUnavailable
+from gpuspawner.core.units import MICRO
+from gpuspawner.engines.preflight import Status
+from gpuspawner.leases.models import LeaseState, Request, ServerRef
+from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm.cluster import read_cluster
-from gpuspawner.slurm.commands import Slurm
-from gpuspawner.slurm.controller import Controller, Holder
-from gpuspawner.slurm.delegate import SlurmDelegate
-from gpuspawner.slurm.hand import FIRST
+from gpuspawner.slurm.priority import FIRST
+from gpuspawner.slurm.programs import Controller, Holder, Slurm
+from gpuspawner.slurm.scheduler import SlurmDelegate
 from tests.support.processes import BIN, wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import SlurmHub, described

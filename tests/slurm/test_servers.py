@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger.repository import StatementLine
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO
-from gpuspawner.slurm.names import user_of
-from gpuspawner.store.book import Line
+from gpuspawner.slurm.accounts import user_of
 from tests.support.images import INSTANT
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
@@ -273,7 +273,7 @@ def test_a_job_beside_servers_is_paid_by_its_member(hub: SlurmHub, cluster: Slur
     hub.wait_lease("zoe")
     job = cluster.hold("zoe", "--gres=gpu:h100:1", script="#!/bin/sh\nexec sleep 2\n")
 
-    def line() -> Line | None:
+    def line() -> StatementLine | None:
         lines = hub.broker.statement("member:zoe")
         return next((line for line in lines if line.kind == "batch"), None)
 

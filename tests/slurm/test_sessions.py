@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpuspawner.leases.models import Lease
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import Lease, NoticeKind
+from gpuspawner.notifications.models import NoticeKind
 from tests.support.images import INSTANT
 from tests.support.lapse import Lapse
 from tests.support.node_sampler import NodeSampler

@@ -11,8 +11,7 @@ from datetime import datetime, timedelta
 import pytest
 from playwright.sync_api import Browser, Page
 
-from gpuspawner.broker import Broker
-from gpuspawner.broker.broker import utcnow
+from gpuspawner.services import Broker, utcnow
 from tests.support import axe
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN

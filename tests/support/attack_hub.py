@@ -17,9 +17,9 @@ from jupyterhub.services.auth import HubOAuth
 from tornado import web
 from tornado.routing import PathMatches
 
-from gpuspawner.broker import Broker
-from gpuspawner.store import schema, schema_files
-from gpuspawner.web import make_app
+from gpuspawner.db import schema as db_schema
+from gpuspawner.services import Broker
+from gpuspawner.web.app import make_app
 from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
@@ -80,9 +80,27 @@ gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """
 
 KEPT = (
-    *(schema.leases, schema.lease_places, schema.accounts, schema.transfers, schema.postings),
-    *(schema.tickets, schema.closures, schema.audit, schema.notice_choices, schema.payers),
-    *(schema.lots, schema.refills, schema.rates, schema_files.folders, schema_files.folder_members),
+    *(
+        db_schema.leases,
+        db_schema.lease_places,
+        db_schema.accounts,
+        db_schema.transfers,
+        db_schema.postings,
+    ),
+    *(
+        db_schema.tickets,
+        db_schema.closures,
+        db_schema.audit,
+        db_schema.notice_choices,
+        db_schema.payers,
+    ),
+    *(
+        db_schema.lots,
+        db_schema.refills,
+        db_schema.rates,
+        db_schema.folders,
+        db_schema.folder_members,
+    ),
 )
 """The tables that a refused attempt leaves as they are: the audit trail among them."""
 
@@ -90,7 +108,7 @@ KEPT = (
 def _columns(table: sa.Table) -> list[sa.Column[Any]]:
     """Return the columns that are compared: all but a lease's days, which a duty of the service
     writes at any moment when it counts ended leases for the reports."""
-    return [column for column in table.c if column is not schema.leases.c.days]
+    return [column for column in table.c if column is not db_schema.leases.c.days]
 
 
 @dataclass(frozen=True, slots=True)

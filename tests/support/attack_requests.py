@@ -13,7 +13,7 @@ from typing import Any
 
 import requests
 
-from gpuspawner.model import LeaseState, ServerRef
+from gpuspawner.leases.models import LeaseState, ServerRef
 from tests.support.attack_hub import OWNER, AttackHub, Door
 from tests.support.hub import ADMIN
 from tests.support.processes import wait_for

@@ -11,11 +11,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import Request, ServerRef, Ticket
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.queue import repository as queue_repository
+from gpuspawner.queue.models import Ticket
+from gpuspawner.services import Broker
+from gpuspawner.slurm import repository as slurm_repository
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
-from gpuspawner.slurm.usage import Run
-from gpuspawner.store import batch, book, tickets
+from gpuspawner.slurm.jobs import JobRun
 from tests.support.brokers import T0, Clock, open_broker, problems
 
 GIB = 2**30
@@ -73,14 +76,14 @@ def a_day_later(url: str) -> Iterator[Broker]:
 def look_since(broker: Broker, moment: datetime) -> None:
     """Let the broker have looked at the cluster for the first time then."""
     with broker.store.write() as connection:
-        batch.marks(connection, CLUSTER.name, moment)
+        slurm_repository.marks(connection, CLUSTER.name, moment)
 
 
-def run(number: int, begins: datetime = T0, seconds: int | None = 3600, **cells: Any) -> Run:
+def run(number: int, begins: datetime = T0, seconds: int | None = 3600, **cells: Any) -> JobRun:
     """A run of a job of ``anna`` on an A100; ``seconds`` None: it goes on, and ``ran`` so long."""
     so_far = cells.pop("ran", 0)
     ran = so_far if seconds is None else seconds
-    made = Run(
+    made = JobRun(
         id=str(number),
         label=str(number),
         name="train.py",
@@ -99,7 +102,7 @@ def run(number: int, begins: datetime = T0, seconds: int | None = 3600, **cells:
     return replace(made, **cells)
 
 
-def many(hours: int) -> list[Run]:
+def many(hours: int) -> list[JobRun]:
     """Runs after so many hours: each lasts ten times its number, and so some have ended."""
     found = []
     for number in range(1, JOBS + 1):
@@ -140,11 +143,11 @@ def wait_in_line(broker: Broker, name: str, user: str = "anna", **fields: Any) -
         **fields,
     )
     with broker.store.write() as connection:
-        tickets.insert(connection, ticket)
+        queue_repository.insert_ticket(connection, ticket)
     return ticket
 
 
 def open_group(broker: Broker, name: str) -> None:
     """A group's account, with nothing in it."""
     with broker.store.write() as connection:
-        book.open_account(connection, f"group:{name}", T0)
+        ledger_repository.open_account(connection, f"group:{name}", T0)

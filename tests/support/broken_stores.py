@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import StoreUnavailable
-from gpuspawner.model import MICRO, ServerRef
+from gpuspawner.core.errors import StoreUnavailable
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import ServerRef
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, acquire, open_broker, problems, running
 
 SENTENCE = "The database does not answer. Try again in a moment; nothing was changed."

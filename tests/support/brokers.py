@@ -9,13 +9,16 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
+from gpuspawner.core.units import MICRO
+from gpuspawner.db import hash_chain
+from gpuspawner.db.engine import Store
+from gpuspawner.db.schema import accounts, lease_places, postings, transfers
 from gpuspawner.devices.simulated import SimulatedDevices
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
 from gpuspawner.ledger.checks import Books, PostingRow, check_all
-from gpuspawner.ledger.entries import TransferKind
-from gpuspawner.model import MICRO, Account, Lease, LeaseState, Request, ServerRef
-from gpuspawner.store import Store, chain, leases
-from gpuspawner.store.schema import accounts, lease_places, postings, transfers
+from gpuspawner.ledger.models import Account, TransferKind
+from gpuspawner.services import Broker
 
 T0 = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
 """When simulated clocks begin."""
@@ -79,7 +82,7 @@ def running(broker: Broker, user: str, devices: int = 1, server: str = "", **wan
 def books(store: Store, failed: Collection[str] = ()) -> Books:
     """The whole ledger and every lease in one view; ``failed``: leases whose start failed."""
     with store.read() as connection:
-        every = leases.of_account(connection, None, limit=1_000_000)
+        every = leases_repository.of_account(connection, None, limit=1_000_000)
         rows = connection.execute(
             sa.select(postings.c.transfer_id, postings.c.account, postings.c.amount)
             .add_columns(transfers.c.key, transfers.c.kind, transfers.c.lease_id)
@@ -90,7 +93,7 @@ def books(store: Store, failed: Collection[str] = ()) -> Books:
                 PostingRow(**{**row, "kind": TransferKind(row["kind"])}) for row in rows
             ),
             accounts=tuple(
-                Account(name=name, balance=balance, held=leases.held(connection, name))
+                Account(name=name, balance=balance, held=leases_repository.held(connection, name))
                 for name, balance in connection.execute(
                     sa.select(accounts.c.name, accounts.c.balance)
                 ).all()
@@ -122,7 +125,7 @@ def _problems(store: Store, failed: Collection[str]) -> list[str]:
     with store.read() as connection:
         whole = {row.transfer_id for row in seen.postings}
         bare = set(connection.execute(sa.select(transfers.c.id)).scalars()) - whole
-        found += [*chain.check_transfers(connection), *chain.check_seals(connection)]
+        found += [*hash_chain.check_transfers(connection), *hash_chain.check_seals(connection)]
         query = sa.select(lease_places.c.lease_id).where(lease_places.c.open).distinct()
         taken_by = set(connection.execute(query).scalars())
     found += [f"The transfer {name} has no postings." for name in bare]

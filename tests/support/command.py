@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import Lease, Request, ServerRef
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.services import Broker
 from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO
 

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gpuspawner.cli import main
+from gpuspawner.cli.app import main
 from gpuspawner.slurm.cluster import Cluster, read_cluster
 from gpuspawner.slurm.cluster import NodeDevice as Described
 from gpuspawner.slurm.inventory import HostInventory

@@ -14,7 +14,7 @@ from typing import Any
 
 import docker
 
-from gpuspawner.engines.disk import (
+from gpuspawner.engines.disk_usage import (
     check_disk,
     label_of,
     limited,

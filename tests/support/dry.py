@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.model import Lease, Request, ServerRef
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 
 MINUTE = 60.0
 

@@ -14,11 +14,12 @@ from typing import Any
 import requests
 import sqlalchemy as sa
 
+from gpuspawner.db import schema as db_schema
 from gpuspawner.devices.simulated import SimulatedDevices
 from gpuspawner.engines.base import LABEL_LEASE
-from gpuspawner.model import Lease, LeaseState, Place, member_account
-from gpuspawner.store import leases as lease_rows
-from gpuspawner.store import schema
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, LeaseState, Slot
+from gpuspawner.ledger.models import member_account
 from tests.support.engine import PrivateEngine
 from tests.support.hub import NAVIGATION, HubProcess
 from tests.support.images import INSTANT
@@ -51,12 +52,12 @@ c.DockerSpawner.use_internal_ip = True
 """
 
 RECORDS = (
-    schema.leases,
-    schema.lease_places,
-    schema.accounts,
-    schema.transfers,
-    schema.postings,
-    schema.tickets,
+    db_schema.leases,
+    db_schema.lease_places,
+    db_schema.accounts,
+    db_schema.transfers,
+    db_schema.postings,
+    db_schema.tickets,
 )
 """The tables that a refusal must leave as they are."""
 
@@ -112,26 +113,26 @@ class GPUHub(HubProcess):
         with self._database.connect() as connection:
             if not sa.inspect(connection).has_table("leases"):
                 return []  # nobody asked for anything yet
-            return lease_rows.of_account(connection, account, limit=1000)
+            return leases_repository.of_account(connection, account, limit=1000)
 
     def open_leases(self, user: str = "") -> list[Lease]:
         """Those that have not ended."""
         return [lease for lease in self.leases(user) if lease.state is not LeaseState.ENDED]
 
-    def taken(self) -> dict[Place, str]:
+    def taken(self) -> dict[Slot, str]:
         """The places under open leases, with the lease's id."""
         with self._database.connect() as connection:
-            return lease_rows.taken(connection)
+            return leases_repository.taken(connection)
 
     def balance(self, user: str) -> int:
         """Microcredits on a member's account; the sum of its postings must say the same."""
         name = member_account(user)
         with self._database.connect() as connection:
             kept = connection.execute(
-                sa.select(schema.accounts.c.balance).where(schema.accounts.c.name == name)
+                sa.select(db_schema.accounts.c.balance).where(db_schema.accounts.c.name == name)
             ).scalar_one()
-            query = sa.select(sa.func.sum(schema.postings.c.amount))
-            posted = connection.execute(query.where(schema.postings.c.account == name)).scalar()
+            query = sa.select(sa.func.sum(db_schema.postings.c.amount))
+            posted = connection.execute(query.where(db_schema.postings.c.account == name)).scalar()
         assert kept == (posted or 0), f"{name} has {kept}, and its postings say {posted}"
         return int(kept)
 

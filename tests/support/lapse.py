@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.accounting import use
-from gpuspawner.accounting.hub import Hub
-from gpuspawner.accounting.lost import WatchesContainers
-from gpuspawner.accounting.tick import Tick
-from gpuspawner.broker import Broker
-from gpuspawner.engines import LocalEngine
+from gpuspawner.engines.local import LocalEngine
+from gpuspawner.service import device_monitor
+from gpuspawner.service.device_monitor import WatchesContainers
+from gpuspawner.service.hub_client import HubClient
+from gpuspawner.service.worker import Tick
+from gpuspawner.services import Broker
 from tests.support.paying_hub import PayingHub
 from tests.support.slurm_hub import SlurmHub
 
@@ -53,12 +53,12 @@ class Lapse:
         self.broker = Broker(clock=self.clock, database_url=hub.database_url, **settings)
         self._tick = Tick(
             broker=self.broker,
-            hub=Hub(f"{hub.url}/hub/api", hub.token),
+            hub=HubClient(f"{hub.url}/hub/api", hub.token),
             engines={"local": LocalEngine()},
             log=logging.getLogger("lapse"),
         )
-        monkeypatch.setattr(use, "WRITE_EVERY", 0.5)
-        monkeypatch.setattr(use, "JUDGE_EVERY", 1)
+        monkeypatch.setattr(device_monitor, "WRITE_EVERY", 0.5)
+        monkeypatch.setattr(device_monitor, "JUDGE_EVERY", 1)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._duty: asyncio.Future[None] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any
 
-from gpuspawner.model import Lease, ServerRef
+from gpuspawner.leases.models import Lease, ServerRef
 
 GRANTED = datetime(2026, 3, 1, tzinfo=timezone.utc)
 

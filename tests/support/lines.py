@@ -10,7 +10,7 @@ from typing import Any
 
 import requests
 
-from gpuspawner.model import Ticket
+from gpuspawner.queue.models import Ticket
 from tests.support.gpu_hub import assert_in_words
 from tests.support.hub import NAVIGATION
 from tests.support.paying_hub import PayingHub
@@ -24,7 +24,7 @@ c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 1}
 """Servers that cost little, and spawns that are answered 202 soon."""
 
 COUNTED = """
-from gpuspawner.spawners.queueing import Queueing
+from gpuspawner.spawners.turns import Queueing
 look = Queueing._round
 
 async def counted(self):

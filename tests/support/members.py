@@ -12,7 +12,7 @@ from tornado import web
 from traitlets.config import Config
 
 from gpuspawner.auth import MemberMixin, MemberOAuthenticator
-from gpuspawner.broker import Broker
+from gpuspawner.services import Broker
 
 GROUPS: dict[str, Any] = {"manage_groups": True, "allowed_groups": {"ml-course"}}
 ADA: dict[str, Any] = {"name": "ada"}

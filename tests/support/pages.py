@@ -15,8 +15,8 @@ from playwright.sync_api import Browser, Page
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
-from gpuspawner import web
-from gpuspawner.broker import Broker
+from gpuspawner.services import Broker
+from gpuspawner.web import app as web_app
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, ADMIN_PASSWORD, USER_PASSWORD, HubProcess
 from tests.support.paying_hub import PayingHub
@@ -50,7 +50,9 @@ def served(hub: PayingHub, broker: Broker, *, api_url: str = "", **settings: Any
     listening, port = bind_unused_port()
 
     async def listen() -> HTTPServer:
-        server = web.make_server(web.make_app(broker, hub_auth=auth, warn_minutes=[30], **settings))
+        server = web_app.make_server(
+            web_app.make_app(broker, hub_auth=auth, warn_minutes=[30], **settings)
+        )
         server.add_socket(listening)
         return server
 

@@ -12,8 +12,8 @@ import psutil
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import Lease, ServerRef
+from gpuspawner.leases.models import Lease, ServerRef
+from gpuspawner.services import Broker
 from tests.support.hub import ADMIN, NAVIGATION, HubProcess
 from tests.support.processes import REPO, alive, environment_of, free_port, wait_for
 

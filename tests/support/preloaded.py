@@ -30,7 +30,11 @@ from pathlib import Path
 from tests.support.processes import PATIENCE, REPO, die_with_us
 
 TIMEOUT = 60.0 * PATIENCE
-ROOMS = ("auth", "broker", "catalog", "cli", "pages", "spawners", "store")
+PACKAGES = (
+    *("auth", "catalog", "cli", "db", "devices", "hub_pages", "leases", "ledger", "members"),
+    *("monitoring", "notifications", "queue", "spawners", "storage", "web"),
+)
+"""Packages of gpuspawner whose modules are imported ahead."""
 
 READ_EARLY = ("LD_", "PYTHON", "JUPYTERHUB_", "OAUTH", "PROMETHEUS_")
 """How variables begin that are read when a program is loaded or a module is imported. Whoever sets
@@ -175,9 +179,9 @@ def main() -> None:
     # As the hubs of tests/support/hub.py do; once that is imported it is too late for them.
     sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
     importlib.import_module("jupyterhub.app")
-    for room in ROOMS:
-        path = importlib.import_module(f"gpuspawner.{room}").__path__
-        for module in pkgutil.walk_packages(path, f"gpuspawner.{room}."):
+    for package in PACKAGES:
+        path = importlib.import_module(f"gpuspawner.{package}").__path__
+        for module in pkgutil.walk_packages(path, f"gpuspawner.{package}."):
             if ".versions." not in module.name and not module.name.endswith(".env"):
                 importlib.import_module(module.name)
     libc = ctypes.CDLL(None)

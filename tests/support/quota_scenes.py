@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import QuotaUnavailable
-from gpuspawner.workspaces import Quotas, measure
-from gpuspawner.workspaces.quota import project_of
+from gpuspawner.core.errors import QuotaUnavailable
+from gpuspawner.services import Broker
+from gpuspawner.storage.quotas import Quotas, measure, project_of
 from tests.support.brokers import open_broker
 
 MB = 2**20
@@ -115,7 +114,7 @@ def play(root: Path) -> dict[str, Any]:
     told["project of bert"] = project_of(str(bert))
 
     told["with capabilities"] = as_member(
-        f"{sys.executable} -c 'from gpuspawner.workspaces import Quotas; "
+        f"{sys.executable} -c 'from gpuspawner.storage.quotas import Quotas; "
         f'Quotas().set("{new}", 700000901, 1048576); '
         f'print(Quotas().use("{new}", 700000901).limit)\'',
         "+sys_admin,+fowner,+dac_read_search",

@@ -14,8 +14,8 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import GPUSpawnerError, NoDeviceFree
+from gpuspawner.core.errors import GPUSpawnerError, NoDeviceFree
+from gpuspawner.services import Broker
 from tests.support.brokers import T0, acquire, open_broker
 
 FORKSERVER = multiprocessing.get_context("forkserver")

@@ -10,10 +10,12 @@ from datetime import timedelta
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import NoDeviceFree, TicketEnded
-from gpuspawner.model import Request, ServerRef, Ticket, member_account
-from gpuspawner.store import tickets
+from gpuspawner.core.errors import NoDeviceFree, TicketEnded
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.ledger.models import member_account
+from gpuspawner.queue import repository as queue_repository
+from gpuspawner.queue.models import Ticket
+from gpuspawner.services import Broker
 from tests.support.brokers import open_broker
 from tests.support.racers import FORKSERVER
 
@@ -69,7 +71,7 @@ def make_line(broker: Broker, count: int) -> list[str]:
     ]
     with broker.store.write() as connection:
         for ticket in made:
-            tickets.insert(connection, ticket)
+            queue_repository.insert_ticket(connection, ticket)
     return [ticket.id for ticket in made]
 
 

@@ -13,12 +13,13 @@ from tornado import web
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
-from gpuspawner.accounting.credits import Credits
-from gpuspawner.accounting.hub import Hub
-from gpuspawner.accounting.tick import Tick
-from gpuspawner.broker import Broker
-from gpuspawner.engines import Engine
-from gpuspawner.model import MICRO, Lease, Request, ServerRef
+from gpuspawner.core.units import MICRO
+from gpuspawner.engines.base import Engine
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.service.hub_client import HubClient
+from gpuspawner.service.member_duties import CreditDuty
+from gpuspawner.service.worker import Tick
+from gpuspawner.services import Broker
 
 START = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 RATE = 4 * MICRO
@@ -74,9 +75,9 @@ class ScriptedHub:
         finally:
             server.stop()
 
-    def client(self) -> Hub:
+    def client(self) -> HubClient:
         """What the service asks it through."""
-        return Hub(self.url, self.token)
+        return HubClient(self.url, self.token)
 
     def app(self) -> web.Application:
         """The pages that answer."""
@@ -152,9 +153,9 @@ def make_tick(broker: Broker, hub: ScriptedHub, *engines: Engine, **settings: An
     )
 
 
-def make_credits(broker: Broker, hub: ScriptedHub, **settings: Any) -> Credits:
+def make_credits(broker: Broker, hub: ScriptedHub, **settings: Any) -> CreditDuty:
     """The service's part in accounts that run dry, without the service."""
-    return Credits(make_tick(broker, hub), **{"warn_minutes": (), **settings})
+    return CreditDuty(make_tick(broker, hub), **{"warn_minutes": (), **settings})
 
 
 def running(broker: Broker, user: str, devices: int = 1, engine: str = "local") -> Lease:

@@ -24,7 +24,7 @@ from tests.support.processes import LIVE, PATIENCE, REPO, alive, end_process, fr
 
 PREFIX = "/services/gpu/"
 SCOPE = "access:services!service=gpu"
-PREAMBLE = "import sys; from gpuspawner.accounting.app import main\n"
+PREAMBLE = "import sys; from gpuspawner.service.app import main\n"
 """What a test's own lines follow, when the service is to start with some."""
 
 

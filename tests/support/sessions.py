@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.model import Lease, Notice, NoticeKind, Request, ServerRef, Ticket
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.notifications.models import Notice, NoticeKind
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 
 HOUR = 3600
 WARN = (30.0, 10.0, 2.0)

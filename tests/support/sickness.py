@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from gpuspawner.broker import Broker
-from gpuspawner.broker.health import Found
-from gpuspawner.model import NoticeKind
-from gpuspawner.telemetry.symptoms import Symptom
+from gpuspawner.monitoring.health import Symptom
+from gpuspawner.monitoring.health_service import FoundSymptoms
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, acquire, open_broker
 
 RATE = {"gpu_rates": {"*": 60}, "opening_grant": 1000, "device_source": "simulated:2xT4"}
@@ -29,7 +29,9 @@ def find(broker: Broker, uuid: str, *causes: str, lasting: bool = False, ago: fl
     at = clock(broker)() - timedelta(seconds=ago)
     symptoms = tuple(Symptom(cause, f"it is {cause}", at, lasting) for cause in causes)
     going_on = frozenset(causes if lasting else ())
-    return " ".join(each.event for each in broker.judge_health({uuid: Found(symptoms, going_on)}))
+    return " ".join(
+        each.event for each in broker.judge_health({uuid: FoundSymptoms(symptoms, going_on)})
+    )
 
 
 def told(broker: Broker, user: str) -> list[str]:
@@ -56,7 +58,7 @@ def fall_sick_and_recover(ready: Connection, url: str, clock: Clock) -> None:
         lease = broker.confirm(acquire(broker, "ada").id)
         clock.forward(minutes=10)
         seen = Symptom("ecc", "it is sick", clock())
-        broker.judge_health({uuid: Found((seen,))})
+        broker.judge_health({uuid: FoundSymptoms((seen,))})
         clock.forward(minutes=5)
         broker.release(lease.id, ended_at=clock(), reason="stopped")
         broker.settle_sick()

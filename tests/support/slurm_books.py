@@ -13,11 +13,12 @@ from typing import Any
 
 import yaml
 
-from gpuspawner.broker import Broker
-from gpuspawner.broker.batch import Debited
-from gpuspawner.broker.queue import Terms
-from gpuspawner.model import Lease, Request, ServerRef, Ticket
-from gpuspawner.slurm import syncing
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
+from gpuspawner.slurm import account_sync
+from gpuspawner.slurm.job_billing import Debited
 from tests.support import slurm_files
 from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO, free_port, system_path, wait_for
@@ -84,7 +85,7 @@ class Books:
 
     def sync(self) -> list[str]:
         plan = self.broker.plan_for_cluster()
-        syncing.apply(self.broker.slurm(), plan.steps)
+        account_sync.apply_plan(self.broker.slurm(), plan.steps)
         return [step.what for step in plan.steps]
 
     def ended(self, job: int) -> int:

@@ -13,8 +13,10 @@ from typing import Any
 import psutil
 import yaml
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.model import Request, ServerRef, Ticket
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support import processes
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster

@@ -9,9 +9,9 @@ from typing import Any
 import requests
 import yaml
 
-from gpuspawner.broker import Broker
 from gpuspawner.engines.base import LABEL_LEASE
-from gpuspawner.model import Lease, LeaseState, ServerRef
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.services import Broker
 from tests.support.gpu_hub import CATALOG
 from tests.support.hub import HubProcess
 from tests.support.processes import free_port, wait_for

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from gpuspawner.errors import SlurmUnavailable
+from gpuspawner.core.errors import SlurmUnavailable
 from gpuspawner.slurm.rest import Rest
 from tests.support.processes import free_port
 from tests.support.slurm_cluster import SlurmCluster

@@ -20,8 +20,8 @@ from typing import Any
 import psycopg2
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO
+from gpuspawner.core.units import MICRO
+from gpuspawner.services import Broker
 from tests.support.brokers import acquire, open_broker
 from tests.support.racers import FastClock
 

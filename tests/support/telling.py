@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from gpuspawner.accounting.notify import Notifier
-from gpuspawner.broker import Broker
-from gpuspawner.broker.channels import KINDS
-from gpuspawner.model import Notice, NoticeKind
-from gpuspawner.store.notices import Choice
+from gpuspawner.notifications.channels import KINDS
+from gpuspawner.notifications.models import Notice, NoticeKind
+from gpuspawner.notifications.repository import ChannelChoice
+from gpuspawner.service.notifier import Notifier
+from gpuspawner.services import Broker
 
 
 def tell(broker: Broker, user: str = "ada", key: str = "", **fields: Any) -> Notice:
@@ -46,7 +46,7 @@ def choose(
 ) -> None:
     """Choose a channel for a member, with an address made of the name."""
     address = address or f"{user}@lab.example"
-    broker.choose(user, [Choice(channel, address, frozenset(kinds))])
+    broker.choose(user, [ChannelChoice(channel, address, frozenset(kinds))])
 
 
 @asynccontextmanager

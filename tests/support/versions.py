@@ -8,8 +8,8 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import command
 
-from gpuspawner.model import MICRO
-from gpuspawner.store import migrate
+from gpuspawner.core.units import MICRO
+from gpuspawner.db import upgrades
 from tests.support.brokers import T0
 
 RELEASED = ("0001", "0002")
@@ -168,10 +168,10 @@ def make_version(url: str, version: str) -> dict[str, tuple[list[str], list[Any]
     """A database of an earlier version with rows; its tables as columns and rows."""
     engine = sa.create_engine(url)
     with engine.begin() as connection:
-        settings = migrate.config()
+        settings = upgrades.config()
         settings.attributes["connection"] = connection
         command.upgrade(settings, version)
-        assert migrate.revision(connection) == version
+        assert upgrades.revision(connection) == version
         tables = sa.MetaData()
         tables.reflect(connection)
         for name, rows in _ROWS[version]().items():

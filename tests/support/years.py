@@ -17,11 +17,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from gpuspawner.ledger.entries import SYSTEM_GRANTS, SYSTEM_USAGE
+from gpuspawner.core.units import MICRO
+from gpuspawner.db import hash_chain
+from gpuspawner.db.engine import Store
+from gpuspawner.db.schema import accounts, lease_places, leases, postings, tickets, transfers
+from gpuspawner.leases.models import Request
+from gpuspawner.ledger.models import SYSTEM_GRANTS, SYSTEM_USAGE, member_account
 from gpuspawner.ledger.rules import owed, transfer_id
-from gpuspawner.model import MICRO, Request, member_account
-from gpuspawner.store import Store, chain
-from gpuspawner.store.schema import accounts, lease_places, leases, postings, tickets, transfers
 from tests.support.brokers import T0
 
 BATCH = 2000
@@ -104,7 +106,7 @@ def write_year(store: Store, year: Year) -> dict[str, int]:
             connection.execute(
                 sa.update(accounts).where(accounts.c.name == name).values(balance=balance)
             )
-        chain.chain_existing(connection)
+        hash_chain.chain_existing(connection)
     return balances
 
 

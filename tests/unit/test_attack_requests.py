@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from gpuspawner.ledger.recurrence import Recurrence
+from gpuspawner.ledger.refills import Recurrence
 from tests.support.attack_requests import RIGHT
 
 

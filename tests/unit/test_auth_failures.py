@@ -16,8 +16,8 @@ from tornado.httpclient import HTTPClientError
 from traitlets.config import Config
 
 from gpuspawner.auth import mixin
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO
+from gpuspawner.core.units import MICRO
+from gpuspawner.services import Broker
 from tests.support.members import (
     ADA,
     GROUPS,

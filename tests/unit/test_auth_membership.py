@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO
-from gpuspawner.store import roster
-from gpuspawner.store.roster import Entry
+from gpuspawner.core.units import MICRO
+from gpuspawner.members import repository as members_repository
+from gpuspawner.members.repository import RosterEntry
+from gpuspawner.services import Broker
 from tests.support.members import ADA, Claims, Plain, accounts, make, open_broker, sign_in
 
 pytestmark = pytest.mark.usefixtures("patient_sign_in")
@@ -32,9 +32,9 @@ def enrol(broker: Broker, *, days: float, groups: tuple[str, ...] = ()) -> None:
     """Ada is on the roster, since yesterday, for so many days from now."""
     now = broker.clock()
     start, end = now - timedelta(days=1), now + timedelta(days=days)
-    entry = Entry("ada", "ml", groups, starts_at=start, ends_at=end)
+    entry = RosterEntry("ada", "ml", groups, starts_at=start, ends_at=end)
     with broker.store.write() as connection:
-        roster.put(connection, [entry], now)
+        members_repository.put_roster(connection, [entry], now)
 
 
 CLAIM: dict[str, Any] = {"username_claim": "sub", "login_service": "Lab"}

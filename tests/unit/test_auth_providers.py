@@ -26,7 +26,7 @@ from gpuspawner.auth import (
     MemberMicrosoftOAuthenticator,
     MemberMixin,
 )
-from gpuspawner.broker import Broker
+from gpuspawner.services import Broker
 from tests.support.members import open_broker, sign_in
 from tests.support.processes import REPO
 from tests.support.vendors import Vendor, from_recipe, recipe, vendor

@@ -17,8 +17,8 @@ from jupyterhub.auth import DummyAuthenticator
 from tornado import web
 
 from gpuspawner.auth import MemberMixin, MemberOAuthenticator, MemberSharedPasswordAuthenticator
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO
+from gpuspawner.core.units import MICRO
+from gpuspawner.services import Broker
 from tests.support.members import (
     ADA,
     GROUPS,

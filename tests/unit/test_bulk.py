@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.ledger.bulk import MOST, digest, parse, parse_amount
-from gpuspawner.model import MICRO
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger.grant_files import MOST, digest, parse, parse_amount
 
 ADA, BOB = ("member:ada", 10 * MICRO), ("member:bob", 1_500_000)
 

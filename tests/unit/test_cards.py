@@ -7,12 +7,17 @@ from datetime import timedelta
 
 import pytest
 
-from gpuspawner.broker.outlook import Outlook
-from gpuspawner.catalog import DeviceLimits, Environment, Framework
-from gpuspawner.model import Request
-from gpuspawner.pages.cards import Wanted, said, usual_request
-from gpuspawner.pages.details import read_packages
-from gpuspawner.pages.waits import sentence, wait_tables
+from gpuspawner.catalog.models import DeviceLimits, Environment, Framework
+from gpuspawner.hub_pages.cards import (
+    CardFilter,
+    read_packages,
+    said,
+    sentence,
+    usual_request,
+    wait_tables,
+)
+from gpuspawner.leases.models import Request
+from gpuspawner.queue.positions import Outlook
 
 MINUTE = timedelta(minutes=1)
 TORCH = Environment(
@@ -72,16 +77,16 @@ def test_without_a_gpu_it_starts_at_once() -> None:
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [
-        (Wanted(), ["torch", "cpu"]),
-        (Wanted(words="PYTORCH 2.5"), ["torch"]),
-        (Wanted(words="FÜR kurse"), ["torch"]),
-        (Wanted(words="torch files"), []),
-        (Wanted(gpu="without"), ["cpu"]),
-        (Wanted(framework="PyTorch"), ["torch"]),
-        (Wanted(framework="JAX"), []),
+        (CardFilter(), ["torch", "cpu"]),
+        (CardFilter(words="PYTORCH 2.5"), ["torch"]),
+        (CardFilter(words="FÜR kurse"), ["torch"]),
+        (CardFilter(words="torch files"), []),
+        (CardFilter(gpu="without"), ["cpu"]),
+        (CardFilter(framework="PyTorch"), ["torch"]),
+        (CardFilter(framework="JAX"), []),
     ],
 )
-def test_searching(wanted: Wanted, found: list[str]) -> None:
+def test_searching(wanted: CardFilter, found: list[str]) -> None:
     assert [e.slug for e in (TORCH, CPU) if wanted.takes(e)] == found
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.catalog import load
-from gpuspawner.cli.catalog_edit import CatalogFile
-from gpuspawner.cli.catalog_entry import entry_of
+from gpuspawner.catalog.editor import CatalogFile, entry_of
+from gpuspawner.catalog.loader import load
+from gpuspawner.core.errors import ConfigError
 from gpuspawner.engines.images import ENTRY
-from gpuspawner.errors import ConfigError
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 NEW = f"lab:2@{DIGEST}"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.catalog import Environment
-from gpuspawner.cli.catalog_files import MOST_CHANGES, changes, changes_file, packages_file
-from gpuspawner.errors import ConfigError
+from gpuspawner.catalog.editor import MOST_CHANGES, changes, changes_file, packages_file
+from gpuspawner.catalog.models import Environment
+from gpuspawner.core.errors import ConfigError
 
 DAY = date(2026, 11, 22)
 OLD = {"torch": "2.12.0", "numpy": "2.4.6", "Attrs": "25.1"}

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpuspawner.broker.channels import KINDS, Channel, chosen, names, read, wanted
-from gpuspawner.errors import ConfigError, InvalidRequest
-from gpuspawner.model import Notice, NoticeKind
-from gpuspawner.store.notices import Choice, errors_text, failing
+from gpuspawner.core.errors import ConfigError, InvalidRequest
+from gpuspawner.notifications.channels import KINDS, Channel, chosen, names, read, wanted
+from gpuspawner.notifications.models import Notice, NoticeKind
+from gpuspawner.notifications.repository import ChannelChoice, errors_text, failing
 from tests.support.rounds import START
 
 MAIL = "mailtos://gpu:{file:/etc/smtp}@smtp.lab.example:587?from=gpu@lab.example&to={address}"
@@ -218,7 +218,7 @@ def test_kinds_are_checked() -> None:
     channel = one(MAIL)
     choice = channel.choice("ada@lab.example", ["turn", "stopped"])
     assert choice.kinds == {NoticeKind.TURN, NoticeKind.STOPPED}
-    assert channel.choice("", []) == Choice("one")
+    assert channel.choice("", []) == ChannelChoice("one")
     assert channel.choice("ada@lab.example", []).address == "ada@lab.example"
     for address, kinds in (
         ("", ["turn"]),
@@ -237,19 +237,24 @@ def test_kinds_are_checked() -> None:
 def test_who_chose_nothing_has_the_defaults() -> None:
     channels = read({"mail": MAIL, "team": "{env:TEAM}"}, {"mail": "{user}@lab.example"})
     assert chosen(channels, {}, "ada") == {
-        "mail": Choice("mail", "ada@lab.example", frozenset(KINDS))
+        "mail": ChannelChoice("mail", "ada@lab.example", frozenset(KINDS))
     }
     assert chosen(channels, {}, "a b") == {}, "a name that makes no address"
-    assert chosen(channels, {"mail": Choice("mail")}, "ada") == {"mail": Choice("mail")}
-    own = {"team": Choice("team", "", frozenset({NoticeKind.TURN})), "gone": Choice("gone", "x")}
+    assert chosen(channels, {"mail": ChannelChoice("mail")}, "ada") == {
+        "mail": ChannelChoice("mail")
+    }
+    own = {
+        "team": ChannelChoice("team", "", frozenset({NoticeKind.TURN})),
+        "gone": ChannelChoice("gone", "x"),
+    }
     assert set(chosen(channels, own, "ada")) == {"mail", "team"}
 
 
 def test_a_kind_goes_by_the_channels_that_have_it() -> None:
     choices = {
-        "mail": Choice("mail", "ada@lab.example", frozenset({NoticeKind.TURN})),
-        "chat": Choice("chat", "@ada", frozenset({NoticeKind.STOPPED})),
-        "push": Choice("push", "ada"),
+        "mail": ChannelChoice("mail", "ada@lab.example", frozenset({NoticeKind.TURN})),
+        "chat": ChannelChoice("chat", "@ada", frozenset({NoticeKind.STOPPED})),
+        "push": ChannelChoice("push", "ada"),
     }
     assert [c.channel for c in wanted(choices, notice(NoticeKind.TURN))] == ["mail"]
     assert [c.channel for c in wanted(choices, notice(NoticeKind.STOPPED))] == ["chat"]

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.errors import InvalidRequest
-from gpuspawner.ledger.usage import Use
-from gpuspawner.model import MICRO
-from gpuspawner.web import weeks
-from gpuspawner.web.chart import HEIGHT, WIDTH, chart, short
+from gpuspawner.core import weeks
+from gpuspawner.core.errors import InvalidRequest
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger.usage import LeaseUse
+from gpuspawner.monitoring.charts import CHART_HEIGHT, CHART_WIDTH, chart, short
 
 NOW = datetime(2026, 3, 11, 12, tzinfo=timezone.utc)
 
 
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=12))
 def test_bars_stay_in_the_drawing_and_in_order(costs: list[int]) -> None:
-    drawn = chart([Use(cost=cost) for cost in costs], ["x"] * len(costs))
+    drawn = chart([LeaseUse(cost=cost) for cost in costs], ["x"] * len(costs))
     for bar, cost in zip(drawn.bars, costs, strict=True):
-        assert 0 <= bar.x < bar.middle < bar.x + bar.width <= WIDTH
-        assert 0 <= bar.y <= drawn.ground < HEIGHT
+        assert 0 <= bar.x < bar.middle < bar.x + bar.width <= CHART_WIDTH
+        assert 0 <= bar.y <= drawn.ground < CHART_HEIGHT
         assert bar.y + bar.height == drawn.ground
         assert (bar.height > 0) == (cost > 0)
     by_cost = sorted(zip(costs, drawn.bars, strict=True), key=lambda pair: pair[0])

@@ -11,8 +11,8 @@ import pytest
 import sqlalchemy as sa
 from jupyterhub import orm
 
-from gpuspawner.spawners import claims
-from gpuspawner.spawners.claims import HubRecords
+from gpuspawner.spawners import no_shows
+from gpuspawner.spawners.no_shows import HubRecords
 from tests.support.rounds import START
 
 MANY = 30
@@ -52,7 +52,7 @@ def _plain(at: datetime | None) -> datetime | None:
 async def test_a_member_who_came_is_seen_by_activity_or_by_a_token(
     db: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "LOOK", 0.0)
+    monkeypatch.setattr(no_shows, "LOOK", 0.0)
     later, before = START + timedelta(seconds=5), START - timedelta(seconds=5)
     servers = {
         "active": server(db, "active", activity=later),
@@ -78,7 +78,7 @@ async def test_a_member_who_came_is_seen_by_activity_or_by_a_token(
 async def test_many_servers_cost_no_more_queries_than_one(
     db: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "LOOK", 0.0)
+    monkeypatch.setattr(no_shows, "LOOK", 0.0)
     servers: list[Any] = [server(db, f"user{number}") for number in range(MANY)]
     said: list[str] = []
     sa.event.listen(db.get_bind(), "before_cursor_execute", lambda *told: said.append(told[2]))
@@ -92,7 +92,7 @@ async def test_many_servers_cost_no_more_queries_than_one(
 async def test_records_that_cannot_be_read_are_read_anew(
     db: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "LOOK", 0.0)
+    monkeypatch.setattr(no_shows, "LOOK", 0.0)
     some: Any = server(db, "ada", activity=START + timedelta(seconds=5))
     records = HubRecords()
     with monkeypatch.context() as broken:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.clock import (
+from gpuspawner.core.clock import (
     DAY,
     LASTS,
     LASTS_LONG,

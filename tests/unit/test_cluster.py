@@ -10,11 +10,23 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import DeviceView
-from gpuspawner.model import Device, DeviceStatus, Lease, LeaseState, ServerRef
-from gpuspawner.telemetry import DeviceUse, Sample
-from gpuspawner.web.cluster import Doing, Picture, Sight, Tile, doing_of, holder, summary, words
-from gpuspawner.web.live import Frame, Viewer, as_text
+from gpuspawner.devices.models import Device, DeviceStatus
+from gpuspawner.devices.snapshots import DeviceView
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.monitoring.cluster_views import (
+    Doing,
+    Frame,
+    Picture,
+    Sight,
+    Tile,
+    Viewer,
+    as_text,
+    doing_of,
+    holder,
+    summary,
+    words,
+)
+from gpuspawner.monitoring.models import DeviceUse, Sample
 
 NOW = datetime(2026, 3, 2, 12, 0, tzinfo=timezone.utc)
 GPU = Device(uuid="GPU-1", index=0, model="A100-80GB", memory_bytes=80 * 2**30)

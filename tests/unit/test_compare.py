@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.broker.compare import compare
-from gpuspawner.scheduler import Part, Priority, Ranked, Scheduler, Waiting
+from gpuspawner.queue.models import Priority, Ranked, ScorePart, Waiting
+from gpuspawner.queue.scheduler import Scheduler
+from gpuspawner.queue.standing import compare
 
 NOW = 1_700_000_000.0
 
@@ -44,8 +45,10 @@ def test_the_parts_of_the_difference_are_all_of_it(one: Waiting, other: Waiting)
 
 
 def test_a_part_that_only_one_has_counts_in_full() -> None:
-    first = Ranked("a", 1, 7.0, (Part("waiting", 2.0, "2 hours"), Part("boost", 5.0, "mine")))
-    second = Ranked("b", 2, 3.0, (Part("waiting", 3.0, "3 hours"),))
+    first = Ranked(
+        "a", 1, 7.0, (ScorePart("waiting", 2.0, "2 hours"), ScorePart("boost", 5.0, "mine"))
+    )
+    second = Ranked("b", 2, 3.0, (ScorePart("waiting", 3.0, "3 hours"),))
     boost, waited = compare(first, second).differences
     assert (boost.name, boost.points, boost.second) == ("boost", 5.0, None)
     assert (waited.name, waited.points) == ("waiting", -1.0)

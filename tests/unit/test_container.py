@@ -16,7 +16,7 @@ from gpuspawner.engines.injection import (
     gpu_host_config,
     without_gpus,
 )
-from gpuspawner.model import Lease, LeasedDevice, ServerRef
+from gpuspawner.leases.models import Lease, LeasedDevice, ServerRef
 from gpuspawner.spawners.container import ULIMITS, ContainerSettings, build, labels
 
 GIB = 2**30

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.telemetry import DeviceUse
-from gpuspawner.web.curves import HEIGHT, POINTS, WIDTH, Curve, curve
+from gpuspawner.monitoring.charts import CURVE_HEIGHT, CURVE_WIDTH, POINTS, DrawnCurve, curve
+from gpuspawner.monitoring.models import DeviceUse
 
 T0 = datetime(2026, 3, 2, 12, 0, tzinfo=timezone.utc)
 GB = 2**30
@@ -23,13 +23,13 @@ def part(number: int, use: int | None = 50, seconds: int = 60, **fields: Any) ->
     return DeviceUse(uuid="GPU-1", since=since, seconds=seconds, **(counts | fields))
 
 
-def drawn(parts: list[DeviceUse], minutes: int = 60) -> Curve:
+def drawn(parts: list[DeviceUse], minutes: int = 60) -> DrawnCurve:
     return curve("Last hour", parts, T0, T0 + timedelta(minutes=minutes), 80 * GB)
 
 
 def places(path: str) -> list[tuple[float, float]]:
     found = [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path)]
-    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in found)
+    assert all(0 <= x <= CURVE_WIDTH and 0 <= y <= CURVE_HEIGHT for x, y in found)
     return found
 
 
@@ -39,7 +39,7 @@ def test_a_line_goes_up_with_the_use() -> None:
     assert low == low_again == it.ground
     assert middle == pytest.approx((it.ground + it.top) / 2)
     assert high == it.top
-    assert x1 < x2 < x3 < WIDTH
+    assert x1 < x2 < x3 < CURVE_WIDTH
     assert it.summary == "used 50 % on average, 100 % at most; memory 0.0 of 80 GB at most"
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.catalog import Catalog
-from gpuspawner.errors import InvalidRequest
+from gpuspawner.catalog.loader import Catalog
+from gpuspawner.core.errors import InvalidRequest
 from gpuspawner.spawners import options
-from gpuspawner.spawners.data import data_choices, with_data
+from gpuspawner.spawners.options import data_choices, with_data
 
 CATALOG = Catalog.from_mapping(
     {

@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.accounting.disk import Measured, is_due, node_of
-from gpuspawner.engines.disk import Limited, label_of, limited, may_enforce, size, storage_bytes
-from gpuspawner.model import LeasedDevice
+from gpuspawner.engines.disk_usage import (
+    Limited,
+    label_of,
+    limited,
+    may_enforce,
+    size,
+    storage_bytes,
+)
+from gpuspawner.leases.models import LeasedDevice
+from gpuspawner.service.disk_monitor import Measured, is_due, node_of
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
 from gpuspawner.spawners.container import ContainerSettings, DiskLimit, build
 from tests.support.leases import lease_of

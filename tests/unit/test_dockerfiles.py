@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.catalog import Catalog
-from gpuspawner.cli.catalog_entry import entry_of
-from gpuspawner.engines.smoke import SMOKE
+from gpuspawner.catalog.editor import entry_of
+from gpuspawner.catalog.loader import Catalog
+from gpuspawner.engines.smoke_test import SMOKE
 from tests.support.processes import REPO
 
 IMAGES = REPO / "images"

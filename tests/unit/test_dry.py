@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.ledger import dry, rules
-from gpuspawner.ledger.dry import OVERDRAFT, SESSION, Policies, Purse, Step
-from gpuspawner.model import MICRO, Lease, LeaseState, ServerRef
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.ledger import credit_policy
+from gpuspawner.ledger import rules as ledger_rules
+from gpuspawner.ledger.credit_policy import OVERDRAFT, SESSION, CreditPolicies, PolicyStep, Purse
 
 T0 = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 GRACE = timedelta(minutes=5)
@@ -36,11 +38,11 @@ def lease(**changes: Any) -> Lease:
     return replace(some, **changes)
 
 
-def step(balance: float, some: Lease | None = None, minutes: float = 0) -> Step | None:
+def step(balance: float, some: Lease | None = None, minutes: float = 0) -> PolicyStep | None:
     """What is due with so many credits left, up to now, ``minutes`` after T0."""
     purse = Purse(round(balance * MICRO), RATE)
     now = T0 + timedelta(minutes=minutes)
-    return dry.next_step(some or lease(), purse, now, GRACE, (30, 10, 2))
+    return credit_policy.next_step(some or lease(), purse, now, GRACE, (30, 10, 2))
 
 
 WARNED = lease(warned_at=T0)
@@ -51,37 +53,37 @@ BOUND = {"when_dry": OVERDRAFT, "overdraft": 20 * MICRO}
     ("balance", "some", "minutes", "due"),
     [
         (30.5, lease(), 0, None),
-        (30, lease(), 0, Step("low", 30)),
+        (30, lease(), 0, PolicyStep("low", 30)),
         (29, lease(told_dry=30), 0, None),
-        (9, lease(told_dry=30), 0, Step("low", 10)),
-        (1, lease(), 0, Step("low", 2)),
-        (8, lease(told_dry=2), 0, Step("quiet", 10)),
-        (99, lease(told_dry=2), 0, Step("quiet", None)),
-        (0, lease(told_dry=2), 0, Step("dry")),
+        (9, lease(told_dry=30), 0, PolicyStep("low", 10)),
+        (1, lease(), 0, PolicyStep("low", 2)),
+        (8, lease(told_dry=2), 0, PolicyStep("quiet", 10)),
+        (99, lease(told_dry=2), 0, PolicyStep("quiet", None)),
+        (0, lease(told_dry=2), 0, PolicyStep("dry")),
         (-9, WARNED, 4.99, None),
-        (-9, WARNED, 5, Step("stop")),
-        (0.000001, WARNED, 5, Step("back")),
+        (-9, WARNED, 5, PolicyStep("stop")),
+        (0.000001, WARNED, 5, PolicyStep("back")),
         # The clock was set back a day, and by what clocks are set right.
-        (-9, WARNED, -24 * 60, Step("dry")),
+        (-9, WARNED, -24 * 60, PolicyStep("dry")),
         (-9, WARNED, -0.5, None),
         (-9, lease(warned_at=T0, outcome="credits"), 9, None),
         (-9, lease(rate=0), 9, None),
         (-9, lease(state=LeaseState.GRANTED), 9, None),
         # A session that ends first, and one that has no end.
-        (0, lease(when_dry=SESSION, seconds=3600), 0, Step("dry")),
+        (0, lease(when_dry=SESSION, seconds=3600), 0, PolicyStep("dry")),
         (-9, lease(when_dry=SESSION, seconds=3600, warned_at=T0), 59, None),
-        (-9, lease(when_dry=SESSION, warned_at=T0), 5, Step("stop")),
+        (-9, lease(when_dry=SESSION, warned_at=T0), 5, PolicyStep("stop")),
         # An overdraft: warnings count to its bound.
         (11, lease(**BOUND), 0, None),
-        (10, lease(**BOUND), 0, Step("low", 30)),
-        (0, lease(told_dry=30, **BOUND), 0, Step("dry")),
-        (-10, lease(told_dry=30, warned_at=T0, **BOUND), 9, Step("low", 10)),
+        (10, lease(**BOUND), 0, PolicyStep("low", 30)),
+        (0, lease(told_dry=30, **BOUND), 0, PolicyStep("dry")),
+        (-10, lease(told_dry=30, warned_at=T0, **BOUND), 9, PolicyStep("low", 10)),
         (-19.999999, lease(told_dry=2, warned_at=T0, **BOUND), 99, None),
-        (-20, lease(told_dry=2, warned_at=T0, **BOUND), 99, Step("stop")),
-        (-20, lease(**BOUND), 0, Step("stop")),
+        (-20, lease(told_dry=2, warned_at=T0, **BOUND), 99, PolicyStep("stop")),
+        (-20, lease(**BOUND), 0, PolicyStep("stop")),
     ],
 )  # fmt: skip
-def test_what_is_due(balance: float, some: Lease, minutes: float, due: Step | None) -> None:
+def test_what_is_due(balance: float, some: Lease, minutes: float, due: PolicyStep | None) -> None:
     assert step(balance, some, minutes) == due
 
 
@@ -95,9 +97,13 @@ def test_when_a_server_is_stopped() -> None:
         (lease(when_dry=SESSION, warned_at=T0), 5),
     ):
         at = T0 + timedelta(minutes=7)
-        assert dry.stops_at(some, purse, at, GRACE) == T0 + timedelta(minutes=minutes)
+        assert credit_policy.stops_at(some, purse, at, GRACE) == T0 + timedelta(minutes=minutes)
     ended = replace(WARNED, state=LeaseState.ENDED)
-    assert dry.stops_at(lease(), purse, T0, GRACE) is dry.stops_at(ended, purse, T0, GRACE) is None
+    assert (
+        credit_policy.stops_at(lease(), purse, T0, GRACE)
+        is credit_policy.stops_at(ended, purse, T0, GRACE)
+        is None
+    )
 
 
 def test_a_purse_is_up_to_the_moment() -> None:
@@ -107,7 +113,7 @@ def test_a_purse_is_up_to_the_moment() -> None:
 
 
 def test_policies_without_a_word_stop() -> None:
-    assert Policies.from_config({}).of("member:ada", {"lab"}) == dry.Policy()
+    assert CreditPolicies.from_config({}).of("member:ada", {"lab"}) == credit_policy.CreditPolicy()
 
 
 # Whatever the ticks do, and whenever credits come.
@@ -127,13 +133,13 @@ def spend(events: list[tuple[int, int | None]], bound: int, opening: int) -> tup
         if grant is not None:
             balance += grant
             continue
-        due = rules.charge_due(some, T0 + timedelta(milliseconds=milliseconds))
-        paid = dry.shares([some], balance, T0 + timedelta(milliseconds=milliseconds))["1"]
+        due = ledger_rules.charge_due(some, T0 + timedelta(milliseconds=milliseconds))
+        paid = credit_policy.shares([some], balance, T0 + timedelta(milliseconds=milliseconds))["1"]
         assert 0 <= paid <= due
         some, balance = replace(some, charged=some.charged + paid), balance - paid
         least = min(least, balance)
-    due = rules.settlement(some, T0 + timedelta(seconds=10_000), failed=False)
-    balance -= min(due, dry.shares([some], balance, T0 + timedelta(seconds=10_000))["1"])
+    due = ledger_rules.settlement(some, T0 + timedelta(seconds=10_000), failed=False)
+    balance -= min(due, credit_policy.shares([some], balance, T0 + timedelta(seconds=10_000))["1"])
     return balance, min(least, balance)
 
 
@@ -146,7 +152,7 @@ def test_an_overdraft_keeps_its_bound_and_no_sum_depends_on_the_ticks(
     without, _ = spend([event for event in events if event[1] is not None], bound, opening)
     assert least >= -bound
     assert with_ticks == without
-    owed = rules.owed(RATE, T0, T0 + timedelta(seconds=10_000))
+    owed = ledger_rules.owed(RATE, T0, T0 + timedelta(seconds=10_000))
     granted = sum(grant for _, grant in events if grant is not None)
     assert with_ticks == max(-bound, opening + granted - owed)
 
@@ -164,7 +170,7 @@ def test_nothing_is_told_twice_on_the_way_down(
         now += timedelta(seconds=seconds)
         for _ in range(1 + twice):
             purse = Purse.of(40 * MICRO, [some], now)
-            due = dry.next_step(some, purse, now, GRACE, (30, 10, 2))
+            due = credit_policy.next_step(some, purse, now, GRACE, (30, 10, 2))
             if due is None:
                 continue
             told.append((due.event, due.minutes))
@@ -216,10 +222,10 @@ def play(
             balance -= charge(running, balance, now)
         else:
             end = now - timedelta(seconds=servers[value][2])
-            if rules.settlement(running[name], end, failed=False) > 0:
+            if ledger_rules.settlement(running[name], end, failed=False) > 0:
                 balance -= charge(running, balance, end)
             some = running.pop(name)
-            back = min(0, rules.settlement(some, end, failed=False))
+            back = min(0, ledger_rules.settlement(some, end, failed=False))
             balance, charged[value] = balance - back, some.charged + back
         least = min(least, balance)
     return charged, least
@@ -227,7 +233,7 @@ def play(
 
 def charge(running: dict[str, Lease], balance: int, until: datetime) -> int:
     """What all of them are charged."""
-    shares = dry.shares(running.values(), balance, until)
+    shares = credit_policy.shares(running.values(), balance, until)
     for name, paid in shares.items():
         running[name] = replace(running[name], charged=running[name].charged + paid)
     return sum(shares.values())

@@ -9,17 +9,11 @@ from datetime import datetime, timedelta, timezone
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.broker.extending import (
-    EXACT,
-    PLANNED,
-    delayed,
-    drained,
-    too_many_hours,
-    who_waits,
-)
-from gpuspawner.model import Lease, LeasedDevice, ServerRef
-from gpuspawner.scheduler import Limits, Running, Scheduler, Waiting
-from gpuspawner.store.closures import Closure
+from gpuspawner.devices.closures import Closure
+from gpuspawner.leases.models import Lease, LeasedDevice, ServerRef
+from gpuspawner.leases.sessions import EXACT, PLANNED, delayed, drained, too_many_hours, who_waits
+from gpuspawner.queue.models import QueueLimits, Running, Waiting
+from gpuspawner.queue.scheduler import Scheduler
 
 NOW = 1_800_000_000.0
 AT = datetime.fromtimestamp(NOW, timezone.utc)
@@ -110,7 +104,7 @@ def test_who_has_no_planned_start_counts_as_delayed() -> None:
 
 
 def test_a_limit_of_the_group_that_the_lease_uses_up_counts() -> None:
-    limits = {"guests": Limits(devices=1)}
+    limits = {"guests": QueueLimits(devices=1)}
     line = scheduler(
         [replace(MINE, group="guests")],
         [waiting("bob", group="guests", kinds=frozenset({T4}))],
@@ -123,7 +117,7 @@ def test_who_waits_for_a_limit_alone_is_in_nobodys_way() -> None:
     """Bob may have one device and has one: his second ticket does not wait for mine."""
     bobs = running("bobs", member="bob")
     line = scheduler(
-        [MINE, bobs], [waiting("second", member="bob")], member_limits=Limits(devices=1)
+        [MINE, bobs], [waiting("second", member="bob")], member_limits=QueueLimits(devices=1)
     )
     assert late(line, 2, {A100: 1}) == set()
     assert late(line, 2) == {"second"}, "nobody can say that it would not"
@@ -219,13 +213,13 @@ def test_an_extension_that_is_allowed_delays_nobody_who_was_planned(
 def test_hours_that_are_held_are_counted_to_the_new_end() -> None:
     others = [running("mine", 1, 0.1), running("b", 2, 3.0), running("endless", 1, None)]
     until = NOW + 4 * HOUR
-    assert too_many_hours(others, lease(2), until, NOW, Limits()) == ""
-    assert too_many_hours(others, lease(2), until, NOW, Limits(gpu_hours=14)) == ""
-    assert too_many_hours(others, lease(2), until, NOW, Limits(gpu_hours=13.5)) == (
+    assert too_many_hours(others, lease(2), until, NOW, QueueLimits()) == ""
+    assert too_many_hours(others, lease(2), until, NOW, QueueLimits(gpu_hours=14)) == ""
+    assert too_many_hours(others, lease(2), until, NOW, QueueLimits(gpu_hours=13.5)) == (
         "13.5 GPU-hours may be held at once, and with it they would be 14.0"
     )
     over = [running("long-over", 4, -10.0)]
-    assert too_many_hours(over, lease(1), until, NOW, Limits(gpu_hours=4)) == ""
+    assert too_many_hours(over, lease(1), until, NOW, QueueLimits(gpu_hours=4)) == ""
 
 
 def test_a_drained_device_is_named() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.errors import InvalidRequest
-from gpuspawner.workspaces.names import LONGEST, check_name, is_same, told_apart
+from gpuspawner.core.errors import InvalidRequest
+from gpuspawner.storage.rules import LONGEST, check_name, is_same, told_apart
 
 
 @pytest.mark.parametrize(

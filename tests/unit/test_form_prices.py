@@ -7,12 +7,13 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from gpuspawner.broker.view import DeviceView, Overview, count_models
-from gpuspawner.catalog import DeviceLimits, Environment
-from gpuspawner.ledger.pricing import Rate, Rates
-from gpuspawner.ledger.week import WeekHours
-from gpuspawner.model import MICRO, Account, Device
-from gpuspawner.pages.prices import PriceLine, Prices
+from gpuspawner.catalog.models import DeviceLimits, Environment
+from gpuspawner.core.units import MICRO
+from gpuspawner.devices.models import Device
+from gpuspawner.devices.snapshots import DeviceView, Overview, count_models
+from gpuspawner.hub_pages.prices import PriceLine, PriceList
+from gpuspawner.ledger.models import Account
+from gpuspawner.ledger.pricing import Rate, Rates, WeekHours
 
 NOON = datetime(2026, 3, 2, 12, tzinfo=timezone.utc)
 """A Monday."""
@@ -40,7 +41,7 @@ def overview(*rates: Rate, now: datetime = NOON) -> Overview:
 
 
 def lines(*rates: Rate, now: datetime = NOON) -> list[tuple[str, str, str, str]]:
-    found = Prices(overview(*rates), [TORCH, LAB, OLD, CPU], now).lines(ADA)
+    found = PriceList(overview(*rates), [TORCH, LAB, OLD, CPU], now).lines(ADA)
     return [(line.label, line.where, line.price, line.lasts) for line in found]
 
 
@@ -62,7 +63,7 @@ def test_and_for_each_price_where_environments_differ() -> None:
 
 
 def test_without_a_gpu_environment_the_models_are_there_all_the_same() -> None:
-    (line, _) = Prices(overview(Rate(amount=MICRO)), [CPU], NOON).lines(replace(ADA, balance=0))
+    (line, _) = PriceList(overview(Rate(amount=MICRO)), [CPU], NOON).lines(replace(ADA, balance=0))
     assert line == PriceLine("A100-80GB", 2, 2, "", MICRO, "less than a minute")
 
 
@@ -71,10 +72,10 @@ def test_the_price_of_the_night_is_shown_at_night_and_until_when() -> None:
     evening = NOON + timedelta(hours=7)
     assert [line[2] for line in lines(*rates, now=evening)] == ["1.00", "1.00"]
     assert [line[2] for line in lines(*rates)] == ["4.00", "4.00"]
-    until = Prices(overview(*rates), [TORCH], NOON).until()
+    until = PriceList(overview(*rates), [TORCH], NOON).until()
     change = NOON + timedelta(hours=7)
     assert until == f"{change.astimezone():%H:%M} ({change.astimezone():%Z})"
-    assert Prices(overview(Rate(amount=MICRO)), [TORCH], NOON).until() == ""
+    assert PriceList(overview(Rate(amount=MICRO)), [TORCH], NOON).until() == ""
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_the_price_of_the_night_is_shown_at_night_and_until_when() -> None:
 )  # fmt: skip
 def test_each_choice_has_its_price(key: str, sentence: str) -> None:
     rates = [Rate(amount=MICRO), Rate(amount=4 * MICRO, model="A100")]
-    prices = Prices(overview(*rates), [TORCH, LAB, OLD, CPU], NOON)
+    prices = PriceList(overview(*rates), [TORCH, LAB, OLD, CPU], NOON)
     group = Account(name="group:ml", balance=MICRO)
     found = prices.tables(range(4), [("", ADA), ("group:ml", group)])
     slug, _, choice = key.partition("|")
@@ -105,7 +106,7 @@ def test_each_choice_has_its_price(key: str, sentence: str) -> None:
 def test_environments_on_the_same_terms_share_their_sentences() -> None:
     more = [replace(TORCH, slug=f"torch-{n}", display_name=f"Torch {n}") for n in range(50)]
     dear = Rate(amount=2 * MICRO, environment="torch-7")
-    found = Prices(overview(Rate(amount=MICRO), dear), more, NOON).tables(range(4), [("", ADA)])
+    found = PriceList(overview(Rate(amount=MICRO), dear), more, NOON).tables(range(4), [("", ADA)])
     assert len(found.tables) == 2
     assert found.sentence(more[3], "3||") == "Torch 3 allows 2 GPUs."
     assert found.sentence(more[7], "1||").startswith("1 GPU: 2.00 credits an hour.")
@@ -113,27 +114,27 @@ def test_environments_on_the_same_terms_share_their_sentences() -> None:
 
 def test_who_needs_a_gpu_says_so() -> None:
     only = replace(TORCH, cpu_variant=False)
-    found = Prices(overview(Rate(amount=MICRO)), [only], NOON).tables(range(2), [("", ADA)])
+    found = PriceList(overview(Rate(amount=MICRO)), [only], NOON).tables(range(2), [("", ADA)])
     assert found.sentence(only, "0||") == "PyTorch needs a GPU."
 
 
 def test_what_is_free_says_so() -> None:
-    prices = Prices(overview(Rate(amount=0)), [TORCH], NOON)
+    prices = PriceList(overview(Rate(amount=0)), [TORCH], NOON)
     assert prices.tables([1], [("", ADA)]).sentence(TORCH, "1||") == "1 GPU: free of charge."
     assert prices.of(TORCH) == prices.of(CPU) == "free of charge"
 
 
 def test_the_price_of_an_environment() -> None:
     rates = [Rate(amount=MICRO), Rate(amount=4 * MICRO, model="A100")]
-    prices = Prices(overview(*rates), [TORCH, OLD], NOON)
+    prices = PriceList(overview(*rates), [TORCH, OLD], NOON)
     assert prices.of(TORCH) == "1.00 to 4.00 credits a GPU-hour"
     assert prices.of(OLD) == "1.00 credits a GPU-hour"
     nowhere = replace(OLD, models=("H200",))
-    assert Prices(overview(*rates), [nowhere], NOON).of(nowhere) == ""
+    assert PriceList(overview(*rates), [nowhere], NOON).of(nowhere) == ""
 
 
 def test_too_many_choices_leave_it_to_the_table() -> None:
-    prices = Prices(overview(Rate(amount=0)), [TORCH], NOON)
+    prices = PriceList(overview(Rate(amount=0)), [TORCH], NOON)
     assert prices.tables(range(2000), [("", ADA)]).tables == ()
 
 
@@ -145,7 +146,7 @@ def test_credits_that_end_count_as_long_as_they_are_there() -> None:
         group.name: [(NOON + timedelta(minutes=30), MICRO)],
     }
     rates = [Rate(amount=MICRO), Rate(amount=4 * MICRO, model="A100")]
-    prices = Prices(overview(*rates), [TORCH, LAB], NOON, ending)
+    prices = PriceList(overview(*rates), [TORCH, LAB], NOON, ending)
     assert [(line.price, line.lasts) for line in prices.lines(ADA)] == [
         ("4.00", "2 h 30 min"),  # spent before their end
         ("1.00", "6 h"),  # 4 of them are lost

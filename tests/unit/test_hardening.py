@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.engines.hardening import CAPABILITIES, Hardening, dangers, harden
+from gpuspawner.engines.injection import KEPT_CAPABILITIES, Hardening, dangers, harden
 
 DOCKERS_OWN = {
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD"),
@@ -19,13 +19,13 @@ def test_an_admin_who_said_nothing() -> None:
     assert harden({"NetworkMode": "lab"}, USUAL) == {
         "NetworkMode": "lab",
         "CapDrop": ["ALL"],
-        "CapAdd": list(CAPABILITIES),
+        "CapAdd": list(KEPT_CAPABILITIES),
         "SecurityOpt": ["no-new-privileges"],
         "PidsLimit": 4096,
         "Memory": 2**30,
         "OomScoreAdj": 500,
     }
-    assert set(CAPABILITIES) < DOCKERS_OWN, "nothing that Docker does not give anyway"
+    assert set(KEPT_CAPABILITIES) < DOCKERS_OWN, "nothing that Docker does not give anyway"
 
 
 def test_turned_off_it_changes_nothing() -> None:
@@ -41,7 +41,7 @@ def test_turned_off_it_changes_nothing() -> None:
             {"CapAdd": ["SYS_PTRACE", "CHOWN"]},
             {
                 "CapDrop": ["ALL"],
-                "CapAdd": ["SYS_PTRACE", *CAPABILITIES[:1], "CHOWN", *CAPABILITIES[2:]],
+                "CapAdd": ["SYS_PTRACE", *KEPT_CAPABILITIES[:1], "CHOWN", *KEPT_CAPABILITIES[2:]],
             },
         ),
         ({"SecurityOpt": ["seccomp=x"]}, {"SecurityOpt": ["seccomp=x", "no-new-privileges"]}),

@@ -10,19 +10,23 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.telemetry import Sample
-from gpuspawner.telemetry.health import (
+from gpuspawner.monitoring.health import (
     CALM,
+    CAUSES,
+    XIDS,
     HealthPolicy,
     HealthState,
-    Verdict,
+    HealthVerdict,
+    Signs,
+    Symptom,
+    checked_actions,
     judge,
     needs_admin,
     probe_failed,
     returned,
+    xid_class,
 )
-from gpuspawner.telemetry.symptoms import CAUSES, XIDS, Signs, Symptom, checked_actions, xid_class
-from gpuspawner.telemetry.values import Condition
+from gpuspawner.monitoring.models import Condition, Sample
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 POLICY = HealthPolicy(quiet=timedelta(minutes=10), most_falls=3)
@@ -214,7 +218,7 @@ class Device:
         self.now += timedelta(minutes=minutes)
         symptoms = [Symptom(each, f"it is {each}", self.now, lasting) for each in causes]
         going_on = causes if lasting else ()
-        verdict: Verdict = judge(self.policy, self.state, symptoms, self.now, going_on)
+        verdict: HealthVerdict = judge(self.policy, self.state, symptoms, self.now, going_on)
         self.state = verdict.state
         return verdict.event
 

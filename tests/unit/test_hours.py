@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traitlets.config import Config
 
-from gpuspawner.catalog import Environment, SessionHours
-from gpuspawner.errors import ConfigError
-from gpuspawner.model import MICRO
-from gpuspawner.spawners.hours import Hours, hour_choices, usual_label
-from gpuspawner.spawners.options import LEAST_HOURS, Choice, parse, session_seconds
+from gpuspawner.catalog.models import Environment, SessionHours
+from gpuspawner.core.errors import ConfigError
+from gpuspawner.core.units import MICRO
+from gpuspawner.spawners.base import Hours, hour_choices, usual_label
+from gpuspawner.spawners.options import LEAST_HOURS, FormChoice, parse, session_seconds
 
 ANY = Environment(slug="any", display_name="Any")
 
@@ -96,5 +96,5 @@ def test_a_setting_that_makes_no_sense_is_named(trait: str, value: Any) -> None:
 
 
 def test_the_choice_of_an_old_start_does_not_outlive_a_lower_limit() -> None:
-    assert parse(Choice(hours=2).as_user_options()).hours == 2
+    assert parse(FormChoice(hours=2).as_user_options()).hours == 2
     assert [choice.hours for choice in hour_choices([SessionHours(max=1)], 2, [])] == [1]

@@ -22,8 +22,8 @@ from jupyterhub.spawner import Spawner
 from traitlets.config import Config, HasTraits, PyFileConfigLoader
 
 from gpuspawner.auth import MemberOAuthenticator, MemberSharedPasswordAuthenticator
-from gpuspawner.broker import Broker
-from gpuspawner.catalog import Catalog, load
+from gpuspawner.catalog.loader import Catalog, load
+from gpuspawner.services import Broker
 from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.spawners.docker import GPUDockerSpawner
 from gpuspawner.spawners.local import GPULocalSpawner

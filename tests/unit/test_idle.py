@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.telemetry import DeviceUse
-from gpuspawner.telemetry.idle import (
+from gpuspawner.monitoring.idle import (
     Activity,
     IdlePolicies,
     IdlePolicy,
@@ -23,6 +22,7 @@ from gpuspawner.telemetry.idle import (
     judge,
     snooze,
 )
+from gpuspawner.monitoring.models import DeviceUse
 
 T0 = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 POLICY = IdlePolicy(mode="enforce")

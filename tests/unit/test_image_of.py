@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.accounting.ahead import image_of
-from gpuspawner.catalog.watched import WatchedCatalog
-from gpuspawner.model import Request, ServerRef, Ticket
+from gpuspawner.catalog.loader import WatchedCatalog
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue.models import Ticket
+from gpuspawner.service.image_prefetch import image_of
 
 CATALOG = """
 environments:

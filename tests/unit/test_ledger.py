@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.errors import LedgerError
-from gpuspawner.ledger import rules
-from gpuspawner.ledger.entries import (
+from gpuspawner.core.errors import LedgerError
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState, ServerRef
+from gpuspawner.ledger import rules as ledger_rules
+from gpuspawner.ledger.models import (
     MAX_AMOUNT,
     SYSTEM_GRANTS,
     SYSTEM_USAGE,
@@ -23,13 +25,6 @@ from gpuspawner.ledger.entries import (
     check_account,
     group_account,
     is_system,
-)
-from gpuspawner.model import (
-    MICRO,
-    Lease,
-    LeasedDevice,
-    LeaseState,
-    ServerRef,
     member_account,
 )
 
@@ -129,21 +124,21 @@ rates = st.integers(0, 1000 * MICRO)
 
 
 def test_owed_to_the_microsecond() -> None:
-    assert rules.owed(4 * MICRO, T0, T0 + timedelta(minutes=90)) == 6 * MICRO
-    assert rules.owed(3_600, T0, T0 + timedelta(seconds=1)) == 1
-    assert rules.owed(3_600, T0, T0 + timedelta(microseconds=999_999)) == 0
+    assert ledger_rules.owed(4 * MICRO, T0, T0 + timedelta(minutes=90)) == 6 * MICRO
+    assert ledger_rules.owed(3_600, T0, T0 + timedelta(seconds=1)) == 1
+    assert ledger_rules.owed(3_600, T0, T0 + timedelta(microseconds=999_999)) == 0
 
 
 def test_nothing_is_owed_before_the_start() -> None:
-    assert rules.owed(MICRO, None, T0) == 0
-    assert rules.owed(MICRO, T0, T0) == 0
-    assert rules.owed(MICRO, T0, T0 - HOUR) == 0
+    assert ledger_rules.owed(MICRO, None, T0) == 0
+    assert ledger_rules.owed(MICRO, T0, T0) == 0
+    assert ledger_rules.owed(MICRO, T0, T0 - HOUR) == 0
 
 
 @given(rates, instants, instants)
 def test_owed_is_the_exact_product_rounded_down(rate: int, start: datetime, end: datetime) -> None:
     exact = Fraction(rate) * Fraction((end - start) // timedelta(microseconds=1), 3_600_000_000)
-    amount = rules.owed(rate, start, end)
+    amount = ledger_rules.owed(rate, start, end)
     assert type(amount) is int
     assert amount == max(0, exact.numerator // exact.denominator)
 
@@ -152,30 +147,32 @@ def test_owed_is_the_exact_product_rounded_down(rate: int, start: datetime, end:
 def test_owed_never_falls_as_time_passes(
     rate: int, start: datetime, one: datetime, other: datetime
 ) -> None:
-    assert rules.owed(rate, start, min(one, other)) <= rules.owed(rate, start, max(one, other))
+    assert ledger_rules.owed(rate, start, min(one, other)) <= ledger_rules.owed(
+        rate, start, max(one, other)
+    )
 
 
 def test_a_tick_charges_what_is_owed_less_what_was_charged() -> None:
-    assert rules.charge_due(lease(charged=MICRO), T0 + HOUR) == 3 * MICRO
+    assert ledger_rules.charge_due(lease(charged=MICRO), T0 + HOUR) == 3 * MICRO
 
 
 def test_a_tick_never_gives_back() -> None:
-    assert rules.charge_due(lease(charged=5 * MICRO), T0 + HOUR) == 0
+    assert ledger_rules.charge_due(lease(charged=5 * MICRO), T0 + HOUR) == 0
 
 
 def test_a_tick_leaves_leases_alone_that_are_settled_or_not_started() -> None:
     ended = lease(state=LeaseState.ENDED, ended_at=T0 + HOUR, charged=4 * MICRO)
     granted = lease(state=LeaseState.GRANTED, started_at=None)
-    assert rules.charge_due(ended, T0 + 2 * HOUR) == 0
-    assert rules.charge_due(granted, T0 + 2 * HOUR) == 0
+    assert ledger_rules.charge_due(ended, T0 + 2 * HOUR) == 0
+    assert ledger_rules.charge_due(granted, T0 + 2 * HOUR) == 0
 
 
 def test_settlement_charges_the_rest_refunds_too_much_and_a_failed_start_costs_nothing() -> None:
-    assert rules.settlement(lease(charged=MICRO), T0 + HOUR, failed=False) == 3 * MICRO
-    assert rules.settlement(lease(charged=5 * MICRO), T0 + HOUR, failed=False) == -MICRO
-    assert rules.settlement(lease(charged=MICRO), T0 + HOUR, failed=True) == -MICRO
+    assert ledger_rules.settlement(lease(charged=MICRO), T0 + HOUR, failed=False) == 3 * MICRO
+    assert ledger_rules.settlement(lease(charged=5 * MICRO), T0 + HOUR, failed=False) == -MICRO
+    assert ledger_rules.settlement(lease(charged=MICRO), T0 + HOUR, failed=True) == -MICRO
     never = lease(started_at=None, state=LeaseState.GRANTED)
-    assert rules.settlement(never, T0 + HOUR, failed=False) == 0
+    assert ledger_rules.settlement(never, T0 + HOUR, failed=False) == 0
 
 
 # Before the start, and how long it lasts.
@@ -183,40 +180,40 @@ def test_settlement_charges_the_rest_refunds_too_much_and_a_failed_start_costs_n
 
 @given(st.integers(1, 1000 * MICRO), st.timedeltas(timedelta(0), timedelta(days=30)))
 def test_a_hold_covers_its_lead_and_not_a_microcredit_more(rate: int, lead: timedelta) -> None:
-    hold = rules.hold_for(rate, lead)
-    assert hold >= max(1, rules.owed(rate, T0, T0 + lead))
-    assert hold - 1 <= rules.owed(rate, T0, T0 + lead)
+    hold = ledger_rules.hold_for(rate, lead)
+    assert hold >= max(1, ledger_rules.owed(rate, T0, T0 + lead))
+    assert hold - 1 <= ledger_rules.owed(rate, T0, T0 + lead)
 
 
 def test_what_costs_nothing_holds_nothing_and_is_open_to_all() -> None:
-    assert rules.hold_for(0, HOUR) == 0
-    assert rules.can_afford(-5 * MICRO, 0)
+    assert ledger_rules.hold_for(0, HOUR) == 0
+    assert ledger_rules.can_afford(-5 * MICRO, 0)
 
 
 def test_an_empty_account_gets_nothing_that_costs_even_without_a_lead() -> None:
-    hold = rules.hold_for(MICRO, timedelta(0))
-    assert not rules.can_afford(0, hold)
-    assert rules.can_afford(hold, hold)
-    assert not rules.can_afford(hold - 1, hold)
+    hold = ledger_rules.hold_for(MICRO, timedelta(0))
+    assert not ledger_rules.can_afford(0, hold)
+    assert ledger_rules.can_afford(hold, hold)
+    assert not ledger_rules.can_afford(hold - 1, hold)
 
 
 @given(st.integers(0, 10**12), st.integers(1, 1000 * MICRO))
 def test_credits_last_until_they_run_dry(available: int, rate: int) -> None:
-    dry = rules.runs_dry_at(available, rate, T0)
+    dry = ledger_rules.runs_dry_at(available, rate, T0)
     if dry is None:  # later than a datetime can say
-        assert rules.owed(rate, T0, datetime.max.replace(tzinfo=timezone.utc)) <= available
+        assert ledger_rules.owed(rate, T0, datetime.max.replace(tzinfo=timezone.utc)) <= available
         return
-    assert rules.owed(rate, T0, dry) <= available
-    assert rules.owed(rate, T0, dry + timedelta(microseconds=1)) >= available
+    assert ledger_rules.owed(rate, T0, dry) <= available
+    assert ledger_rules.owed(rate, T0, dry + timedelta(microseconds=1)) >= available
 
 
 def test_running_dry_at_once_and_never() -> None:
-    assert rules.runs_dry_at(-5, MICRO, T0) == T0
-    assert rules.runs_dry_at(0, MICRO, T0) == T0
-    assert rules.runs_dry_at(5, 0, T0) is None
-    assert rules.runs_dry_at(MAX_AMOUNT, 1, T0) is None
-    assert rules.runs_dry_at(10**9 * MICRO, MICRO // 10, T0) is None
-    assert rules.time_left(6 * MICRO, 4 * MICRO) == timedelta(minutes=90)
+    assert ledger_rules.runs_dry_at(-5, MICRO, T0) == T0
+    assert ledger_rules.runs_dry_at(0, MICRO, T0) == T0
+    assert ledger_rules.runs_dry_at(5, 0, T0) is None
+    assert ledger_rules.runs_dry_at(MAX_AMOUNT, 1, T0) is None
+    assert ledger_rules.runs_dry_at(10**9 * MICRO, MICRO // 10, T0) is None
+    assert ledger_rules.time_left(6 * MICRO, 4 * MICRO) == timedelta(minutes=90)
 
 
 @pytest.mark.parametrize(
@@ -232,47 +229,47 @@ def test_running_dry_at_once_and_never() -> None:
     ],
 )
 def test_time_left_in_words(left: timedelta, words: str) -> None:
-    assert rules.format_time_left(left) == words
+    assert ledger_rules.format_time_left(left) == words
 
 
 # Builders.
 
 
 def test_a_grant_moves_credits_from_the_system() -> None:
-    entry = rules.grant(ANNA, 5, key="k", at=T0, actor="admin", reason="welcome")
+    entry = ledger_rules.grant(ANNA, 5, key="k", at=T0, actor="admin", reason="welcome")
     assert entry.kind is TransferKind.GRANT
     assert (entry.amount_for(ANNA), entry.amount_for(SYSTEM_GRANTS)) == (5, -5)
 
 
 def test_grants_are_above_zero_and_for_people() -> None:
     with pytest.raises(LedgerError, match="more than zero"):
-        rules.grant(ANNA, -5, key="k", at=T0, actor="admin", reason="oops")
+        ledger_rules.grant(ANNA, -5, key="k", at=T0, actor="admin", reason="oops")
     with pytest.raises(LedgerError, match="own account"):
-        rules.grant(SYSTEM_USAGE, 5, key="k", at=T0, actor="admin", reason="oops")
+        ledger_rules.grant(SYSTEM_USAGE, 5, key="k", at=T0, actor="admin", reason="oops")
     with pytest.raises(LedgerError, match="own account"):
-        rules.adjustment(SYSTEM_USAGE, 5, key="k", at=T0, actor="admin", reason="oops")
+        ledger_rules.adjustment(SYSTEM_USAGE, 5, key="k", at=T0, actor="admin", reason="oops")
 
 
 def test_an_adjustment_goes_both_ways() -> None:
-    down = rules.adjustment(ANNA, -5, key="k", at=T0, actor="admin", reason="typo")
+    down = ledger_rules.adjustment(ANNA, -5, key="k", at=T0, actor="admin", reason="typo")
     assert down.kind is TransferKind.ADJUSTMENT
     assert down.amount_for(ANNA) == -5
 
 
 def test_an_account_opens_once() -> None:
-    first = rules.opening_grant(ANNA, 5, at=T0, actor="hub")
-    again = rules.opening_grant(ANNA, 5, at=T0 + HOUR, actor="hub")
+    first = ledger_rules.opening_grant(ANNA, 5, at=T0, actor="hub")
+    again = ledger_rules.opening_grant(ANNA, 5, at=T0 + HOUR, actor="hub")
     assert first is not None and again is not None
     assert first.key == again.key == f"opening:{ANNA}"
     assert first.id == again.id
-    assert rules.opening_grant(ANNA, 0, at=T0, actor="hub") is None
+    assert ledger_rules.opening_grant(ANNA, 0, at=T0, actor="hub") is None
 
 
 def test_two_ticks_that_saw_the_same_lease_have_one_key_and_the_next_another() -> None:
     seen = lease(charged=MICRO)
-    one = rules.charge(seen, 5, T0 + HOUR)
-    two = rules.charge(seen, 5, T0 + HOUR)
-    later = rules.charge(replace(seen, charged=MICRO + 5), 5, T0 + HOUR)
+    one = ledger_rules.charge(seen, 5, T0 + HOUR)
+    two = ledger_rules.charge(seen, 5, T0 + HOUR)
+    later = ledger_rules.charge(replace(seen, charged=MICRO + 5), 5, T0 + HOUR)
     assert one is not None and two is not None and later is not None
     assert one == two
     assert one.key == f"charge:lease-1:{MICRO}"
@@ -283,19 +280,19 @@ def test_two_ticks_that_saw_the_same_lease_have_one_key_and_the_next_another() -
 
 
 def test_a_tick_with_nothing_due_posts_nothing_and_refuses_to_give_back() -> None:
-    assert rules.charge(lease(), 0, T0) is None
+    assert ledger_rules.charge(lease(), 0, T0) is None
     with pytest.raises(LedgerError, match="never gives back"):
-        rules.charge(lease(), -1, T0)
+        ledger_rules.charge(lease(), -1, T0)
 
 
 def test_a_settlement_charges_or_refunds_under_one_key() -> None:
-    more = rules.settle(lease(), 5, T0 + HOUR)
-    less = rules.settle(lease(charged=10), -5, T0 + HOUR)
+    more = ledger_rules.settle(lease(), 5, T0 + HOUR)
+    less = ledger_rules.settle(lease(charged=10), -5, T0 + HOUR)
     assert more is not None and less is not None
     assert more.key == less.key == "settle:lease-1"
     assert (more.kind, more.amount_for(ANNA)) == (TransferKind.CHARGE, -5)
     assert (less.kind, less.amount_for(ANNA)) == (TransferKind.REFUND, 5)
-    assert rules.settle(lease(), 0, T0 + HOUR) is None
+    assert ledger_rules.settle(lease(), 0, T0 + HOUR) is None
 
 
 @given(st.lists(st.integers(-(10**15), 10**15).filter(bool), min_size=1, max_size=6))
@@ -303,7 +300,9 @@ def test_a_reversal_nets_zero_for_every_account(amounts: list[int]) -> None:
     lines = [Posting(member_account(f"m{i % 3}"), amount) for i, amount in enumerate(amounts)]
     lines += [Posting(SYSTEM_GRANTS, -amount) for amount in amounts]
     entry = transfer(postings=tuple(lines))
-    undone = rules.reversal(entry, key="undo:key", at=T0 + HOUR, actor="admin", reason="typo")
+    undone = ledger_rules.reversal(
+        entry, key="undo:key", at=T0 + HOUR, actor="admin", reason="typo"
+    )
     assert undone.kind is TransferKind.REVERSAL
     assert undone.id != entry.id
     for account in {line.account for line in lines}:

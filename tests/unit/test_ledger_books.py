@@ -19,9 +19,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from gpuspawner.ledger import checks, rules
-from gpuspawner.ledger.entries import SYSTEM_GRANTS, SYSTEM_USAGE, Transfer
-from gpuspawner.model import MICRO, Account, Lease, LeaseState, ServerRef, member_account
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.ledger import checks
+from gpuspawner.ledger import rules as ledger_rules
+from gpuspawner.ledger.models import SYSTEM_GRANTS, SYSTEM_USAGE, Account, Transfer, member_account
 
 T0 = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
 ANNA = member_account("anna")
@@ -66,16 +68,16 @@ class Book:
 
     def tick(self, seen: Lease, until: datetime) -> None:
         """A tick that read ``seen``, which may be stale by the time that it posts."""
-        due = rules.charge_due(seen, until)
+        due = ledger_rules.charge_due(seen, until)
         if self.leases[seen.id].state is not LeaseState.ENDED and self.post(
-            rules.charge(seen, due, until)
+            ledger_rules.charge(seen, due, until)
         ):
             self.leases[seen.id] = replace(self.leases[seen.id], charged=seen.charged + due)
 
     def end(self, lease_id: str, ended_at: datetime, failed: bool = False) -> None:
         seen = self.leases[lease_id]
-        due = rules.settlement(seen, ended_at, failed)
-        self.post(rules.settle(seen, due, ended_at))
+        due = ledger_rules.settlement(seen, ended_at, failed)
+        self.post(ledger_rules.settle(seen, due, ended_at))
         self.leases[lease_id] = replace(
             seen, state=LeaseState.ENDED, ended_at=ended_at, charged=seen.charged + due
         )
@@ -111,7 +113,7 @@ def test_charges_do_not_depend_on_when_the_ticks_run(
         book.tick(seen, T0 + tick)
         book.tick(seen, T0 + tick)  # a second service that read the same lease
     book.end("lease-1", T0 + ended)
-    expected = rules.owed(rate, T0, T0 + ended)
+    expected = ledger_rules.owed(rate, T0, T0 + ended)
     assert book.leases["lease-1"].charged == expected
     assert book.balances[ANNA] == -expected
     assert book.balances[SYSTEM_USAGE] == expected
@@ -148,7 +150,9 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(account=members, amount=st.integers(1, 10**12))
     def gives(self, account: str, amount: int) -> None:
         key = self.fresh()
-        entry = rules.grant(account, amount, key=key, at=self.now, actor="admin", reason="gift")
+        entry = ledger_rules.grant(
+            account, amount, key=key, at=self.now, actor="admin", reason="gift"
+        )
         assert self.book.post(entry)
         assert not self.book.post(entry)
 
@@ -156,7 +160,9 @@ class BooksMachine(RuleBasedStateMachine):
     def corrects(self, account: str, amount: int) -> None:
         key = self.fresh()
         self.book.post(
-            rules.adjustment(account, amount, key=key, at=self.now, actor="admin", reason="typo")
+            ledger_rules.adjustment(
+                account, amount, key=key, at=self.now, actor="admin", reason="typo"
+            )
         )
 
     @precondition(lambda self: self.book.transfers)
@@ -167,7 +173,7 @@ class BooksMachine(RuleBasedStateMachine):
             entry = data.draw(st.sampled_from(gifts))
             key = f"undo:{entry.key}"
             self.book.post(
-                rules.reversal(entry, key=key, at=self.now, actor="admin", reason="typo")
+                ledger_rules.reversal(entry, key=key, at=self.now, actor="admin", reason="typo")
             )
 
     @rule(target=running, account=members, rate=rates, hold=st.integers(0, 10**9))
@@ -208,7 +214,7 @@ TestBooks = BooksMachine.TestCase
 
 # The checks find what they are for.
 
-GIFT = rules.grant(ANNA, 5, key="k", at=T0, actor="admin", reason="gift")
+GIFT = ledger_rules.grant(ANNA, 5, key="k", at=T0, actor="admin", reason="gift")
 ROWS = checks.rows_of([GIFT])
 ENDED = lease(state=LeaseState.ENDED, ended_at=T0 + HOUR, charged=4 * MICRO)
 

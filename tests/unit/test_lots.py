@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.errors import LedgerError
-from gpuspawner.ledger.entries import TransferKind
-from gpuspawner.ledger.lots import Flow, Lot, Use, expiry, lasts, left_of
-from gpuspawner.model import MICRO
+from gpuspawner.core.errors import LedgerError
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger.lots import Lot, LotFlow, LotUse, expiry, lasts, left_of
+from gpuspawner.ledger.models import TransferKind
 
 T0 = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
 
@@ -39,7 +39,7 @@ def credits(left: dict[str, int]) -> dict[str, float]:
 
 def test_the_lot_that_ends_first_is_spent_first() -> None:
     lots = [lot("later", 10, 0, 20), lot("sooner", 10, 0, 10)]
-    flow = Flow([Use(MICRO, hour(1))])
+    flow = LotFlow([LotUse(MICRO, hour(1))])
     assert credits(left_of(lots, flow, hour(5))) == {"sooner": 6, "later": 10}
     assert credits(left_of(lots, flow, hour(15))) == {"sooner": 1, "later": 5}
     assert credits(left_of(lots, flow, hour(50))) == {"sooner": 1, "later": 0}
@@ -47,27 +47,27 @@ def test_the_lot_that_ends_first_is_spent_first() -> None:
 
 def test_credits_without_an_end_are_spent_last() -> None:
     lots = [lot("a", 5, 0, 10)]
-    flow = Flow([Use(MICRO, hour(0))], [(hour(-5), 100 * MICRO)])
+    flow = LotFlow([LotUse(MICRO, hour(0))], [(hour(-5), 100 * MICRO)])
     assert credits(left_of(lots, flow, hour(4))) == {"a": 1}
     assert credits(left_of(lots, flow, hour(9))) == {"a": 0}
 
 
 def test_what_is_left_at_the_end_stays_so() -> None:
-    flow = Flow([Use(MICRO, hour(8))])
+    flow = LotFlow([LotUse(MICRO, hour(8))])
     for now in (10, 11, 1000):
         assert credits(left_of([lot("a", 5, 0, 10)], flow, hour(now))) == {"a": 3}
 
 
 def test_a_debt_is_paid_from_a_lot_that_comes() -> None:
-    flow = Flow([], [(hour(0), -3 * MICRO)])
+    flow = LotFlow([], [(hour(0), -3 * MICRO)])
     assert credits(left_of([lot("a", 5, 1, 10)], flow, hour(2))) == {"a": 2}
-    flow = Flow([], [(hour(0), -3 * MICRO), (hour(0.5), MICRO)])
+    flow = LotFlow([], [(hour(0), -3 * MICRO), (hour(0.5), MICRO)])
     assert credits(left_of([lot("a", 5, 1, 10)], flow, hour(2))) == {"a": 3}
 
 
 def test_a_reversed_lot_takes_no_other_with_it() -> None:
     """The reversal takes its whole amount: what was spent of it is owed."""
-    flow = Flow([Use(MICRO, hour(0), hour(4), 4 * MICRO)])
+    flow = LotFlow([LotUse(MICRO, hour(0), hour(4), 4 * MICRO)])
     lots = [lot("wrong", 10, 0, 10, cancelled=4), lot("other", 10, 0, 20)]
     assert credits(left_of(lots, flow, hour(12))) == {"wrong": 6, "other": 6}
     lots = [lot("wrong", 10, 0, 10, cancelled=4), lot("other", 10, 0, 5)]
@@ -77,7 +77,9 @@ def test_a_reversed_lot_takes_no_other_with_it() -> None:
 
 
 def test_a_lot_that_begins_later_is_whole() -> None:
-    assert credits(left_of([lot("a", 5, 3, 10)], Flow([Use(MICRO, hour(0))]), hour(2))) == {"a": 5}
+    assert credits(left_of([lot("a", 5, 3, 10)], LotFlow([LotUse(MICRO, hour(0))]), hour(2))) == {
+        "a": 5
+    }
 
 
 def test_an_end_before_the_beginning_is_refused() -> None:
@@ -114,13 +116,13 @@ def some_lots(draw: st.DrawFn) -> list[Lot]:
 
 
 @st.composite
-def some_uses(draw: st.DrawFn) -> list[Use]:
+def some_uses(draw: st.DrawFn) -> list[LotUse]:
     found = []
     for _ in range(draw(st.integers(0, 3))):
         start = draw(times)
         end = draw(st.none() | st.integers(int(start), 60))
         rate = draw(st.integers(1, 3 * MICRO))
-        found.append(Use(rate, hour(start), None if end is None else hour(end)))
+        found.append(LotUse(rate, hour(start), None if end is None else hour(end)))
     return found
 
 
@@ -129,9 +131,9 @@ moves = st.lists(st.tuples(times.map(hour), st.integers(-10 * MICRO, 10 * MICRO)
 
 @given(some_lots(), some_uses(), moves, st.lists(times, min_size=1))
 def test_no_lot_has_less_than_nothing_or_grows(
-    lots: list[Lot], uses: list[Use], moved: list[tuple[datetime, int]], looks: list[float]
+    lots: list[Lot], uses: list[LotUse], moved: list[tuple[datetime, int]], looks: list[float]
 ) -> None:
-    flow = Flow(uses, moved)
+    flow = LotFlow(uses, moved)
     before = {lot.id: lot.amount for lot in lots}
     for at in sorted(looks):
         left = left_of(lots, flow, hour(at))
@@ -144,10 +146,10 @@ def test_no_lot_has_less_than_nothing_or_grows(
 
 @given(some_lots(), some_uses(), moves)
 def test_nobody_loses_what_they_could_have_spent(
-    lots: list[Lot], uses: list[Use], moved: list[tuple[datetime, int]]
+    lots: list[Lot], uses: list[LotUse], moved: list[tuple[datetime, int]]
 ) -> None:
     """What was taken from lots is no more than what was spent."""
-    flow = Flow(uses, moved)
+    flow = LotFlow(uses, moved)
     lots = [replace(one, cancelled_at=None) for one in lots]  # a reversal is owed, and paid again
     left = left_of(lots, flow, hour(100))
     ((_, _, spent),) = flow.along([hour(100)])
@@ -156,16 +158,16 @@ def test_nobody_loses_what_they_could_have_spent(
 
 @given(some_lots(), some_uses(), st.lists(times, min_size=1))
 def test_the_time_of_an_end_is_what_counts_and_not_when_it_is_known(
-    lots: list[Lot], uses: list[Use], looks: list[float]
+    lots: list[Lot], uses: list[LotUse], looks: list[float]
 ) -> None:
     """A server that was believed to run on leaves no trace once its end is known."""
-    known = [Use(use.rate, use.started_at, use.ended_at or hour(50)) for use in uses]
+    known = [LotUse(use.rate, use.started_at, use.ended_at or hour(50)) for use in uses]
     for at in looks:
         late = [
-            use if use.ended_at and use.ended_at <= hour(at) else Use(use.rate, use.started_at)
+            use if use.ended_at and use.ended_at <= hour(at) else LotUse(use.rate, use.started_at)
             for use in known
         ]
-        assert left_of(lots, Flow(late), hour(at)) == left_of(lots, Flow(known), hour(at))
+        assert left_of(lots, LotFlow(late), hour(at)) == left_of(lots, LotFlow(known), hour(at))
 
 
 # How long they last.
@@ -202,8 +204,8 @@ def test_they_last_until_nothing_is_left(
             Lot(id=str(n), account="member:a", amount=amount, starts_at=T0, ends_at=T0 + end)
             for n, (end, amount) in enumerate(spans)
         ]
-        use = Use(rate, T0)
-        gone = left_of(lots, Flow([use], [(T0, free)]), now)
+        use = LotUse(rate, T0)
+        gone = left_of(lots, LotFlow([use], [(T0, free)]), now)
         lost = sum(gone[lot.id] for lot in lots if lot.ends_at <= now)
         return free + sum(lot.amount for lot in lots) - lost - use.cost(now)
 
@@ -224,10 +226,10 @@ def test_what_moved_along_many_moments_is_what_moved_up_to_each() -> None:
             began, ended = sorted((some(), some()))
             over = chance.random() < 0.7
             most = chance.choice((None, chance.randint(0, 30 * MICRO))) if over else None
-            uses.append(Use(chance.randint(1, 3 * MICRO), began, ended if over else None, most))
+            uses.append(LotUse(chance.randint(1, 3 * MICRO), began, ended if over else None, most))
         moves = [(some(), chance.choice((-1, 1)) * chance.randint(1, 9)) for _ in range(4)]
         moments = sorted(some() for _ in range(chance.randint(1, 9)))
-        for moment, came, spent in Flow(uses, moves).along(moments):
+        for moment, came, spent in LotFlow(uses, moves).along(moments):
             past = [amount for at, amount in moves if at <= moment]
             assert came == sum(amount for amount in past if amount > 0)
             out = -sum(amount for amount in past if amount < 0)

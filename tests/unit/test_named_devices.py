@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpuspawner.engines.docker import was_given
-from gpuspawner.model import LeasedDevice
+from gpuspawner.leases.models import LeasedDevice
 from tests.support.leases import GRANTED, lease_of
 
 LEASE = lease_of("ada", devices=(LeasedDevice("GPU-a", 0, 3, "T4", 1),))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.pages.notebook import MOST_CELLS, Cell, Output, read_notebook
+from gpuspawner.hub_pages.cards import MOST_CELLS, Cell, Output, read_notebook
 
 PIXEL = base64.b64encode(b"\x89PNG a picture").decode()
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"

@@ -10,17 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.catalog import Catalog, DeviceLimits, Environment, SessionHours
-from gpuspawner.errors import GPUSpawnerError, InvalidRequest, Refused, TooMuchAsked
-from gpuspawner.model import Request
-from gpuspawner.spawners.options import (
-    FIELDS,
-    Choice,
-    combine,
-    parse,
-    resolve,
-    session_seconds,
-)
+from gpuspawner.catalog.loader import Catalog
+from gpuspawner.catalog.models import DeviceLimits, Environment, SessionHours
+from gpuspawner.core.errors import GPUSpawnerError, InvalidRequest, Refused, TooMuchAsked
+from gpuspawner.leases.models import Request
+from gpuspawner.spawners.options import FIELDS, FormChoice, combine, parse, resolve, session_seconds
 
 GB = 10**9
 PYTORCH = Environment(
@@ -39,44 +33,47 @@ PLAIN = Environment(slug="plain", display_name="Plain Python", devices=DeviceLim
 @pytest.mark.parametrize(
     ("fields", "choice"),
     [
-        ({}, Choice()),
-        ({"environment": "pytorch", "gpus": 2}, Choice(environment="pytorch", gpus=2)),
+        ({}, FormChoice()),
+        ({"environment": "pytorch", "gpus": 2}, FormChoice(environment="pytorch", gpus=2)),
         (
             {"environment": ["pytorch"], "gpus": ["2"], "gpu_model": ["A100"], "gpu_memory": "40"},
-            Choice(environment="pytorch", gpus=2, gpu_model="A100", gpu_memory=40),
+            FormChoice(environment="pytorch", gpus=2, gpu_model="A100", gpu_memory=40),
         ),
-        ({"gpus": "0"}, Choice(gpus=0)),
-        ({"gpus": [" 3 "]}, Choice(gpus=3)),
-        ({"gpus": [""], "gpu_model": [""], "environment": [""]}, Choice()),
-        ({"gpus": [], "gpu_model": None}, Choice()),
-        ({"environment": "  pytorch "}, Choice(environment="pytorch")),
-        ({"_xsrf": ["2|abc"], "gpus": ["1"]}, Choice(gpus=1)),
-        ({"hours": ["1.5"], "wait": ["no"]}, Choice(hours=1.5, wait=False)),
-        ({"hours": 0.25, "wait": True}, Choice(hours=0.25, wait=True)),
-        ({"hours": " .5 ", "wait": "YES"}, Choice(hours=0.5, wait=True)),
-        ({"hours": 8760, "wait": [""]}, Choice(hours=8760.0)),
-        ({"hours": "", "wait": []}, Choice()),
-        ({"account": ["group:course ml"]}, Choice(account="group:course ml")),
-        ({"account": " member:anna "}, Choice(account="member:anna")),
-        ({"account": [""]}, Choice()),
-        ({"options": ["memory=large"]}, Choice(options=("memory=large",))),
-        ({"options": "memory=large"}, Choice(options=("memory=large",))),
-        ({"options": {"memory": "large", "a": "b"}}, Choice(options=("memory=large", "a=b"))),
-        ({"options": ["x.memory=a", "y.memory=b"]}, Choice(options=("x.memory=a", "y.memory=b"))),
+        ({"gpus": "0"}, FormChoice(gpus=0)),
+        ({"gpus": [" 3 "]}, FormChoice(gpus=3)),
+        ({"gpus": [""], "gpu_model": [""], "environment": [""]}, FormChoice()),
+        ({"gpus": [], "gpu_model": None}, FormChoice()),
+        ({"environment": "  pytorch "}, FormChoice(environment="pytorch")),
+        ({"_xsrf": ["2|abc"], "gpus": ["1"]}, FormChoice(gpus=1)),
+        ({"hours": ["1.5"], "wait": ["no"]}, FormChoice(hours=1.5, wait=False)),
+        ({"hours": 0.25, "wait": True}, FormChoice(hours=0.25, wait=True)),
+        ({"hours": " .5 ", "wait": "YES"}, FormChoice(hours=0.5, wait=True)),
+        ({"hours": 8760, "wait": [""]}, FormChoice(hours=8760.0)),
+        ({"hours": "", "wait": []}, FormChoice()),
+        ({"account": ["group:course ml"]}, FormChoice(account="group:course ml")),
+        ({"account": " member:anna "}, FormChoice(account="member:anna")),
+        ({"account": [""]}, FormChoice()),
+        ({"options": ["memory=large"]}, FormChoice(options=("memory=large",))),
+        ({"options": "memory=large"}, FormChoice(options=("memory=large",))),
+        ({"options": {"memory": "large", "a": "b"}}, FormChoice(options=("memory=large", "a=b"))),
+        (
+            {"options": ["x.memory=a", "y.memory=b"]},
+            FormChoice(options=("x.memory=a", "y.memory=b")),
+        ),
         (
             {"environment": ["y"], "options": ["x.memory=a", "", "y.memory=b"]},
-            Choice(environment="y", options=("memory=b",)),
+            FormChoice(environment="y", options=("memory=b",)),
         ),
-        ({"environment": "z", "options": ["x.memory=a"]}, Choice(environment="z")),
-        ({"options": [""]}, Choice()),
-        ({"options": {}}, Choice()),
+        ({"environment": "z", "options": ["x.memory=a"]}, FormChoice(environment="z")),
+        ({"options": [""]}, FormChoice()),
+        ({"options": {}}, FormChoice()),
         (
             {"shown_at": ["2026-10-01T08:00:00+02:00"]},
-            Choice(shown_at="2026-10-01T06:00:00+00:00"),
+            FormChoice(shown_at="2026-10-01T06:00:00+00:00"),
         ),
     ],
 )
-def test_values_as_forms_links_and_rest_send_them(fields: Any, choice: Choice) -> None:
+def test_values_as_forms_links_and_rest_send_them(fields: Any, choice: FormChoice) -> None:
     assert parse(fields) == choice
 
 
@@ -113,7 +110,7 @@ def test_nothing_else_can_be_smuggled_in(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fields", SMUGGLED)
 def test_fields_of_an_admins_own_form_pass_and_change_nothing(fields: dict[str, Any]) -> None:
-    assert parse({"gpus": 1, **fields}, foreign=True) == Choice(gpus=1)
+    assert parse({"gpus": 1, **fields}, foreign=True) == FormChoice(gpus=1)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +224,13 @@ def test_whatever_is_sent_is_understood_or_refused_in_words(fields: Any, foreign
 
 
 def test_what_is_not_said_is_the_environments() -> None:
-    assert resolve(Choice(), PYTORCH, limit=8) == Request(
+    assert resolve(FormChoice(), PYTORCH, limit=8) == Request(
         devices=1, environment="pytorch", models=("A100", "H100"), memory_bytes=40 * GB
     )
 
 
 def test_what_is_said_is_asked_for_within_what_the_environment_needs() -> None:
-    choice = Choice(environment="pytorch", gpus=2, gpu_model="A100", gpu_memory=80)
+    choice = FormChoice(environment="pytorch", gpus=2, gpu_model="A100", gpu_memory=80)
     assert resolve(choice, PYTORCH, limit=8) == Request(
         devices=2,
         environment="pytorch",
@@ -241,29 +238,29 @@ def test_what_is_said_is_asked_for_within_what_the_environment_needs() -> None:
         models=("A100", "H100"),
         memory_bytes=80 * GB,
     )
-    assert resolve(Choice(gpus=1, gpu_memory=8), PYTORCH, limit=8).memory_bytes == 40 * GB
+    assert resolve(FormChoice(gpus=1, gpu_memory=8), PYTORCH, limit=8).memory_bytes == 40 * GB
 
 
-@pytest.mark.parametrize("choice", [Choice(gpus=0), Choice(gpus=0, gpu_model="A100")])
-def test_without_a_gpu_nothing_of_gpus_is_asked(choice: Choice) -> None:
+@pytest.mark.parametrize("choice", [FormChoice(gpus=0), FormChoice(gpus=0, gpu_model="A100")])
+def test_without_a_gpu_nothing_of_gpus_is_asked(choice: FormChoice) -> None:
     assert resolve(choice, PYTORCH, limit=8) == Request(environment="pytorch")
 
 
 def test_an_environment_may_need_a_gpu_and_a_driver() -> None:
     needy = replace(PYTORCH, cpu_variant=False, min_driver="550.54", min_cuda="12.4")
-    assert resolve(Choice(), needy, 8).min_driver == "550.54"
-    assert resolve(Choice(gpus=2), needy, 8).min_cuda == "12.4"
+    assert resolve(FormChoice(), needy, 8).min_driver == "550.54"
+    assert resolve(FormChoice(gpus=2), needy, 8).min_cuda == "12.4"
     with pytest.raises(TooMuchAsked, match="does not run without a GPU"):
-        resolve(Choice(gpus=0), needy, 8)
+        resolve(FormChoice(gpus=0), needy, 8)
     with pytest.raises(TooMuchAsked, match="Choose another: you may have none here"):
-        resolve(Choice(), needy, 0)
+        resolve(FormChoice(), needy, 0)
 
 
 def test_a_limit_below_the_default_gives_what_it_allows() -> None:
     two = Environment(slug="two", display_name="Two", devices=DeviceLimits(default=2, max=4))
-    assert resolve(Choice(), two, limit=1).devices == 1
-    assert resolve(Choice(), two, limit=0) == Request(environment="two")
-    assert resolve(Choice(), PLAIN, limit=8) == Request(environment="plain")
+    assert resolve(FormChoice(), two, limit=1).devices == 1
+    assert resolve(FormChoice(), two, limit=0) == Request(environment="two")
+    assert resolve(FormChoice(), PLAIN, limit=8) == Request(environment="plain")
 
 
 @pytest.mark.parametrize(
@@ -285,13 +282,13 @@ def test_too_much_says_which_limit_and_what_would_fit(
     gpus: int, environment: Environment, limit: int, sentence: str
 ) -> None:
     with pytest.raises(TooMuchAsked) as caught:
-        resolve(Choice(gpus=gpus), environment, limit)
+        resolve(FormChoice(gpus=gpus), environment, limit)
     assert caught.value.message == sentence
 
 
 def test_the_built_in_catalog_takes_what_the_spawner_has() -> None:
     only = Catalog.single(devices=DeviceLimits(default=1, max=1024)).environments[0]
-    assert resolve(Choice(), only, limit=8) == Request(devices=1, environment="default")
+    assert resolve(FormChoice(), only, limit=8) == Request(devices=1, environment="default")
 
 
 # Session length.
@@ -320,20 +317,20 @@ def test_the_smaller_limit_holds_and_the_environments_own_usual(
 
 def test_a_session_is_as_long_as_was_said_or_as_usual() -> None:
     limits = SessionHours(default=8, max=24)
-    assert session_seconds(Choice(), limits, PYTORCH) == 8 * 3600
-    assert session_seconds(Choice(hours=1.5), limits, PYTORCH) == 5400
-    assert session_seconds(Choice(hours=24), limits, PYTORCH) == 24 * 3600
-    assert session_seconds(Choice(), SessionHours(), PYTORCH) is None
-    assert session_seconds(Choice(hours=0.25), SessionHours(), PYTORCH) == 900
-    assert session_seconds(Choice(), SessionHours(0.0001, 0.0001), PYTORCH) == 1
+    assert session_seconds(FormChoice(), limits, PYTORCH) == 8 * 3600
+    assert session_seconds(FormChoice(hours=1.5), limits, PYTORCH) == 5400
+    assert session_seconds(FormChoice(hours=24), limits, PYTORCH) == 24 * 3600
+    assert session_seconds(FormChoice(), SessionHours(), PYTORCH) is None
+    assert session_seconds(FormChoice(hours=0.25), SessionHours(), PYTORCH) == 900
+    assert session_seconds(FormChoice(), SessionHours(0.0001, 0.0001), PYTORCH) == 1
 
 
 def test_more_hours_than_allowed_say_whose_limit_it_is() -> None:
     slow = Environment(slug="slow", display_name="Slow", hours=SessionHours(max=12))
     with pytest.raises(TooMuchAsked) as caught:
-        session_seconds(Choice(hours=12.5), SessionHours(8, 12), slow)
+        session_seconds(FormChoice(hours=12.5), SessionHours(8, 12), slow)
     assert caught.value.message == (
         "The field 'hours' asks for 12.5 hours; Slow allows 12 for one session. Write 12 or less."
     )
     with pytest.raises(TooMuchAsked, match="your limit is 4 for one session"):
-        session_seconds(Choice(hours=12.5), SessionHours(4, 4), slow)
+        session_seconds(FormChoice(hours=12.5), SessionHours(4, 4), slow)

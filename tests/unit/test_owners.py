@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from gpuspawner.engines.base import ProcessOwner, ProcessOwners, container_in, owner_of
 from gpuspawner.engines.local import LEASE_VARIABLE
-from gpuspawner.engines.owners import Owner, Owners, container_in, owner_of
 from tests.support.leases import lease_of
 
 ID, INNER = "ab" * 32, "12" * 32
@@ -45,11 +45,11 @@ def test_a_process_is_its_containers_whatever_it_says_itself(tmp_path: Path) -> 
     (tmp_path / "7" / "cgroup").write_text(f"0::/docker/{ID}\n")
     (tmp_path / "7" / "environ").write_bytes(f"A=1\0{LEASE_VARIABLE}=lease-2\0".encode())
     other = replace(LEASE, id="lease-2", engine_ref="")
-    assert owner_of(7, tmp_path) == Owner(ID, "lease-2")
-    assert Owners([LEASE, other], tmp_path).lease_of(7) == LEASE
-    assert Owners([other], tmp_path).lease_of(7) == other
-    assert Owners([], tmp_path).lease_of(7) is None
-    assert Owners([LEASE], tmp_path).lease_of(8) is None
+    assert owner_of(7, tmp_path) == ProcessOwner(ID, "lease-2")
+    assert ProcessOwners([LEASE, other], tmp_path).lease_of(7) == LEASE
+    assert ProcessOwners([other], tmp_path).lease_of(7) == other
+    assert ProcessOwners([], tmp_path).lease_of(7) is None
+    assert ProcessOwners([LEASE], tmp_path).lease_of(8) is None
 
 
 def test_real_processes_of_a_lease() -> None:
@@ -62,7 +62,7 @@ def test_real_processes_of_a_lease() -> None:
     )
     try:
         assert started.stdout and started.stdout.readline()
-        owners = Owners([lease])
+        owners = ProcessOwners([lease])
         assert owners.lease_of(started.pid) == lease
         assert owners.lease_of(os.getpid()) is None
         assert owners.pids() == {lease.id: [started.pid]}

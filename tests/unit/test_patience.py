@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gpuspawner.patience import side_by_side, within
+from gpuspawner.core.aio import side_by_side, within
 
 
 async def test_what_comes_in_time() -> None:

@@ -9,38 +9,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuspawner.scheduler import Scheduler
-from gpuspawner.simulation import (
+from gpuspawner.queue import replay_policies
+from gpuspawner.queue.replay import (
     ANY,
-    Job,
     Player,
     TraceError,
+    TraceJob,
     figures,
     parse_trace,
-    policies,
     read_trace,
     replay,
 )
+from gpuspawner.queue.scheduler import Scheduler
 from tests.support.tier import examples
 
 HEADER = "timestamp,duration,num_gpus,cluster"
 
 
-def player(name: str, jobs: list[Job], devices: int) -> Player:
+def player(name: str, jobs: list[TraceJob], devices: int) -> Player:
     if name != "ours":
-        return policies.make(name, jobs)
+        return replay_policies.make(name, jobs)
     scheduler = Scheduler()
     scheduler.set_capacity({ANY: devices})
     return scheduler
 
 
-def waits(name: str, jobs: list[Job], devices: int) -> list[float]:
-    played = replay(jobs, {ANY: devices}, player(name, jobs, devices), policies.wakes(name))
+def waits(name: str, jobs: list[TraceJob], devices: int) -> list[float]:
+    played = replay(jobs, {ANY: devices}, player(name, jobs, devices), replay_policies.wakes(name))
     return [start - job.asked_at for job, start in zip(jobs, played.starts, strict=True)]
 
 
-def job(asked_at: float, duration: float, devices: int = 1, group: str = "a") -> Job:
-    return Job(asked_at=asked_at, duration=duration, devices=devices, group=group)
+def job(asked_at: float, duration: float, devices: int = 1, group: str = "a") -> TraceJob:
+    return TraceJob(asked_at=asked_at, duration=duration, devices=devices, group=group)
 
 
 WIDE = [job(0, 100, 2), job(1, 10, 4), job(2, 50, 1), job(3, 500, 1)]
@@ -82,13 +82,13 @@ def test_history_learns_who_is_short() -> None:
         min_size=1,
         max_size=40,
     ),
-    st.sampled_from(["ours", *policies.NAMES]),
+    st.sampled_from(["ours", *replay_policies.NAMES]),
 )
 def test_everybody_runs_once_and_nothing_is_given_twice(
     some: list[tuple[float, float, int, str]], name: str
 ) -> None:
     jobs = sorted((job(*values) for values in some), key=lambda each: each.asked_at)
-    played = replay(jobs, {ANY: 4}, player(name, jobs, 4), policies.wakes(name))
+    played = replay(jobs, {ANY: 4}, player(name, jobs, 4), replay_policies.wakes(name))
     for each, start in zip(jobs, played.starts, strict=True):
         assert (start >= each.asked_at) if each.devices <= 4 else start != start
     running = [
@@ -103,7 +103,7 @@ def test_everybody_runs_once_and_nothing_is_given_twice(
 
 def test_figures_of_one_queue() -> None:
     jobs = [job(0, 3600), job(0, 3600, 1, "b")]
-    found = figures(replay(jobs, {ANY: 1}, policies.make("fifo", jobs)))
+    found = figures(replay(jobs, {ANY: 1}, replay_policies.make("fifo", jobs)))
     assert (found.mean, found.longest, found.worst_group) == (0.5, 1.0, 1.0)
     assert found.slowdown == 1.5
     assert found.utilisation == 1.0

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from gpuspawner import pool
-from gpuspawner.errors import NoDeviceFree, TooMuchAsked
-from gpuspawner.model import Device, DeviceProcess, DeviceStatus, Place, Request, model_matches
+from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
+from gpuspawner.devices import placement
+from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus, model_matches
+from gpuspawner.leases.models import Request, Slot
 
 GIB = 2**30
 Links = Mapping[tuple[str, str], int]
@@ -28,7 +29,7 @@ def fleet(*counts: tuple[int, str, int]) -> list[Device]:
     return [device(index, model, gib) for index, (model, gib) in enumerate(kinds)]
 
 
-def indices(places: Sequence[Place]) -> list[int]:
+def indices(places: Sequence[Slot]) -> list[int]:
     return [int(place.uuid.removeprefix("GPU-")) for place in places]
 
 
@@ -36,8 +37,8 @@ def links_of(scores: Mapping[tuple[int, int], int]) -> dict[tuple[str, str], int
     return {(f"GPU-{a:04d}", f"GPU-{b:04d}"): score for (a, b), score in scores.items()}
 
 
-def in_use(*numbers: int) -> list[Place]:
-    return [Place(f"GPU-{number:04d}") for number in numbers]
+def in_use(*numbers: int) -> list[Slot]:
+    return [Slot(f"GPU-{number:04d}") for number in numbers]
 
 
 # Which devices a request means.
@@ -73,16 +74,16 @@ def test_a_model_is_matched_by_whole_words(wanted: str | None, model: str, match
 def test_an_exact_name_means_that_model_alone() -> None:
     whole, part = "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     devices = [device(0, part, 5), device(1, whole, 40)]
-    assert indices(pool.choose(Request(devices=1, model=whole), devices, (), {})) == [1]
-    assert indices(pool.choose(Request(devices=1, model="A100"), devices, (), {})) == [0]
+    assert indices(placement.choose(Request(devices=1, model=whole), devices, (), {})) == [1]
+    assert indices(placement.choose(Request(devices=1, model="A100"), devices, (), {})) == [0]
     with pytest.raises(NoDeviceFree, match=f"The only {whole} GPU is in use"):
-        pool.choose(Request(devices=1, model=whole), devices, in_use(1), {})
+        placement.choose(Request(devices=1, model=whole), devices, in_use(1), {})
 
 
 def test_an_exact_name_with_too_little_memory_falls_back_to_its_words() -> None:
     devices = [device(0, "A100", 40), device(1, "A100-80GB", 80)]
     request = Request(devices=1, model="A100", memory_bytes=80 * 10**9)
-    assert indices(pool.choose(request, devices, (), {})) == [1]
+    assert indices(placement.choose(request, devices, (), {})) == [1]
 
 
 # Which devices can be given at all.
@@ -100,78 +101,83 @@ def test_an_exact_name_with_too_little_memory_falls_back_to_its_words() -> None:
     ],
 )
 def test_what_cannot_be_leased_says_why(fields: dict[str, Any], says: str) -> None:
-    reason = pool.leasable(device(0, **fields))
+    reason = placement.leasable(device(0, **fields))
     assert reason is not None and says in reason
-    assert pool.free_places([device(0, **fields)], ()) == []
+    assert placement.free_places([device(0, **fields)], ()) == []
 
 
 @pytest.mark.parametrize("mode", ["default", "exclusive_process"])
 def test_a_healthy_device_can_be_leased(mode: str) -> None:
-    assert pool.leasable(device(0, compute_mode=mode)) is None
+    assert placement.leasable(device(0, compute_mode=mode)) is None
 
 
 def test_a_compute_process_occupies_a_device_only_when_no_lease_explains_it() -> None:
     used = device(0, slots=2, processes=(DeviceProcess(7),))
     drawn = device(1, processes=(DeviceProcess(8, kind="graphics"),))
-    assert pool.occupied(used, ()) and not pool.occupied(used, in_use(0))
-    assert not pool.occupied(drawn, ())
-    assert pool.free_places([used, drawn], ()) == [Place("GPU-0001")]
-    assert pool.free_places([used, drawn], in_use(0)) == [Place("GPU-0000", 1), Place("GPU-0001")]
+    assert placement.occupied(used, ()) and not placement.occupied(used, in_use(0))
+    assert not placement.occupied(drawn, ())
+    assert placement.free_places([used, drawn], ()) == [Slot("GPU-0001")]
+    assert placement.free_places([used, drawn], in_use(0)) == [
+        Slot("GPU-0000", 1),
+        Slot("GPU-0001"),
+    ]
 
 
 def test_a_shared_device_gives_its_lowest_free_slot() -> None:
     shared = [device(0, slots=3)]
-    taken = [Place("GPU-0000", 0), Place("GPU-0000", 2)]
-    assert pool.choose(Request(devices=1), shared, taken, {}) == (Place("GPU-0000", 1),)
+    taken = [Slot("GPU-0000", 0), Slot("GPU-0000", 2)]
+    assert placement.choose(Request(devices=1), shared, taken, {}) == (Slot("GPU-0000", 1),)
 
 
 def test_an_environment_that_runs_on_some_models_gets_only_those() -> None:
     devices = fleet((1, "T4", 16), (1, "L4", 24), (1, "A100-80GB", 80))
-    assert indices(pool.choose(Request(devices=1, models=("A100", "L4")), devices, (), {})) == [1]
+    assert indices(
+        placement.choose(Request(devices=1, models=("A100", "L4")), devices, (), {})
+    ) == [1]
     both = Request(devices=1, models=("A100", "L4"), model="A100")
-    assert indices(pool.choose(both, devices, (), {})) == [2]
+    assert indices(placement.choose(both, devices, (), {})) == [2]
 
 
 # Which one of several.
 
 
 def test_no_device_is_asked_for() -> None:
-    assert pool.choose(Request(devices=0), [], (), {}) == ()
+    assert placement.choose(Request(devices=0), [], (), {}) == ()
 
 
 def test_the_tightest_fit_keeps_large_devices_free() -> None:
     devices = fleet((2, "A100-80GB", 80), (1, "A100-40GB", 40), (1, "T4", 16))
-    assert indices(pool.choose(Request(devices=1), devices, (), {})) == [3]
-    assert indices(pool.choose(Request(devices=1), devices, in_use(3), {})) == [2]
+    assert indices(placement.choose(Request(devices=1), devices, (), {})) == [3]
+    assert indices(placement.choose(Request(devices=1), devices, in_use(3), {})) == [2]
     big = Request(devices=1, memory_bytes=41 * GIB)
-    assert indices(pool.choose(big, devices, (), {})) == [0]
+    assert indices(placement.choose(big, devices, (), {})) == [0]
 
 
 def test_a_single_device_is_the_one_the_others_miss_least() -> None:
     devices = fleet((4, "A100-80GB", 80))
     links = links_of({(0, 1): 400, (2, 3): 50})
     one = Request(devices=1)
-    assert indices(pool.choose(one, devices, (), links)) == [2]
+    assert indices(placement.choose(one, devices, (), links)) == [2]
     # GPU 3 is gone: nothing is left that would miss GPU 2, so the linked pair stays whole.
-    assert indices(pool.choose(one, devices, in_use(3), links)) == [2]
-    assert indices(pool.choose(one, devices, in_use(1, 2), links)) == [0]
+    assert indices(placement.choose(one, devices, in_use(3), links)) == [2]
+    assert indices(placement.choose(one, devices, in_use(1, 2), links)) == [0]
 
 
 def test_several_are_the_best_connected_of_those_free() -> None:
     devices = fleet((6, "A100-80GB", 80))
     links = links_of({(0, 1): 100, (2, 3): 400, (4, 5): 400, (1, 2): 50})
     two = Request(devices=2)
-    assert indices(pool.choose(two, devices, (), links)) == [2, 3]
-    assert indices(pool.choose(two, devices, in_use(3), links)) == [4, 5]
-    assert indices(pool.choose(two, devices, in_use(3, 4), links)) == [0, 1]
-    assert indices(pool.choose(two, devices, in_use(0, 3, 4), links)) == [1, 2]
+    assert indices(placement.choose(two, devices, (), links)) == [2, 3]
+    assert indices(placement.choose(two, devices, in_use(3), links)) == [4, 5]
+    assert indices(placement.choose(two, devices, in_use(3, 4), links)) == [0, 1]
+    assert indices(placement.choose(two, devices, in_use(0, 3, 4), links)) == [1, 2]
 
 
 def test_of_equal_sums_the_better_worst_pair_wins() -> None:
     devices = fleet((6, "A100-80GB", 80))
     uneven = {(0, 1): 200, (0, 2): 100, (1, 2): 0}
     even = {(3, 4): 100, (3, 5): 100, (4, 5): 100}
-    chosen = pool.choose(Request(devices=3), devices, (), links_of(uneven | even))
+    chosen = placement.choose(Request(devices=3), devices, (), links_of(uneven | even))
     assert indices(chosen) == [3, 4, 5]
 
 
@@ -181,18 +187,22 @@ def test_models_of_equal_memory_compete_by_connection(models: tuple[str, str]) -
     three = Request(devices=3)
     weak = {(0, 1): 100, (0, 2): 100}
     strong = {(3, 4): 100, (3, 5): 100, (4, 5): 50}
-    assert indices(pool.choose(three, devices, (), links_of(weak | strong))) == [3, 4, 5]
+    assert indices(placement.choose(three, devices, (), links_of(weak | strong))) == [3, 4, 5]
     uneven = {(0, 1): 200, (0, 2): 40, (1, 2): 10}
-    assert indices(pool.choose(three, devices, (), links_of(uneven | strong))) == [3, 4, 5]
-    assert indices(pool.choose(three, devices, (), links_of({(0, 1): 900} | strong))) == [0, 1, 2]
-    assert indices(pool.choose(three, devices, (), {})) == [0, 1, 2]
+    assert indices(placement.choose(three, devices, (), links_of(uneven | strong))) == [3, 4, 5]
+    assert indices(placement.choose(three, devices, (), links_of({(0, 1): 900} | strong))) == [
+        0,
+        1,
+        2,
+    ]
+    assert indices(placement.choose(three, devices, (), {})) == [0, 1, 2]
 
 
 def test_one_lease_never_mixes_models() -> None:
     devices = fleet((1, "T4", 16), (2, "L4", 24), (2, "A100-40GB", 40))
-    assert indices(pool.choose(Request(devices=2), devices, (), {})) == [1, 2]
+    assert indices(placement.choose(Request(devices=2), devices, (), {})) == [1, 2]
     with pytest.raises(NoDeviceFree, match="only 1 of one model is free"):
-        pool.choose(Request(devices=2), devices, in_use(1, 3), {})
+        placement.choose(Request(devices=2), devices, in_use(1, 3), {})
 
 
 def test_several_whole_gpus_go_before_instances_that_cuda_cannot_combine() -> None:
@@ -201,19 +211,19 @@ def test_several_whole_gpus_go_before_instances_that_cuda_cannot_combine() -> No
         for n in range(3)
     ]
     devices = [*instances, device(3, "A100", 40), device(4, "A100", 40)]
-    assert pool.choose(Request(devices=1), devices, (), {}) == (Place("MIG-0"),)
-    assert pool.choose(Request(devices=2), devices, (), {}) == tuple(in_use(3, 4))
-    assert len(pool.choose(Request(devices=3), devices, (), {})) == 3
+    assert placement.choose(Request(devices=1), devices, (), {}) == (Slot("MIG-0"),)
+    assert placement.choose(Request(devices=2), devices, (), {}) == tuple(in_use(3, 4))
+    assert len(placement.choose(Request(devices=3), devices, (), {})) == 3
 
 
 # Refusals.
 
 
 def refusal(
-    request: Request, devices: Sequence[Device], taken: Sequence[Place] = ()
+    request: Request, devices: Sequence[Device], taken: Sequence[Slot] = ()
 ) -> tuple[type, str, dict[str, Any]]:
     with pytest.raises((NoDeviceFree, TooMuchAsked)) as caught:
-        pool.choose(request, devices, taken, {})
+        placement.choose(request, devices, taken, {})
     return type(caught.value), caught.value.message, caught.value.fields
 
 
@@ -358,7 +368,7 @@ def test_a_drained_device_comes_back_so_waiting_may_help() -> None:
     [(80 * GIB, "80 GB"), (80 * 10**9, "80 GB"), (81559 * 2**20, "85 GB"), (0, "0 GB")],
 )
 def test_memory_is_named_as_people_name_it(memory_bytes: int, text: str) -> None:
-    assert pool.format_memory(memory_bytes) == text
+    assert placement.format_memory(memory_bytes) == text
 
 
 # Large fleets.
@@ -379,7 +389,7 @@ def test_in_a_large_fleet_whole_groups_are_found(count: int) -> None:
     # One of each eight is in use, but for the eight at 320.
     taken = in_use(*(first + 5 for first in range(0, 400, 8) if first != 320))
     groups = defaultdict(list)
-    for index in indices(pool.choose(Request(devices=count), devices, taken, eights(400))):
+    for index in indices(placement.choose(Request(devices=count), devices, taken, eights(400))):
         groups[index // count].append(index)
     (group,) = groups.values()
     assert len(group) == count

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuspawner import pool
-from gpuspawner.errors import NoDeviceFree, TooMuchAsked
-from gpuspawner.model import Device, DeviceProcess, DeviceStatus, Place, Request
-from gpuspawner.pool import connectivity
+from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
+from gpuspawner.devices import placement, topology
+from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus
+from gpuspawner.leases.models import Request, Slot
 from tests.support.tier import examples
 
 GIB = 2**30
@@ -34,7 +34,7 @@ MODELS = (("A100-80GB", 80), ("A100-40GB", 40), ("T4", 16))
 
 
 @st.composite
-def devices_and_taken(draw: st.DrawFn) -> tuple[list[Device], list[Place]]:
+def devices_and_taken(draw: st.DrawFn) -> tuple[list[Device], list[Slot]]:
     devices = []
     for index in range(draw(st.integers(0, 9))):
         model, gib = draw(st.sampled_from(MODELS))
@@ -52,7 +52,7 @@ def devices_and_taken(draw: st.DrawFn) -> tuple[list[Device], list[Place]]:
                 processes=tuple(DeviceProcess(9, kind=kind) for kind in kinds),
             )
         )
-    every = [Place(d.uuid, slot) for d in devices for slot in range(d.slots)]
+    every = [Slot(d.uuid, slot) for d in devices for slot in range(d.slots)]
     taken = draw(st.lists(st.sampled_from(every), unique=True)) if every else []
     return draw(st.permutations(devices)), taken
 
@@ -83,7 +83,7 @@ def links_between(draw: st.DrawFn) -> Links:
 
 
 def feasible_sets(
-    request: Request, devices: Sequence[Device], taken: Sequence[Place], ignoring: bool = False
+    request: Request, devices: Sequence[Device], taken: Sequence[Slot], ignoring: bool = False
 ) -> list[tuple[Device, ...]]:
     """Every set that the words of the brief allow, found by trying them all."""
 
@@ -119,7 +119,7 @@ def closeness(some: Sequence[Device], links: Links) -> tuple[int, int]:
 @settings(max_examples=examples(400))
 @given(devices_and_taken(), requests, links_between())
 def test_what_is_given_could_be_given_and_what_could_be_is(
-    fleet_and_taken: tuple[list[Device], list[Place]], request: Request, links: Links
+    fleet_and_taken: tuple[list[Device], list[Slot]], request: Request, links: Links
 ) -> None:
     devices, taken = fleet_and_taken
     sets = feasible_sets(request, devices, taken)
@@ -128,7 +128,7 @@ def test_what_is_given_could_be_given_and_what_could_be_is(
             NoDeviceFree if feasible_sets(request, devices, taken, ignoring=True) else TooMuchAsked
         )
         with pytest.raises(expected) as caught:
-            pool.choose(request, devices, taken, links)
+            placement.choose(request, devices, taken, links)
         fields = caught.value.fields
         if expected is NoDeviceFree:
             parts = ("in_use", "occupied", "unknown", "drained", "free")
@@ -137,13 +137,13 @@ def test_what_is_given_could_be_given_and_what_could_be_is(
         else:
             assert fields["most"] < fields["asked"] == request.devices
         return
-    places = pool.choose(request, devices, taken, links)
+    places = placement.choose(request, devices, taken, links)
     by_uuid = {d.uuid: d for d in devices}
     given_devices = tuple(by_uuid[place.uuid] for place in places)
     assert given_devices in sets, "distinct, healthy, of one model, as many as asked"
     assert not set(places) & set(taken)
-    assert all(place in pool.free_places(devices, taken) for place in places)
-    assert pool.choose(request, devices[::-1], taken[::-1], links) == places
+    assert all(place in placement.free_places(devices, taken) for place in places)
+    assert placement.choose(request, devices[::-1], taken[::-1], links) == places
     least = min(min(d.memory_bytes for d in some) for some in sets)
     assert given_devices[0].memory_bytes == least
     if request.devices > 1:
@@ -161,21 +161,21 @@ def test_what_is_given_could_be_given_and_what_could_be_is(
     links_between(),
 )
 def test_what_was_asked_before_changes_no_answer(
-    fleet_and_taken: tuple[list[Device], list[Place]],
+    fleet_and_taken: tuple[list[Device], list[Slot]],
     questions: list[tuple[Request, list[int]]],
     links: Links,
 ) -> None:
     devices, _ = fleet_and_taken
-    every = [Place(d.uuid, slot) for d in devices for slot in range(d.slots)]
-    asked = pool.Fleet(devices, links)
+    every = [Slot(d.uuid, slot) for d in devices for slot in range(d.slots)]
+    asked = placement.Fleet(devices, links)
     for request, numbers in questions:
-        taken = pool.texts([*(every[n] for n in numbers if n < len(every)), Place("GPU-gone")])
-        new = pool.Fleet(devices, links)
+        taken = placement.texts([*(every[n] for n in numbers if n < len(every)), Slot("GPU-gone")])
+        new = placement.Fleet(devices, links)
         assert asked.free(taken) == new.free(taken)
         assert answer(asked, request, taken) == answer(new, request, taken)
 
 
-def answer(fleet: pool.Fleet, request: Request, taken: frozenset[str]) -> object:
+def answer(fleet: placement.Fleet, request: Request, taken: frozenset[str]) -> object:
     try:
         return fleet.choose(request, taken)
     except (NoDeviceFree, TooMuchAsked) as error:
@@ -185,7 +185,7 @@ def answer(fleet: pool.Fleet, request: Request, taken: frozenset[str]) -> object
 @settings(max_examples=examples(200))
 @given(devices_and_taken(), links_between())
 def test_a_single_device_costs_the_others_as_little_closeness_as_can_be(
-    fleet_and_taken: tuple[list[Device], list[Place]], links: Links
+    fleet_and_taken: tuple[list[Device], list[Slot]], links: Links
 ) -> None:
     devices, taken = fleet_and_taken
     request = Request(devices=1)
@@ -199,7 +199,7 @@ def test_a_single_device_costs_the_others_as_little_closeness_as_can_be(
         return closeness([d for d in free if d is not gone], links)[0]
 
     best = max(left_after(d) for d in free if d.memory_bytes == least)
-    (place,) = pool.choose(request, devices, taken, links)
+    (place,) = placement.choose(request, devices, taken, links)
     chosen = next(d for d in free if d.uuid == place.uuid)
     assert left_after(chosen) == best
     assert chosen.index == min(
@@ -227,7 +227,7 @@ def test_up_to_sixteen_the_best_connected_set_is_found(
         )
         for some in itertools.combinations(names, count)
     )
-    found = connectivity.best_connected(names, count, links)
+    found = topology.best_connected(names, count, links)
     assert (found.total, found.least, tuple(-n for n in found.members)) == best
 
 
@@ -240,7 +240,7 @@ def test_beyond_sixteen_the_set_comes_close_to_the_best(size: int, count: int, r
         sum(links[key] for key in itertools.combinations(some, 2))
         for some in itertools.combinations(names, count)
     )
-    found = connectivity.best_connected(names, count, links)
+    found = topology.best_connected(names, count, links)
     assert len(set(found.members)) == count
     assert found.total == sum(
         links[names[a], names[b]] for a, b in itertools.combinations(found.members, 2)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.errors import ConfigError
+from gpuspawner.core.errors import ConfigError
+from gpuspawner.core.units import MICRO
+from gpuspawner.devices.models import model_matches
 from gpuspawner.ledger.pricing import MAX_RATE, RateCard
-from gpuspawner.model import MICRO, model_matches
 
 MODELS = [
     "NVIDIA A100-SXM4-80GB",

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpuspawner.cli import progress
-from gpuspawner.cli.progress import follow
-from gpuspawner.engines.pulls import Progress
+from gpuspawner.cli import output
+from gpuspawner.cli.output import follow
+from gpuspawner.engines.images import PullProgress
 
 STEPS = [
-    Progress(0, 2, 0, 100_000_000),
-    Progress(1, 2, 50_000_000, 100_000_000),
-    Progress(2, 2, 1, 1),
+    PullProgress(0, 2, 0, 100_000_000),
+    PullProgress(1, 2, 50_000_000, 100_000_000),
+    PullProgress(2, 2, 1, 1),
 ]
 
 
@@ -30,7 +30,7 @@ class Screen(io.StringIO):
 def screen_of(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> Screen:
     made = Screen(terminal)
     monkeypatch.setattr("sys.stderr", made)
-    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    monkeypatch.setattr(output, "LINE_EVERY", 0.0)
     monkeypatch.setenv("COLUMNS", "60")
     return made
 
@@ -54,7 +54,7 @@ def test_each_step_is_shown(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_pull_that_fails_leaves_its_line(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = screen_of(terminal, monkeypatch)
 
-    def failing() -> Iterator[Progress]:
+    def failing() -> Iterator[PullProgress]:
         yield STEPS[1]
         raise KeyboardInterrupt
 

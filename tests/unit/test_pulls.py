@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.cli.progress import bar
-from gpuspawner.engines.pulls import Progress, pull, split_image, unavailable
-from gpuspawner.errors import ImageUnavailable
-from gpuspawner.spawners.pulling import sentences
+from gpuspawner.cli.output import bar
+from gpuspawner.core.errors import ImageUnavailable
+from gpuspawner.engines.images import PullProgress, pull, split_image, unavailable
+from gpuspawner.spawners.progress import sentences
 
 DIGEST = "sha256:" + "0" * 64
 
@@ -68,17 +68,17 @@ def test_layers_are_added_up() -> None:
         {"status": f"Digest: {DIGEST}"},
     ]
     seen = list(pull(Engine(events), "lab:1"))
-    assert seen[3] == Progress(done=1, layers=3, got=10, size=100)
-    assert seen[4] == Progress(1, 3, 310, 400)
-    assert seen[-1] == Progress(2, 3, 400, 400)
+    assert seen[3] == PullProgress(done=1, layers=3, got=10, size=100)
+    assert seen[4] == PullProgress(1, 3, 310, 400)
+    assert seen[-1] == PullProgress(2, 3, 400, 400)
     times = iter(range(100))
     told = list(sentences("lab:1", iter(seen), lambda: next(times)))
     assert told[4] == "Pulling lab:1: 1 of 3 layers, 0 of 0 MB"
     assert told[-1] == "The image lab:1 is here"
-    assert bar("lab", Progress(1, 4, 40_000_000, 80_000_000)) == (
+    assert bar("lab", PullProgress(1, 4, 40_000_000, 80_000_000)) == (
         "lab [############------------]  50%  40 of 80 MB, 1 of 4 layers"
     )
-    assert bar("lab", Progress(0, 0, 0, 0)).endswith("   0%  0 of 0 layers")
+    assert bar("lab", PullProgress(0, 0, 0, 0)).endswith("   0%  0 of 0 layers")
 
 
 @pytest.mark.parametrize(

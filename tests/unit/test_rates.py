@@ -11,19 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.errors import ConfigError
-from gpuspawner.ledger import rules
+from gpuspawner.core.errors import ConfigError
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState, ServerRef
+from gpuspawner.ledger import rules as ledger_rules
 from gpuspawner.ledger.pricing import (
     Rate,
     RateCard,
     Rates,
+    WeekHours,
     parse_moment,
     parse_rate,
     rates_by_model,
     special_rates,
 )
-from gpuspawner.ledger.week import WeekHours
-from gpuspawner.model import MICRO, Lease, LeasedDevice, LeaseState, ServerRef
 
 NOON = datetime(2026, 3, 2, 12, tzinfo=timezone.utc)
 """A Monday."""
@@ -209,9 +210,9 @@ def test_the_price_shown_is_the_price_paid(
     paid = 0
     for part in sorted(ticks):  # over nights and days, whatever an admin sets meanwhile
         rates = Rates.of(found, later)
-        due = rules.charge_due(lease, at + length * part)
+        due = ledger_rules.charge_due(lease, at + length * part)
         lease, paid = replace(lease, charged=lease.charged + due), paid + due
-    paid += rules.settlement(lease, at + length, failed=False)
+    paid += ledger_rules.settlement(lease, at + length, failed=False)
     micros = length // timedelta(microseconds=1)
     assert paid == shown * micros // 3_600_000_000
     assert lease.rate == shown

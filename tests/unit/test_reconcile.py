@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.model import Lease, LeaseState, ServerRef, Sighting
-from gpuspawner.reconcile import (
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef, Sighting
+from gpuspawner.leases.reconciliation import (
     Action,
     Confirm,
     HubState,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.ledger.recurrence import LEAST_GAP, Recurrence
+from gpuspawner.ledger.refills import LEAST_GAP, Recurrence
 
 VIENNA = "Europe/Vienna"
 START = datetime(2027, 1, 1, 7, tzinfo=timezone.utc)

@@ -7,10 +7,17 @@ from random import Random
 
 import pytest
 
-from gpuspawner.model import DeviceProcess
-from gpuspawner.telemetry import DeviceUse, Rollups, Sample, combine
-from gpuspawner.telemetry.rollup import MOST_XIDS, beginning
-from gpuspawner.telemetry.values import HOUR, MINUTE
+from gpuspawner.devices.models import DeviceProcess
+from gpuspawner.monitoring.models import (
+    HOUR,
+    MINUTE,
+    MOST_XIDS,
+    DeviceUse,
+    Rollups,
+    Sample,
+    beginning,
+    combine,
+)
 
 T0 = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
 TRAINS = (DeviceProcess(pid=7, used_memory_bytes=2**30),)

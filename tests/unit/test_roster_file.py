@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.broker.roster_file import parse
-from gpuspawner.store.roster import Entry
+from gpuspawner.members.repository import RosterEntry
+from gpuspawner.members.roster import parse
 
 VIENNA = "Europe/Vienna"
 
@@ -18,7 +18,7 @@ def utc(*parts: int) -> datetime:
     return datetime(*parts, tzinfo=timezone.utc)
 
 
-ADA = Entry(
+ADA = RosterEntry(
     user="ada",
     course="ml",
     groups=("course-ml", "gpu"),
@@ -52,7 +52,10 @@ def test_tables_as_spreadsheets_write_them(data: bytes) -> None:
 def test_a_name_is_enough() -> None:
     found, problems = parse(b"name\nada\n\nbob\n", "UTC")
     assert problems == []
-    assert [(each.number, each.entry) for each in found] == [(2, Entry("ada")), (4, Entry("bob"))]
+    assert [(each.number, each.entry) for each in found] == [
+        (2, RosterEntry("ada")),
+        (4, RosterEntry("bob")),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_what_is_wrong_with_a_line_is_said_with_its_number(line: bytes, words: s
     found, problems = parse(b"name;ends;starts;mail;groups\nzoe;;;;\n" + line + b"\n", VIENNA)
     (problem,) = problems
     assert problem.number == 3 and words in problem.sentence and len(problem.sentence) < 400
-    assert found[0].entry == Entry("zoe")
+    assert found[0].entry == RosterEntry("zoe")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpuspawner.accounting.sending import BODY, TITLE, one_line, plain
+from gpuspawner.service.notifier import BODY, TITLE, one_line, plain
 
 ANY = st.text(st.characters(codec=None, categories=None), max_size=300)
 

@@ -10,11 +10,11 @@ from datetime import datetime, timezone
 
 import pytest
 
-from gpuspawner.devices import base, open_source
-from gpuspawner.devices.look import held_bytes
+from gpuspawner.core.errors import ConfigError
+from gpuspawner.devices import source as devices_source
+from gpuspawner.devices.models import DeviceProcess, DeviceStatus
 from gpuspawner.devices.simulated import GIB, SimulatedDevices
-from gpuspawner.errors import ConfigError
-from gpuspawner.model import DeviceProcess, DeviceStatus
+from gpuspawner.devices.source import held_bytes, open_source
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
 
@@ -71,19 +71,27 @@ def test_neighbours_are_linked_in_pairs_fours_and_eights_and_never_across_entrie
     uuids = [d.uuid for d in inventory.devices]
 
     def closeness(one: int, other: int) -> int:
-        return inventory.links.get(base.pair(uuids[one], uuids[other]), 0)
+        return inventory.links.get(devices_source.pair(uuids[one], uuids[other]), 0)
 
-    assert closeness(0, 1) == closeness(1, 0) == closeness(8, 9) == base.nvlinks(4)
-    assert closeness(1, 2) == closeness(0, 3) == base.PIX
-    assert closeness(3, 4) == closeness(0, 7) == base.NODE
+    assert closeness(0, 1) == closeness(1, 0) == closeness(8, 9) == devices_source.nvlinks(4)
+    assert closeness(1, 2) == closeness(0, 3) == devices_source.PIX
+    assert closeness(3, 4) == closeness(0, 7) == devices_source.NODE
     assert closeness(7, 8) == closeness(9, 10) == 0
-    assert closeness(10, 11) == base.nvlinks(4)
+    assert closeness(10, 11) == devices_source.nvlinks(4)
 
 
 def test_the_scale_prefers_nvlink_to_every_pcie_path() -> None:
-    steps = [0, base.SYS, base.NODE, base.PHB, base.PXB, base.PIX, base.SAME_BOARD]
-    assert [*steps, base.nvlinks(1), base.nvlinks(2)] == sorted(
-        {*steps, base.nvlinks(1), base.nvlinks(2)}
+    steps = [
+        0,
+        devices_source.SYS,
+        devices_source.NODE,
+        devices_source.PHB,
+        devices_source.PXB,
+        devices_source.PIX,
+        devices_source.SAME_BOARD,
+    ]
+    assert [*steps, devices_source.nvlinks(1), devices_source.nvlinks(2)] == sorted(
+        {*steps, devices_source.nvlinks(1), devices_source.nvlinks(2)}
     )
 
 

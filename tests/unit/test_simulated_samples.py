@@ -12,12 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gpuspawner.devices.base import LooksLost
-from gpuspawner.devices.script import SCRIPT
-from gpuspawner.devices.simulated import SimulatedDevices
-from gpuspawner.devices.simulated_samples import SimulatedSampler
-from gpuspawner.telemetry import Sample
-from gpuspawner.telemetry.values import Condition
+from gpuspawner.devices.simulated import SCRIPT, SimulatedDevices, SimulatedSampler
+from gpuspawner.devices.source import LooksLost
+from gpuspawner.monitoring.models import Condition, Sample
 from tests.support.processes import wait_for
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpuspawner.slurm.asking import Asker
+from gpuspawner.slurm.programs import Asker
 
 
 def test_threads_wait_for_one_question() -> None:

@@ -10,10 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuspawner.errors import SlurmRefused
-from gpuspawner.slurm import associations, syncing
-from gpuspawner.slurm.associations import Found, Group, Limits, Person, Row, Wanted
-from gpuspawner.slurm.syncing import Step
+from gpuspawner.core.errors import SlurmRefused
+from gpuspawner.slurm import account_sync, accounts
+from gpuspawner.slurm.account_sync import SyncStep
+from gpuspawner.slurm.accounts import (
+    AssociationLimits,
+    AssociationRow,
+    FoundAssociations,
+    Group,
+    Person,
+    WantedAssociations,
+)
 from tests.support.tier import examples
 
 PRIORITIES = {"low": -40.0, "normal": 0.0, "course": 40.0, "admin": 80.0}
@@ -33,7 +40,7 @@ class Database:
             row = {"parent": cells[3], **dict(zip(names, cells[4:9], strict=True))}
             self.rows[cells[0], cells[1]] = row | {"qos": cells[9], "defaultqos": cells[10]}
 
-    def found(self) -> Found:
+    def found(self) -> FoundAssociations:
         lines = [
             f"{account}|{user}||{row.get('parent', '')}|{row.get('fairshare', '1')}"
             f"|{row.get('GrpTRES', '')}|{row.get('GrpTRESRunMins', '')}"
@@ -41,13 +48,13 @@ class Database:
             f"|{row.get('qos', 'normal')}|{row.get('defaultqos', '')}"
             for (account, user), row in self.rows.items()
         ]
-        return associations.parse(
+        return accounts.parse_associations(
             "\n".join(lines),
             "\n".join(f"{name}|{priority}" for name, priority in self.qos.items()),
             "\n".join(f"{user}|{account}" for user, account in self.defaults.items()),
         )
 
-    def do(self, step: Step) -> None:
+    def do(self, step: SyncStep) -> None:
         verb, what, *words = step.words
         named = dict(word.partition("=")[::2] for word in words if "=" in word)
         if what == "qos":
@@ -60,7 +67,7 @@ class Database:
         if "," in name:  # of many at once
             for each in name.split(","):
                 other = [w.replace(name, each) for w in words]
-                self.do(Step((verb, what, *other), step.what))
+                self.do(SyncStep((verb, what, *other), step.what))
             return
         if account := named.pop("defaultaccount", ""):
             assert (account, name) in self.rows
@@ -88,19 +95,21 @@ def _merged(before: str, change: str) -> str:
     return ",".join(f"{name}={most}" for name, most in {**old, **new}.items() if most != "-1")
 
 
-def wanted(people: Iterable[Person] = (), **groups: Group) -> Wanted:
-    return associations.wanted(people, groups, Limits(devices=2, tickets=3), PRIORITIES)
+def wanted(people: Iterable[Person] = (), **groups: Group) -> WantedAssociations:
+    return accounts.wanted_associations(
+        people, groups, AssociationLimits(devices=2, tickets=3), PRIORITIES
+    )
 
 
-def bring(database: Database, asked: Wanted) -> list[str]:
-    plan = syncing.plan(asked, database.found(), "lab")
+def bring(database: Database, asked: WantedAssociations) -> list[str]:
+    plan = account_sync.plan_sync(asked, database.found(), "lab")
     for step in plan.steps:
         database.do(step)
-    assert syncing.plan(asked, database.found(), "lab").steps == ()
+    assert account_sync.plan_sync(asked, database.found(), "lab").steps == ()
     return [step.what for step in plan.steps]
 
 
-def row(database: Database, account: str, user: str = "") -> Row:
+def row(database: Database, account: str, user: str = "") -> AssociationRow:
     found = database.found()
     return found.places[account, user].row if user else found.accounts[account]
 
@@ -110,11 +119,13 @@ ADA = Person(member="ada", group="research", priority="course")
 
 def test_a_new_cluster_gets_everything_and_a_second_run_nothing() -> None:
     database = Database()
-    limits = Limits(devices=4, tickets=10, gpu_hours=12.5)
+    limits = AssociationLimits(devices=4, tickets=10, gpu_hours=12.5)
     bring(database, wanted([ADA, Person(member="Žofie")], research=Group(weight=3, limits=limits)))
-    assert row(database, "g-research") == Row(share=300, gpus=4, gpu_minutes=750, submits=14)
-    assert row(database, "gpuspawner-members") == Row(share=100)
-    assert row(database, "g-research", "ada") == Row(gpus=2, submits=5)
+    assert row(database, "g-research") == AssociationRow(
+        share=300, gpus=4, gpu_minutes=750, submits=14
+    )
+    assert row(database, "gpuspawner-members") == AssociationRow(share=100)
+    assert row(database, "g-research", "ada") == AssociationRow(gpus=2, submits=5)
     found = database.found()
     assert found.places["g-research", "ada"].default_qos == "gpuspawner-course"
     assert found.places["gpuspawner-members", "u-_c5_bdofie"].qos == ("gpuspawner-normal",)
@@ -139,11 +150,11 @@ def test_who_counts_on_another_group_has_no_open_place_in_the_old_one() -> None:
 def test_who_has_no_credits_gets_no_gpu_and_who_has_left_no_job() -> None:
     database = Database()
     bring(database, wanted([Person(member="ada", dry=True), Person(member="eve", closed=True)]))
-    assert row(database, "gpuspawner-members", "ada") == Row(gpus=0, shards=0, submits=5)
-    assert row(database, "gpuspawner-members", "eve") == Row(gpus=0, shards=0, submits=0)
+    assert row(database, "gpuspawner-members", "ada") == AssociationRow(gpus=0, shards=0, submits=5)
+    assert row(database, "gpuspawner-members", "eve") == AssociationRow(gpus=0, shards=0, submits=0)
     bring(database, wanted([Person(member="ada"), Person(member="eve")]))
-    assert row(database, "gpuspawner-members", "ada") == Row(gpus=2, submits=5)
-    assert row(database, "gpuspawner-members", "eve") == Row(gpus=2, submits=5)
+    assert row(database, "gpuspawner-members", "ada") == AssociationRow(gpus=2, submits=5)
+    assert row(database, "gpuspawner-members", "eve") == AssociationRow(gpus=2, submits=5)
 
 
 def test_what_a_site_made_itself_stays() -> None:
@@ -156,7 +167,7 @@ def test_what_a_site_made_itself_stays() -> None:
     database.defaults["ada"] = "physics"
     before = {key: dict(value) for key, value in database.rows.items()}
     asked = wanted([ADA, Person(member="bob")], research=Group())
-    plan = syncing.plan(asked, database.found(), "lab")
+    plan = account_sync.plan_sync(asked, database.found(), "lab")
     assert "g-research" in plan.problems[0] and "not below gpuspawner" in plan.problems[0]
     for step in plan.steps:
         database.do(step)
@@ -190,7 +201,7 @@ def test_what_is_the_same_for_many_is_one_step() -> None:
 
 def test_no_word_of_a_member_is_a_word_of_sacctmgr() -> None:
     nasty = Person(member="x account=root set adminlevel=admin; $(id)", group="a b=c,d")
-    for step in syncing.plan(wanted([nasty]), Database().found(), "lab").steps:
+    for step in account_sync.plan_sync(wanted([nasty]), Database().found(), "lab").steps:
         assert not any(c in word for word in step.words for c in ";$()\n'\"")
         assert "adminlevel=admin" not in step.words
 
@@ -205,7 +216,7 @@ MEMBERS = st.builds(
 )
 PEOPLE = st.lists(MEMBERS, unique_by=lambda person: person.member, max_size=5)
 SOME_LIMITS = st.builds(
-    Limits,
+    AssociationLimits,
     devices=st.none() | st.integers(0, 9),
     tickets=st.none() | st.integers(0, 9),
     gpu_hours=st.none() | st.floats(0, 1e6),
@@ -220,12 +231,12 @@ DAYS = st.tuples(PEOPLE, GROUPS, SOME_LIMITS, st.integers(0, 40))
 @settings(max_examples=examples(60))
 @given(st.lists(DAYS, min_size=1, max_size=4))
 def test_killed_anywhere_the_next_run_ends_where_one_run_would_have(
-    days: list[tuple[list[Person], dict[str, Group], Limits, int]],
+    days: list[tuple[list[Person], dict[str, Group], AssociationLimits, int]],
 ) -> None:
     database = Database()
     for people, groups, limits, killed_after in days:
-        asked = associations.wanted(people, groups, limits, PRIORITIES)
-        for step in syncing.plan(asked, database.found(), "lab").steps[:killed_after]:
+        asked = accounts.wanted_associations(people, groups, limits, PRIORITIES)
+        for step in account_sync.plan_sync(asked, database.found(), "lab").steps[:killed_after]:
             database.do(step)
     bring(database, asked)
     found = database.found()
@@ -251,8 +262,8 @@ class Recorder:
 @pytest.mark.parametrize("version", ["slurm-wlm 21.08.8", "slurm 23.11.4", "slurm", ""])
 def test_another_slurm_is_refused_with_the_one_that_was_tried(version: str) -> None:
     with pytest.raises(SlurmRefused, match=r"tried with 22\.05\.8"):
-        syncing.check_version(Recorder(version))
+        account_sync.check_version(Recorder(version))
 
 
 def test_the_one_that_was_tried_is_taken() -> None:
-    syncing.check_version(Recorder("slurm-wlm 22.05.11"))
+    account_sync.check_version(Recorder("slurm-wlm 22.05.11"))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.errors import SlurmRefused, SlurmUnavailable
-from gpuspawner.slurm.commands import Slurm
+from gpuspawner.core.errors import SlurmRefused, SlurmUnavailable
+from gpuspawner.slurm.programs import Slurm
 
 
 def program(folder: Path, text: str) -> Slurm:

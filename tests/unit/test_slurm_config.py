@@ -15,19 +15,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.cli import main
-from gpuspawner.cli.slurm_inventory import node_devices
-from gpuspawner.errors import ConfigError
-from gpuspawner.model import Device, DeviceStatus, Inventory
+from gpuspawner.cli.app import main
+from gpuspawner.core.errors import ConfigError
+from gpuspawner.devices.models import Device, DeviceStatus, Inventory
 from gpuspawner.slurm.cluster import (
+    GRES_TYPE,
     Cluster,
     Node,
     NodeDevice,
     cluster_of,
+    gres_type,
+    gres_types,
     read_cluster,
 )
+from gpuspawner.slurm.cluster_commands import node_devices
 from gpuspawner.slurm.config import SlurmOptions, cluster_yaml, gres_conf, is_tested, slurm_conf
-from gpuspawner.slurm.gres import GRES_TYPE, gres_type, gres_types
 from gpuspawner.slurm.inventory import HostInventory, read_inventory
 
 A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"

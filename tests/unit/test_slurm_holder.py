@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.errors import TooMuchAsked
-from gpuspawner.model import Request, ServerRef, Ticket
+from gpuspawner.core.errors import TooMuchAsked
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
-from gpuspawner.slurm.commands import words
-from gpuspawner.slurm.controller import minutes_of
-from gpuspawner.slurm.holder import able, of
+from gpuspawner.slurm.job_spec import able, of
+from gpuspawner.slurm.programs import minutes_of, words
 
 GIB = 2**30
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.errors import SlurmUnavailable
-from gpuspawner.slurm.jobs import Job, given, jobs_of
+from gpuspawner.core.errors import SlurmUnavailable
+from gpuspawner.slurm.jobs import SlurmJob, given, jobs_of
 
 RUNS: dict[str, Any] = {
     "job_id": 1,
@@ -34,7 +34,7 @@ WAITS = RUNS | {
 }
 
 
-def job(row: dict[str, Any]) -> Job:
+def job(row: dict[str, Any]) -> SlurmJob:
     (found,) = jobs_of(json.dumps({"errors": [], "jobs": [row]}))
     return found
 

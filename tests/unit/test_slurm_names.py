@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.slurm import names
+from gpuspawner.slurm import accounts as slurm_accounts
 
 ALLOWED = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 
@@ -36,64 +36,67 @@ SIMILAR = st.text("aAb.u-h_g2", min_size=1, max_size=40)
     ],
 )
 def test_a_members_user(member: str, user: str) -> None:
-    assert names.user_of(member) == user
-    assert names.member_of(user) == member
+    assert slurm_accounts.user_of(member) == user
+    assert slurm_accounts.member_of(user) == member
 
 
 def test_a_long_name_is_a_digest_that_is_found_among_the_members() -> None:
     long = ["ada.lovelace@mathematics.example." + tail for tail in ("org", "net")]
-    users = [names.user_of(member) for member in long]
+    users = [slurm_accounts.user_of(member) for member in long]
     assert [len(user) for user in users] == [32, 32]
-    assert [names.member_of(user) for user in users] == [None, None]
-    assert names.by_user([*long, "ada"]) == {**dict(zip(users, long, strict=True)), "ada": "ada"}
+    assert [slurm_accounts.member_of(user) for user in users] == [None, None]
+    assert slurm_accounts.by_user([*long, "ada"]) == {
+        **dict(zip(users, long, strict=True)),
+        "ada": "ada",
+    }
 
 
 @given(ANY_NAME | SIMILAR)
 def test_every_name_is_one_that_linux_and_slurm_take_and_is_found_again(member: str) -> None:
-    user = names.user_of(member)
+    user = slurm_accounts.user_of(member)
     assert ALLOWED.fullmatch(user)
-    assert user not in names.SYSTEM_USERS
+    assert user not in slurm_accounts.SYSTEM_USERS
     if user.startswith("h-"):
-        assert names.member_of(user) is None
+        assert slurm_accounts.member_of(user) is None
     else:
-        assert names.member_of(user) == member
+        assert slurm_accounts.member_of(user) == member
 
 
 @given(st.lists(ANY_NAME | SIMILAR, unique=True, max_size=30))
 def test_no_two_members_are_the_same_user_and_no_two_groups_the_same_account(
     some: list[str],
 ) -> None:
-    assert len(names.by_user(some)) == len(some)
-    accounts = {names.account_of(group) for group in some}
+    assert len(slurm_accounts.by_user(some)) == len(some)
+    accounts = {slurm_accounts.account_of(group) for group in some}
     assert len(accounts) == len(some)
-    assert not accounts & {names.ROOT_ACCOUNT, names.EVERYBODY, "root"}
+    assert not accounts & {slurm_accounts.ROOT_ACCOUNT, slurm_accounts.EVERYBODY, "root"}
 
 
 @given(st.text("abgu-h_0123456789f", max_size=34))
 def test_what_is_read_back_is_what_was_written(word: str) -> None:
-    if (member := names.member_of(word)) is not None:
-        assert names.user_of(member) == word
-    if (group := names.group_of(word)) is not None:
-        assert names.account_of(group) == word
+    if (member := slurm_accounts.member_of(word)) is not None:
+        assert slurm_accounts.user_of(member) == word
+    if (group := slurm_accounts.group_of(word)) is not None:
+        assert slurm_accounts.account_of(group) == word
 
 
 @given(ANY_NAME)
 def test_a_groups_account(group: str) -> None:
-    account = names.account_of(group)
+    account = slurm_accounts.account_of(group)
     assert ALLOWED.fullmatch(account)
-    assert names.group_of(account) == (None if account.startswith("gh-") else group)
+    assert slurm_accounts.group_of(account) == (None if account.startswith("gh-") else group)
 
 
 def test_accounts_that_are_no_groups() -> None:
-    assert names.account_of("") == "gpuspawner-members"
-    assert names.group_of("gpuspawner-members") == ""
-    assert names.group_of("research") is None
-    assert names.group_of("g-") is None
-    assert names.group_of("g-_zz") is None
-    assert names.group_of("g-_61") is None  # an a is written as an a
+    assert slurm_accounts.account_of("") == "gpuspawner-members"
+    assert slurm_accounts.group_of("gpuspawner-members") == ""
+    assert slurm_accounts.group_of("research") is None
+    assert slurm_accounts.group_of("g-") is None
+    assert slurm_accounts.group_of("g-_zz") is None
+    assert slurm_accounts.group_of("g-_61") is None  # an a is written as an a
 
 
 def test_users_of_the_system_are_known_by_their_number() -> None:
-    assert names.is_system_user("root")
-    assert names.is_system_user("daemon")
-    assert not names.is_system_user("nobody-of-this-name")
+    assert slurm_accounts.is_system_user("root")
+    assert slurm_accounts.is_system_user("daemon")
+    assert not slurm_accounts.is_system_user("nobody-of-this-name")

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from gpuspawner.slurm.reaching import QUICK
+from gpuspawner.slurm.images import QUICK
 from gpuspawner.spawners.slurm import GPUSlurmSpawner
 
 

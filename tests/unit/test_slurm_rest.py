@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.errors import ConfigError
-from gpuspawner.slurm.controller import Holder
-from gpuspawner.slurm.rest import Rest, submission
-from gpuspawner.slurm.rest_access import must_be_safe, read_token
+from gpuspawner.core.errors import ConfigError
+from gpuspawner.slurm.programs import Holder
+from gpuspawner.slurm.rest import Rest, job_submission, must_be_safe, read_token
 
 
 def token(**claims: object) -> str:
@@ -112,7 +111,7 @@ def test_a_job() -> None:
         account="g-course",
         user="ann",
     )
-    told = submission(holder)["job"]
+    told = job_submission(holder)["job"]
     assert (told["time_limit"], told["exclude_nodes"]) == (80, "gpu1,gpu2")
     assert told["no_requeue"] is True and told["account"] == "g-course"
     assert "nice" not in told, "its owner could not set it"

@@ -13,13 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.devices.base import LooksLost
-from gpuspawner.model import DeviceProcess
-from gpuspawner.slurm.sampler import Recorder
-from gpuspawner.slurm.samples import MOST_LOOKS, Nonsense, Said, packed, port_of, read
-from gpuspawner.telemetry import Rollups, Sample
-from gpuspawner.telemetry.symptoms import Signs
-from gpuspawner.telemetry.values import Condition, FarProcess
+from gpuspawner.devices.models import DeviceProcess
+from gpuspawner.devices.source import LooksLost
+from gpuspawner.monitoring.health import Signs
+from gpuspawner.monitoring.models import Condition, FarProcess, Rollups, Sample
+from gpuspawner.slurm.sampler import MOST_LOOKS, Nonsense, Recorder, Said, packed, port_of, read
 
 NOW = datetime(2026, 3, 2, 12, 0, 30, tzinfo=timezone.utc)
 INDICES = {"GPU-a": 0, "GPU-b": 7}

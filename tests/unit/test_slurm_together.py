@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpuspawner.errors import SlurmUnavailable
-from gpuspawner.slurm.together import Together
+from gpuspawner.core.errors import SlurmUnavailable
+from gpuspawner.slurm.programs import Together
 from tests.support.processes import wait_for
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.errors import SlurmUnavailable
-from gpuspawner.slurm import usage
+from gpuspawner.core.errors import SlurmUnavailable
+from gpuspawner.slurm import jobs
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
-from gpuspawner.slurm.usage import Part, Run
+from gpuspawner.slurm.jobs import JobRun, UsagePart
 
 A100, H100, T4 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "Tesla T4"
 GIB = 2**30
@@ -44,18 +44,18 @@ ROW = (
 )
 
 
-def parse(*rows: tuple[str, ...], delimiter: str = "~x~") -> list[Run]:
-    return usage.parse("".join(delimiter.join(row) + "\n" for row in rows), delimiter)
+def parse(*rows: tuple[str, ...], delimiter: str = "~x~") -> list[JobRun]:
+    return jobs.parse_runs("".join(delimiter.join(row) + "\n" for row in rows), delimiter)
 
 
 def changed(**cells: str) -> tuple[str, ...]:
-    return tuple(cells.get(name, cell) for name, cell in zip(usage._COLUMNS, ROW, strict=True))
+    return tuple(cells.get(name, cell) for name, cell in zip(jobs._COLUMNS, ROW, strict=True))
 
 
 def test_a_run() -> None:
     (run,) = parse(ROW)
     start = datetime(2026, 11, 22, 11, 20, 12, tzinfo=timezone.utc)
-    assert run == Run(
+    assert run == JobRun(
         id="7",
         label="5_1",
         name="train.py",
@@ -75,7 +75,7 @@ def test_a_run() -> None:
 
 
 def test_nothing_is_no_run() -> None:
-    assert usage.parse("", "~") == [] == usage.parse("\n", "~")
+    assert jobs.parse_runs("", "~") == [] == jobs.parse_runs("\n", "~")
 
 
 def test_a_run_that_goes_on_and_a_job_that_waits() -> None:
@@ -119,7 +119,7 @@ def test_a_job_may_have_any_name_and_no_name_is_a_row(names: list[str]) -> None:
 )
 def test_what_sacct_never_prints_is_refused(said: str) -> None:
     with pytest.raises(SlurmUnavailable, match="sacct did not answer"):
-        usage.parse(said, "~x~")
+        jobs.parse_runs(said, "~x~")
 
 
 @pytest.mark.parametrize(
@@ -148,32 +148,32 @@ def test_devices(tres: str, gpus: dict[str, int], shards: dict[str, int]) -> Non
     ],
 )
 def test_nodes(text: str, nodes: tuple[str, ...]) -> None:
-    assert usage.hosts(text) == nodes
+    assert jobs.hosts(text) == nodes
 
 
 @pytest.mark.parametrize("text", ["m[1-99999999]", "m[-]", "m[1-2-3]"])
 def test_no_nodes(text: str) -> None:
     with pytest.raises(ValueError, match="m"):
-        usage.hosts(text)
+        jobs.hosts(text)
 
 
 @pytest.mark.parametrize(
     ("cells", "parts"),
     [
-        ({}, (Part(1, (H100,)),)),
-        ({"alloctres": "gres/gpu=2", "nodelist": "m1"}, (Part(2, (A100,)),)),
-        ({"alloctres": "gres/shard=3", "nodelist": "m1"}, (Part(3, (A100,), 4),)),
-        ({"alloctres": "gres/gpu=1"}, (Part(1, (H100, T4)),)),
-        ({"alloctres": "gres/gpu=1", "nodelist": "lost"}, (Part(1, (A100, H100, T4)),)),
-        ({"alloctres": "gres/gpu:new=1,gres/gpu=1"}, (Part(1, (H100, T4)),)),
+        ({}, (UsagePart(1, (H100,)),)),
+        ({"alloctres": "gres/gpu=2", "nodelist": "m1"}, (UsagePart(2, (A100,)),)),
+        ({"alloctres": "gres/shard=3", "nodelist": "m1"}, (UsagePart(3, (A100,), 4),)),
+        ({"alloctres": "gres/gpu=1"}, (UsagePart(1, (H100, T4)),)),
+        ({"alloctres": "gres/gpu=1", "nodelist": "lost"}, (UsagePart(1, (A100, H100, T4)),)),
+        ({"alloctres": "gres/gpu:new=1,gres/gpu=1"}, (UsagePart(1, (H100, T4)),)),
         ({"alloctres": "cpu=4"}, ()),
     ],
 )
 def test_devices_are_known_by_their_type_or_else_by_their_node(
-    cells: dict[str, str], parts: tuple[Part, ...]
+    cells: dict[str, str], parts: tuple[UsagePart, ...]
 ) -> None:
     (run,) = parse(changed(**cells))
-    assert usage.parts_of(run, CLUSTER) == parts
+    assert jobs.parts_of(run, CLUSTER) == parts
 
 
 class Recorder:
@@ -192,7 +192,7 @@ class Recorder:
 
 def test_a_long_time_is_asked_for_in_weeks_without_a_gap() -> None:
     slurm, start = Recorder(), datetime(2026, 3, 1, tzinfo=timezone.utc)
-    assert usage.read_usage(slurm, start, start + timedelta(days=15, hours=1)) == []
+    assert jobs.read_usage(slurm, start, start + timedelta(days=15, hours=1)) == []
     assert slurm.values("-S") == [f"2026-03-{day:02}T00:00:00" for day in (1, 8, 15)]
     ends = ["2026-03-08T00:00:01", "2026-03-15T00:00:01", "2026-03-16T01:00:01"]
     assert slurm.values("-E") == ends
@@ -221,10 +221,10 @@ Jobs submitted: 12
 
 def test_how_far_the_database_is_behind() -> None:
     for size in (0, 3, 41_000):
-        assert usage.behind(Said(SDIAG.format(size))) == size
+        assert jobs.behind(Said(SDIAG.format(size))) == size
     for text in ("", SDIAG.format("many"), SDIAG.replace("DBD ", "")):
         with pytest.raises(SlurmUnavailable, match="sdiag does not say how far"):
-            usage.behind(Said(text))
+            jobs.behind(Said(text))
 
 
 def test_what_a_job_had_may_not_be_told_yet() -> None:
@@ -234,6 +234,6 @@ def test_what_a_job_had_may_not_be_told_yet() -> None:
 def test_many_holders_are_asked_for_by_name_some_at_once() -> None:
     slurm, start = Recorder(), datetime(2026, 3, 1, tzinfo=timezone.utc)
     tickets = [f"{number:04}" for number in range(450)]
-    assert usage.read_holders(slurm, tickets, start, start + timedelta(days=99)) == {}
+    assert jobs.read_holders(slurm, tickets, start, start + timedelta(days=99)) == {}
     named = [word for asked in slurm.asked for word in asked if word.startswith("--name=")]
     assert [word.count("gpuspawner-") for word in named] == [200, 200, 50]

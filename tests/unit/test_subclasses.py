@@ -13,12 +13,12 @@ from traitlets import default
 from traitlets.config import Config
 
 from gpuspawner.cli import config as cli_config
-from gpuspawner.cli.check_class import check_spawner_class
+from gpuspawner.cli.check import check_spawner_class
 from gpuspawner.cli.hub import open_hub
-from gpuspawner.engines.probe import Status
-from gpuspawner.errors import InvalidRequest
+from gpuspawner.core.errors import InvalidRequest
+from gpuspawner.engines.preflight import Status
 from gpuspawner.spawners.docker import GPUDockerSpawner
-from gpuspawner.spawners.links import names_in
+from gpuspawner.spawners.form import names_in
 
 COURSES = '<select name="course"><option>ml</option></select><input type="hidden" name="secret">'
 

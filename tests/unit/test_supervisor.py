@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from gpuspawner.accounting.supervisor import Supervisor
+from gpuspawner.service.supervisor import Supervisor
 
 
 @pytest.fixture

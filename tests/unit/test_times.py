@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite
 
-from gpuspawner.store.schema import UTCDateTime
+from gpuspawner.db.schema import UTCDateTime
 
 EXACT = datetime(2025, 3, 1, 7, 0, 0, 123456, tzinfo=timezone(timedelta(hours=-5)))
 

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker.view import (
+from gpuspawner.core.units import MICRO
+from gpuspawner.devices.closures import GRANTING, Closure
+from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus
+from gpuspawner.devices.snapshots import (
     ModelCount,
     Overview,
     clock,
@@ -19,19 +22,9 @@ from gpuspawner.broker.view import (
     free_by,
     latest_ends,
 )
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef, Slot
+from gpuspawner.ledger.models import Account
 from gpuspawner.ledger.pricing import RateCard
-from gpuspawner.model import (
-    MICRO,
-    Account,
-    Device,
-    DeviceProcess,
-    DeviceStatus,
-    Lease,
-    LeaseState,
-    Place,
-    ServerRef,
-)
-from gpuspawner.store.closures import GRANTING, Closure
 
 GIB = 2**30
 NOW = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
@@ -94,13 +87,13 @@ def test_each_device_says_what_it_does(
     fields: dict[str, Any], taken: bool, state: str, detail: str
 ) -> None:
     one = device(0, **fields)
-    (seen,) = device_views([one], {Place("GPU-0"): "lease-1"} if taken else {})
+    (seen,) = device_views([one], {Slot("GPU-0"): "lease-1"} if taken else {})
     assert (seen.state, seen.detail) == (state, detail)
     assert seen.device is one and seen.lease_id == ("lease-1" if taken else None)
 
 
 def test_a_lease_on_one_device_says_nothing_of_the_next() -> None:
-    views = device_views([device(0), device(1)], {Place("GPU-1"): "lease-1"})
+    views = device_views([device(0), device(1)], {Slot("GPU-1"): "lease-1"})
     assert [view.state for view in views] == ["free", "leased"]
 
 
@@ -126,7 +119,7 @@ CLOSED = Closure("GPU-0", NOW, "kim", "a new fan")
 def test_a_drained_device_says_so_and_why(
     fields: dict[str, Any], taken: bool, state: str, detail: str
 ) -> None:
-    leased = {Place("GPU-0"): "lease-1"} if taken else {}
+    leased = {Slot("GPU-0"): "lease-1"} if taken else {}
     closed = {"GPU-0": CLOSED, GRANTING: replace(CLOSED, subject=GRANTING)}
     seen, other = device_views([device(0, **fields), device(1)], leased, closed)
     assert (seen.state, seen.detail) == (state, detail)
@@ -139,7 +132,7 @@ def test_a_drain_needs_no_reason() -> None:
 
 
 def test_drained_devices_are_counted_and_not_free() -> None:
-    views = device_views([device(0), device(1)], {Place("GPU-1"): "lease-1"}, {"GPU-0": CLOSED})
+    views = device_views([device(0), device(1)], {Slot("GPU-1"): "lease-1"}, {"GPU-0": CLOSED})
     (count,) = count_models(views, RateCard.from_config({"*": 1}))
     assert (count.total, count.free) == (2, 0)
 
@@ -156,7 +149,7 @@ def test_models_are_counted_with_their_price_and_without_what_nobody_can_get() -
         device(6, "A100", status=DeviceStatus.PARENT),
         device(7, "T4", 16, compute_mode="prohibited"),
     ]
-    counts = count_models(device_views(devices, {Place("GPU-1"): "lease-1"}), rates)
+    counts = count_models(device_views(devices, {Slot("GPU-1"): "lease-1"}), rates)
     assert counts == (
         ModelCount("A100", 80 * GIB, total=3, free=1, rate=4 * MICRO),
         ModelCount("A100", 40 * GIB, total=1, free=1, rate=4 * MICRO),

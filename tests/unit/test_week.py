@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.ledger.week import WeekHours, open_zone
+from gpuspawner.ledger.pricing import WeekHours, open_zone
 
 NIGHT = WeekHours.parse("20-8", "Europe/Vienna")
 ZONES = ("UTC", "Europe/Vienna", "America/St_Johns", "Asia/Kathmandu", "Australia/Lord_Howe")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from gpuspawner.broker.view import ModelCount
-from gpuspawner.model import MICRO, Account
-from gpuspawner.pages.welcome import Price, prices
+from gpuspawner.core.units import MICRO
+from gpuspawner.devices.snapshots import ModelCount
+from gpuspawner.hub_pages.welcome import Price, prices
+from gpuspawner.ledger.models import Account
 
 
 def count(model: str, credits: int, memory: int = 1) -> ModelCount:

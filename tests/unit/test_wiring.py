@@ -16,15 +16,16 @@ from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
 
 import gpuspawner
-from gpuspawner.errors import ConfigError
-from gpuspawner.scopes import CUSTOM_SCOPES, GRANT, READ_ACCOUNTS, Reach, reach
-from gpuspawner.wiring import (
+from gpuspawner.config import CULLER_CONFIG, PAGES, TEMPLATES, add_services
+from gpuspawner.core.errors import ConfigError
+from gpuspawner.core.scopes import (
     ACCOUNTING_SCOPES,
-    CULLER_CONFIG,
     CULLER_SCOPES,
-    PAGES,
-    TEMPLATES,
-    add_services,
+    CUSTOM_SCOPES,
+    GRANT,
+    READ_ACCOUNTS,
+    Reach,
+    reach,
 )
 
 USER_SCOPE = "access:services!service=gpu"
@@ -59,7 +60,7 @@ def test_an_empty_configuration_gets_service_role_and_access() -> None:
     gpuspawner.add_services(c)
 
     service = service_of(c)
-    assert service["command"] == [sys.executable, "-m", "gpuspawner.accounting"]
+    assert service["command"] == [sys.executable, "-m", "gpuspawner.service"]
     assert service["url"] == "http://127.0.0.1:10190"
     assert service["oauth_no_confirm"] is True
     assert service["timeout"] == 120, "JupyterHub ends after 30 s, too few for a busy machine"

@@ -11,10 +11,8 @@ import pytest
 from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
 
-from gpuspawner.errors import ConfigError
-from gpuspawner.wiring import (
-    add_services,
-)
+from gpuspawner.config import add_services
+from gpuspawner.core.errors import ConfigError
 
 
 def value_of(c: Config, setting: str) -> Any:

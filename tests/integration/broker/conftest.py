@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import ServerRef
+from gpuspawner.leases.models import ServerRef
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, open_broker, problems
 
 ANNA, BERT = ServerRef("anna"), ServerRef("bert")

@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import (
+from gpuspawner.core.errors import (
     GrantingPaused,
     InvalidRequest,
     NoDeviceFree,
     TicketEnded,
     UnknownTicket,
 )
-from gpuspawner.model import Lease, NoticeKind, Request, ServerRef, Ticket
-from gpuspawner.store import closures
+from gpuspawner.devices import closures
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, acquire, states
 
 Make = Callable[..., Broker]

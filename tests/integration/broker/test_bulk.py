@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.broker.bulk import Bulk
-from gpuspawner.model import MICRO
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger.grants import Bulk
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, credits_of
 
 Make = Callable[..., Broker]

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from gpuspawner.broker import Broker, Terms
+from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Sighting
+from gpuspawner.leases.reconciliation import HubState
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import Lease, LeaseState, Request, ServerRef, Sighting, Ticket
-from gpuspawner.reconcile import HubState
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.brokers import T0, Clock, running
 
 Make = Callable[..., Broker]

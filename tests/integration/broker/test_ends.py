@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import (
-    NoCredits,
-    NoDeviceFree,
-    UnknownLease,
-)
-from gpuspawner.model import MICRO, Lease, LeaseState, Request, ServerRef, Sighting
-from gpuspawner.reconcile import Confirm, HubState, Release, Remove, Seen, Unknown
+from gpuspawner.core.errors import NoCredits, NoDeviceFree, UnknownLease
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Sighting
+from gpuspawner.leases.reconciliation import Confirm, HubState, Release, Remove, Seen, Unknown
+from gpuspawner.services import Broker
 from tests.support.brokers import T0, Clock, acquire, credits_of, fleet, running, states
 
 ANNA, BERT = ServerRef("anna"), ServerRef("bert")

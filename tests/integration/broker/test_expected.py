@@ -6,8 +6,10 @@ import random
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.model import Request, ServerRef, Ticket
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, running
 
 Make = Callable[..., Broker]

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import InvalidRequest, NoCredits, UnknownAccount, UnknownLease
-from gpuspawner.ledger.entries import TransferKind
-from gpuspawner.model import MICRO, Lease
+from gpuspawner.core.errors import InvalidRequest, NoCredits, UnknownAccount, UnknownLease
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease
+from gpuspawner.ledger.models import TransferKind
+from gpuspawner.services import Broker
 from tests.support.brokers import T0, Clock, acquire, credits_of, problems, running
 
 Make = Callable[..., Broker]

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import (
+from gpuspawner.core.errors import (
     ConfigError,
     LedgerError,
     NoCredits,
@@ -17,7 +16,9 @@ from gpuspawner.errors import (
     TooMuchAsked,
     UnknownAccount,
 )
-from gpuspawner.model import MICRO, LeaseState, Request, ServerRef
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import LeaseState, Request, ServerRef
+from gpuspawner.services import Broker
 from tests.support.brokers import T0, Clock, acquire, credits_of, fleet, running, states
 
 ANNA, BERT = ServerRef("anna"), ServerRef("bert")

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import TooManyTickets, TooMuchAsked
-from gpuspawner.model import Lease, Request, ServerRef, Ticket
+from gpuspawner.core.errors import TooManyTickets, TooMuchAsked
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.brokers import acquire
 
 Make = Callable[..., Broker]

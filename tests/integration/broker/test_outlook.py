@@ -7,10 +7,11 @@ from datetime import timedelta
 
 import pytest
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.broker.outlook import Outlook
-from gpuspawner.errors import TooMuchAsked
-from gpuspawner.model import Request, ServerRef
+from gpuspawner.core.errors import TooMuchAsked
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue.positions import Outlook
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock
 
 Make = Callable[..., Broker]

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import CannotExtend, NoCredits, NotAllowed, UnknownAccount
-from gpuspawner.model import MICRO, Lease, LeaseState, Request, ServerRef, Ticket
-from gpuspawner.store import book
+from gpuspawner.core.errors import CannotExtend, NoCredits, NotAllowed, UnknownAccount
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
+from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, credits_of
 
 ANNA, BERT = ServerRef("anna"), ServerRef("bert")
@@ -31,7 +34,7 @@ def terms(account: str = "", groups: frozenset[str] = frozenset({"course"}), **k
 
 def give(broker: Broker, account: str = COURSE, credits: int = 50) -> None:
     now = broker.clock()
-    broker.store.run(lambda c: book.open_account(c, account, now), write=True)
+    broker.store.run(lambda c: ledger_repository.open_account(c, account, now), write=True)
     broker.grant(account, credits * MICRO, actor="root", reason="budget")
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import ConfigError, InvalidRequest
+from gpuspawner.core.errors import ConfigError, InvalidRequest
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, Request, ServerRef
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, Lease, Request, ServerRef
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.integration.broker.conftest import Make
 from tests.support.brokers import T0, Clock, acquire, running
 

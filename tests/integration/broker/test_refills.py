@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import InvalidRequest, LedgerError, UnknownRefill
+from gpuspawner.core.errors import InvalidRequest, LedgerError, UnknownRefill
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger.refills import Mode, Refill
-from gpuspawner.model import MICRO
-from gpuspawner.store import book
+from gpuspawner.services import Broker
 from tests.support.brokers import T0, Clock, credits_of, problems, running
 
 Make = Callable[..., Broker]
@@ -247,7 +247,7 @@ def test_what_comes_late_could_be_spent_in_time(broker: Broker, clock: Clock) ->
 def test_groups_and_lists(broker: Broker, clock: Clock) -> None:
     broker.open_account("eva")
     now = clock.now
-    broker.store.run(lambda c: book.open_account(c, "group:lab", now), write=True)
+    broker.store.run(lambda c: ledger_repository.open_account(c, "group:lab", now), write=True)
     made = refill(broker, audience=["members:course", "group:lab", "member:eva"])
     assert made.groups == ("course",)
     clock.forward(days=1)

@@ -10,9 +10,10 @@ from itertools import permutations
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import InvalidRequest, LedgerError
-from gpuspawner.model import MICRO, Lease
+from gpuspawner.core.errors import InvalidRequest, LedgerError
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease
+from gpuspawner.services import Broker
 from tests.support.brokers import T0, Clock, credits_of, problems, running
 
 Make = Callable[..., Broker]

@@ -8,9 +8,12 @@ from datetime import datetime
 
 import pytest
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import TooMuchAsked
-from gpuspawner.model import Inventory, Lease, Request, ServerRef, Ticket
+from gpuspawner.core.errors import TooMuchAsked
+from gpuspawner.devices.models import Inventory
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, acquire, fleet, running
 
 Make = Callable[..., Broker]

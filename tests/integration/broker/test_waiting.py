@@ -14,13 +14,16 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import ConfigError, GPUSpawnerError, MemberGone, NotAllowed, TicketEnded
-from gpuspawner.model import Lease, LeaseState, NoticeKind, Request, ServerRef, Ticket
-from gpuspawner.spawners.progress import Progress
-from gpuspawner.spawners.queueing import Queueing
-from gpuspawner.store import store as store_module
-from gpuspawner.store.granter import Granter, hub_name
+from gpuspawner.core.errors import ConfigError, GPUSpawnerError, MemberGone, NotAllowed, TicketEnded
+from gpuspawner.db import engine as db_engine
+from gpuspawner.db.leader import Granter, hub_name
+from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
+from gpuspawner.spawners.progress import SpawnProgress
+from gpuspawner.spawners.turns import Queueing
 from tests.support.brokers import Clock, running
 from tests.support.processes import wait_for
 
@@ -39,7 +42,7 @@ def database_url(each_database_url: str) -> str:
 @pytest.fixture
 def broker(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broker]:
     """Two devices, in use by ada and bob."""
-    monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.5)  # of patience, to save time here
+    monkeypatch.setattr(db_engine, "BUSY_SECONDS", 0.5)  # of patience, to save time here
     broker = make(device_source="simulated:2xT4", group_priority={"course": "course"})
     for user in ("ada", "bob"):
         running(broker, user)
@@ -66,7 +69,7 @@ class Spawn:
         ticket = self.broker.ask(ServerRef(user), ONE, engine="docker", terms=self.terms())
         assert isinstance(ticket, Ticket)
         self.id = ticket.id
-        self.progress = Progress()
+        self.progress = SpawnProgress()
         self.page = asyncio.ensure_future(self.read())
         self.wait = asyncio.ensure_future(queueing.wait(ticket, self.check, self.progress))
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.accounting.credits import Credits
-from gpuspawner.broker import Broker
+from gpuspawner.service.member_duties import CreditDuty
+from gpuspawner.services import Broker
 from tests.support.brokers import problems
 from tests.support.rounds import Clock, ScriptedHub, make_credits, open_broker
 
 POLICIES = {"lab": {"overdraft": "0.5"}, "course": "session", "*": "stop"}
-Make = Callable[..., Credits]
+Make = Callable[..., CreditDuty]
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ async def hub() -> AsyncIterator[ScriptedHub]:
 @pytest.fixture
 async def make(broker: Broker, hub: ScriptedHub) -> AsyncIterator[Make]:
     """The duty; closed at the end, as by a service that stops."""
-    opened: list[Credits] = []
+    opened: list[CreditDuty] = []
 
-    def make(**settings: Any) -> Credits:
+    def make(**settings: Any) -> CreditDuty:
         opened.append(make_credits(broker, hub, **settings))
         return opened[-1]
 

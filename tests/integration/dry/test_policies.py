@@ -10,11 +10,15 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.accounting.sessions import Sessions
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import CannotExtend, ConfigError, NoCredits
+from gpuspawner.core.errors import CannotExtend, ConfigError, NoCredits
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import LeaseState, Request, ServerRef
+from gpuspawner.ledger.models import member_account
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, LeaseState, Request, ServerRef, Ticket, member_account
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import Terms
+from gpuspawner.service.session_duties import SessionDuty
+from gpuspawner.services import Broker
 from tests.integration.dry.conftest import Make
 from tests.support.brokers import problems
 from tests.support.dry import MINUTE, server, titles
@@ -68,7 +72,7 @@ async def test_the_stop_is_carried_out_with_those_of_sessions(
     for seconds in (1000, GRACE):
         clock.advance(seconds)
         await make().round()
-    sessions = Sessions(make_tick(broker, hub), warn_minutes=())
+    sessions = SessionDuty(make_tick(broker, hub), warn_minutes=())
     while not hub.stopped:
         await sessions.round()
         await asyncio.sleep(0.01)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.model import MICRO
+from gpuspawner.core.units import MICRO
+from gpuspawner.services import Broker
 from tests.integration.dry.conftest import Make
 from tests.support.dry import MINUTE, server, titles
 from tests.support.rounds import (

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import FolderRefused, InvalidRequest, NotAllowed, UnknownFolder
-from gpuspawner.store import closures
+from gpuspawner.core.errors import FolderRefused, InvalidRequest, NotAllowed, UnknownFolder
+from gpuspawner.devices import closures
+from gpuspawner.services import Broker
 from tests.support.brokers import Clock, open_broker
 
 

@@ -9,10 +9,10 @@ from threading import Barrier
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import QuotaUnavailable, UnknownWorkspace, WorkspaceBusy
-from gpuspawner.store import workspaces
-from gpuspawner.workspaces import Quotas, Use, measure
+from gpuspawner.core.errors import QuotaUnavailable, UnknownWorkspace, WorkspaceBusy
+from gpuspawner.services import Broker
+from gpuspawner.storage import repository as storage_repository
+from gpuspawner.storage.quotas import Quotas, QuotaUse, measure
 from tests.support.brokers import Clock, acquire
 
 
@@ -97,10 +97,10 @@ def test_what_is_known_of_a_workspace_is_written_when_it_changes(
 
 def test_a_project_is_given_once_and_never_again(broker: Broker) -> None:
     with broker.store.write() as connection:
-        ids = [workspaces.give_project(connection, f"/srv/{name}") for name in "abab"]
+        ids = [storage_repository.give_project(connection, f"/srv/{name}") for name in "abab"]
         assert ids[:2] == ids[2:] and len(set(ids)) == 2
-        assert min(ids) > workspaces.FIRST_PROJECT
-        assert workspaces.project_of(connection, "/srv/c") is None
+        assert min(ids) > storage_repository.FIRST_PROJECT
+        assert storage_repository.project_of(connection, "/srv/c") is None
 
 
 def test_what_a_directory_holds_without_what_its_symlinks_point_to(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_limit_that_no_file_system_keeps_still_counts(broker: Broker, tmp_path
     ],
 )
 def test_when_it_is_full(used: int, limit: int | None, full: bool) -> None:
-    assert Use(used, limit).full is full
+    assert QuotaUse(used, limit).full is full
 
 
 def test_why_a_quota_cannot_be_kept_is_a_sentence(broker: Broker, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpuspawner.broker import Broker
+from gpuspawner.services import Broker
 from tests.support.brokers import problems
 from tests.support.rounds import Clock, open_broker
 

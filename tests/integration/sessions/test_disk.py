@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.accounting import disk
-from gpuspawner.accounting.disk import HERE, DiskDuty
-from gpuspawner.broker import Broker
-from gpuspawner.engines import DockerEngine
-from gpuspawner.engines.disk import label_of
-from gpuspawner.model import Lease, NoticeKind, Request, ServerRef
+from gpuspawner.engines.disk_usage import label_of
+from gpuspawner.engines.docker import DockerEngine
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.service import disk_monitor
+from gpuspawner.service.disk_monitor import HERE, DiskDuty
+from gpuspawner.services import Broker
 from tests.support.rounds import ScriptedHub, make_tick
 
 GB = 2**30
@@ -67,7 +68,7 @@ def engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round measures."""
-    monkeypatch.setattr(disk, "is_due", lambda *args: True)
+    monkeypatch.setattr(disk_monitor, "is_due", lambda *args: True)
 
 
 def duty_of(broker: Broker, engine: ScriptedEngine) -> DiskDuty:
@@ -123,7 +124,7 @@ async def test_who_is_near_is_warned_once_and_who_is_over_is_stopped(
 async def test_a_container_that_takes_long_holds_up_no_other(
     broker: Broker, engine: ScriptedEngine, now: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "ROUND_SECONDS", 0.2)
+    monkeypatch.setattr(disk_monitor, "ROUND_SECONDS", 0.2)
     slow, fast = server(broker, "ada"), server(broker, "bob")
     engine.has(slow, 2)
     engine.has(fast, 0.1)
@@ -156,7 +157,7 @@ async def test_what_an_admin_has_to_see_to_is_in_the_log(
         await duty.round()
         engine.is_away = False
         await duty.round()
-        monkeypatch.setattr(disk, "room", lambda folder: (4 * GB, 100 * GB))
+        monkeypatch.setattr(disk_monitor, "room", lambda folder: (4 * GB, 100 * GB))
         await duty.round()
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Disk of")]
     assert len(said) == 3 and "all is well again" in said[1]

@@ -14,10 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from gpuspawner.accounting import sessions as duty
-from gpuspawner.accounting.sessions import Sessions
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.model import Lease, Request, ServerRef
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.queue.service import Terms
+from gpuspawner.service import session_duties
+from gpuspawner.service.session_duties import SessionDuty
+from gpuspawner.services import Broker
 from tests.support.processes import command_of
 from tests.support.rounds import Clock, ScriptedHub, make_tick, open_broker, told
 
@@ -33,18 +34,18 @@ async def hub() -> AsyncIterator[ScriptedHub]:
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries follow one another within hundredths of a second, as they do within a minute."""
-    monkeypatch.setattr(duty, "AGAIN", 0.02)
-    monkeypatch.setattr(duty, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(session_duties, "AGAIN", 0.02)
+    monkeypatch.setattr(session_duties, "LONGEST_PAUSE", 0.02)
 
 
 @pytest.fixture
-async def make(broker: Broker, hub: ScriptedHub) -> AsyncIterator[Callable[..., Sessions]]:
+async def make(broker: Broker, hub: ScriptedHub) -> AsyncIterator[Callable[..., SessionDuty]]:
     """The duty; closed at the end, as by a service that stops."""
-    opened: list[Sessions] = []
+    opened: list[SessionDuty] = []
 
-    def make(**settings: Any) -> Sessions:
+    def make(**settings: Any) -> SessionDuty:
         tick = make_tick(broker, hub)
-        opened.append(Sessions(tick, warn_minutes=WARN, **settings))
+        opened.append(SessionDuty(tick, warn_minutes=WARN, **settings))
         return opened[-1]
 
     yield make
@@ -57,7 +58,7 @@ def session(broker: Broker, user: str, seconds: int = 3600) -> Lease:
     return broker.confirm(broker.acquire(ServerRef(user), request, engine="local", terms=terms).id)
 
 
-async def rounds(sessions: Sessions, until: Callable[[], bool], limit: float = 120.0) -> None:
+async def rounds(sessions: SessionDuty, until: Callable[[], bool], limit: float = 120.0) -> None:
     """Go on with rounds until something is true."""
     end = asyncio.get_running_loop().time() + limit
     while not until():
@@ -67,7 +68,7 @@ async def rounds(sessions: Sessions, until: Callable[[], bool], limit: float = 1
 
 
 async def test_a_session_that_is_over_is_stopped_until_it_is_gone(
-    broker: Broker, hub: ScriptedHub, clock: Clock, make: Callable[..., Sessions], pauses: None
+    broker: Broker, hub: ScriptedHub, clock: Clock, make: Callable[..., SessionDuty], pauses: None
 ) -> None:
     lease = session(broker, "ada")
     session(broker, "bob", seconds=7200)
@@ -91,7 +92,7 @@ async def test_a_stop_is_not_asked_for_again_while_one_is_under_way(
     broker: Broker,
     hub: ScriptedHub,
     clock: Clock,
-    make: Callable[..., Sessions],
+    make: Callable[..., SessionDuty],
     pauses: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,7 +121,7 @@ async def test_an_hour_of_failures_and_it_is_still_tried(
     broker: Broker,
     hub: ScriptedHub,
     clock: Clock,
-    make: Callable[..., Sessions],
+    make: Callable[..., SessionDuty],
     pauses: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -143,7 +144,7 @@ async def test_pauses_between_tries_grow_to_a_minute(
     broker: Broker,
     hub: ScriptedHub,
     clock: Clock,
-    make: Callable[..., Sessions],
+    make: Callable[..., SessionDuty],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lease = session(broker, "ada")
@@ -168,7 +169,7 @@ async def test_pauses_between_tries_grow_to_a_minute(
 
 
 async def test_a_new_server_under_the_same_name_is_left_alone(
-    broker: Broker, hub: ScriptedHub, clock: Clock, make: Callable[..., Sessions], pauses: None
+    broker: Broker, hub: ScriptedHub, clock: Clock, make: Callable[..., SessionDuty], pauses: None
 ) -> None:
     lease = session(broker, "ada")
     clock.advance(3600)
@@ -190,7 +191,7 @@ async def test_orders_of_other_processes_are_carried_out(
     broker: Broker,
     hub: ScriptedHub,
     clock: Clock,
-    make: Callable[..., Sessions],
+    make: Callable[..., SessionDuty],
     pauses: None,
 ) -> None:
     """The hub says that nobody connected; an admin has another server stopped."""
@@ -207,7 +208,7 @@ async def test_a_server_that_the_hub_does_not_know_is_left_to_the_engine(
     broker: Broker,
     hub: ScriptedHub,
     clock: Clock,
-    make: Callable[..., Sessions],
+    make: Callable[..., SessionDuty],
     pauses: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -228,7 +229,7 @@ def kept(file: Path) -> list[dict[str, Any]]:
 
 
 async def test_the_hook_hears_of_each_warning_and_of_the_end_once(
-    broker: Broker, clock: Clock, make: Callable[..., Sessions], tmp_path: Path
+    broker: Broker, clock: Clock, make: Callable[..., SessionDuty], tmp_path: Path
 ) -> None:
     file = tmp_path / "told"
     lease = session(broker, "ada")
@@ -261,7 +262,7 @@ async def test_a_hook_that_hangs_or_fails_holds_up_nothing(
     broker: Broker,
     hub: ScriptedHub,
     clock: Clock,
-    make: Callable[..., Sessions],
+    make: Callable[..., SessionDuty],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "tick")
@@ -281,7 +282,7 @@ async def test_a_hook_that_hangs_or_fails_holds_up_nothing(
 
 
 async def test_a_service_that_stops_leaves_no_hook_behind(
-    broker: Broker, clock: Clock, make: Callable[..., Sessions]
+    broker: Broker, clock: Clock, make: Callable[..., SessionDuty]
 ) -> None:
     session(broker, "ada")
     sessions = make(command=["sleep", "4712"], command_seconds=60)

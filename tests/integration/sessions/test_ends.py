@@ -17,10 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import CannotExtend
+from gpuspawner.core.errors import CannotExtend
+from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import NoticeKind, Request, ServerRef
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support import racers
 from tests.support.rounds import RATE, START, Clock, open_broker
 from tests.support.sessions import HOUR, WARN, session, told, warn

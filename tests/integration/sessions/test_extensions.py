@@ -10,9 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuspawner.broker import Broker, Terms
-from gpuspawner.errors import CannotExtend, UnknownLease
-from gpuspawner.model import Lease, NoticeKind, Request, ServerRef
+from gpuspawner.core.errors import CannotExtend, UnknownLease
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.queue.service import Terms
+from gpuspawner.services import Broker
 from tests.support.rounds import START, Clock
 from tests.support.sessions import HOUR, session, told, wait, warn
 from tests.support.tier import examples

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from gpuspawner.broker import Broker
-from gpuspawner.errors import CannotStop, InvalidRequest, UnknownLease
+from gpuspawner.core.errors import CannotStop, InvalidRequest, UnknownLease
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease
 from gpuspawner.ledger.rules import owed
-from gpuspawner.model import MICRO, Lease, NoticeKind
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.services import Broker
 from tests.support.rounds import RATE, START, Clock
 from tests.support.sessions import HOUR, WARN, session, told, turn, wait
 

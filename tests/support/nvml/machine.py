@@ -11,7 +11,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from gpuspawner.model import Device, DeviceProcess, DeviceStatus
+from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.nvml_library import GPU
 
@@ -21,7 +21,7 @@ CHILD = """
 import json, sys, threading
 from dataclasses import asdict
 from datetime import datetime
-from gpuspawner.devices.base import LooksLost
+from gpuspawner.devices.source import LooksLost
 from gpuspawner.devices.nvml import NVMLDevices
 
 source = NVMLDevices()

@@ -9,9 +9,9 @@ import jsonschema
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuspawner.catalog import Catalog
-from gpuspawner.catalog.schema import schema
-from gpuspawner.errors import ConfigError
+from gpuspawner.catalog.json_schema import schema
+from gpuspawner.catalog.loader import Catalog
+from gpuspawner.core.errors import ConfigError
 from tests.support.tier import examples
 
 SCHEMA = schema()

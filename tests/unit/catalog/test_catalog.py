@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.catalog import Catalog, DeviceLimits, Environment, Mount, SessionHours, load
-from gpuspawner.errors import ConfigError, InvalidRequest, NotAllowed
+from gpuspawner.catalog.loader import Catalog, load
+from gpuspawner.catalog.models import DeviceLimits, Environment, Mount, SessionHours
+from gpuspawner.core.errors import ConfigError, InvalidRequest, NotAllowed
 
 SHIPPED = Path(__file__).parents[3] / "hub_config" / "catalog.yaml"
 

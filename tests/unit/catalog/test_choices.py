@@ -8,9 +8,9 @@ import jsonschema
 import pytest
 import yaml
 
-from gpuspawner.catalog import Catalog
-from gpuspawner.catalog.schema import schema
-from gpuspawner.errors import ConfigError, GPUSpawnerError, InvalidRequest
+from gpuspawner.catalog.json_schema import schema
+from gpuspawner.catalog.loader import Catalog
+from gpuspawner.core.errors import ConfigError, GPUSpawnerError, InvalidRequest
 from gpuspawner.spawners import options
 
 TEXT = """

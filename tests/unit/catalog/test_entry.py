@@ -12,9 +12,10 @@ import jsonschema
 import pytest
 import yaml
 
-from gpuspawner.catalog import Catalog, Framework, Link
-from gpuspawner.catalog.schema import schema
-from gpuspawner.errors import ConfigError
+from gpuspawner.catalog.json_schema import schema
+from gpuspawner.catalog.loader import Catalog
+from gpuspawner.catalog.models import Framework, Link
+from gpuspawner.core.errors import ConfigError
 
 VALIDATOR = jsonschema.Draft202012Validator(
     schema(), format_checker=jsonschema.FormatChecker(["date"])

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.catalog import Catalog, files, load
-from gpuspawner.errors import ConfigError
+from gpuspawner.catalog import files
+from gpuspawner.catalog.loader import Catalog, load
+from gpuspawner.core.errors import ConfigError
 
 KEYS = {
     "logo": "logo.svg",

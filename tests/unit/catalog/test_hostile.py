@@ -10,9 +10,9 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpuspawner.catalog import Catalog
-from gpuspawner.catalog.schema import schema
-from gpuspawner.errors import ConfigError
+from gpuspawner.catalog.json_schema import schema
+from gpuspawner.catalog.loader import Catalog
+from gpuspawner.core.errors import ConfigError
 
 KEYS = sorted(schema()["properties"]["environments"]["items"]["properties"])
 

@@ -6,8 +6,8 @@ from textwrap import dedent
 
 import pytest
 
-from gpuspawner.catalog import Catalog
-from gpuspawner.errors import ConfigError
+from gpuspawner.catalog.loader import Catalog
+from gpuspawner.core.errors import ConfigError
 
 
 def entry(lines: str = "", top: str = "") -> str:

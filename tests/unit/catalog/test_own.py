@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.catalog.own import check_contents, check_own_image, own_images
-from gpuspawner.errors import ConfigError, InvalidRequest, NotAllowed
+from gpuspawner.catalog.member_images import check_contents, check_own_image, own_images
+from gpuspawner.core.errors import ConfigError, InvalidRequest, NotAllowed
 from gpuspawner.spawners.docker import GPUDockerSpawner
 
 RULES = {

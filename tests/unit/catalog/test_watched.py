@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.catalog import watched as module
-from gpuspawner.catalog.watched import WatchedCatalog, watched
-from gpuspawner.errors import ConfigError
+from gpuspawner.catalog import loader
+from gpuspawner.catalog.loader import WatchedCatalog, watched
+from gpuspawner.core.errors import ConfigError
 
 ONE = "environments:\n  - {slug: one, image: base}\n"
 TWO = "environments:\n  - {slug: one, image: base}\n  - {slug: two, image: base}\n"
@@ -93,7 +93,7 @@ def test_what_was_wrong_beside_the_file_is_looked_at_again(
     assert "'changes' of environment 'new' names 'new.md', which cannot be read" in kept.problem
     path.with_name("new.md").write_text("* new")
     assert kept.current() is good  # the catalog itself has not changed, and it is soon after
-    monkeypatch.setattr(module, "AGAIN", 0.0)
+    monkeypatch.setattr(loader, "AGAIN", 0.0)
     assert slugs(kept) == ["new"]
 
 
@@ -104,7 +104,7 @@ async def test_an_event_loop_reads_no_change_itself(
     await kept.refresh()
     good = kept.current()
     reading, go_on = threading.Event(), threading.Event()
-    load = module.load
+    load = loader.load
 
     def slowly(name: str) -> object:
         assert threading.current_thread() is not threading.main_thread()
@@ -112,7 +112,7 @@ async def test_an_event_loop_reads_no_change_itself(
         assert go_on.wait(60)
         return load(name)
 
-    monkeypatch.setattr(module, "load", slowly)
+    monkeypatch.setattr(loader, "load", slowly)
     await asyncio.to_thread(path.write_text, TWO)
     assert kept.current() is good
     assert reading.wait(60)

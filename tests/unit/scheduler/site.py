@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Mapping
 from typing import Any
 
-from gpuspawner.scheduler import Decision, Running, Scheduler, Waiting
+from gpuspawner.queue.models import Decision, Running, Waiting
+from gpuspawner.queue.scheduler import Scheduler
 
 T0 = 1_700_000_000.0
 HOUR = 3600.0

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.scheduler import Ended, Limits, Policy, Priority, Running, Scheduler
+from gpuspawner.queue.models import EndedSession, Priority, QueueLimits, QueuePolicy, Running
+from gpuspawner.queue.scheduler import Scheduler
 from tests.unit.scheduler.site import DAY, HOUR, T0, Site, lease, ticket
 
 
@@ -96,7 +97,9 @@ def test_a_planned_start_is_on_the_kind_that_is_free_first() -> None:
 def test_ends_that_are_not_known_are_guessed_from_the_past() -> None:
     scheduler = scheduler_of({"a": 2})
     scheduler.learn(
-        Ended(member="m", devices=1, started_at=T0 - DAY + n, ended_at=T0 - DAY + n + 2 * HOUR)
+        EndedSession(
+            member="m", devices=1, started_at=T0 - DAY + n, ended_at=T0 - DAY + n + 2 * HOUR
+        )
         for n in range(5)
     )
     scheduler.started(lease("running", {"a": 1}, member="m"))
@@ -133,7 +136,7 @@ def test_an_extension_moves_the_planned_start() -> None:
 
 
 def test_who_waited_too_long_is_first_and_guesses_do_not_get_in_the_way() -> None:
-    policy = Policy()
+    policy = QueuePolicy()
     scheduler = scheduler_of({"a": 20}, policy=policy)
     now = T0 + policy.overdue_seconds
     scheduler.started(lease("running", {"a": 10}, at=now - HOUR, ends_at=now + 9 * DAY))
@@ -153,7 +156,7 @@ def test_who_waited_too_long_is_first_and_guesses_do_not_get_in_the_way() -> Non
 
 
 def test_those_who_waited_too_long_get_a_share_and_no_more() -> None:
-    policy = Policy(overdue_share=0.25)
+    policy = QueuePolicy(overdue_share=0.25)
     site = Site(scheduler_of({"a": 8}, policy=policy), {"a": 8}, now=T0 + policy.overdue_seconds)
     for n in range(6):
         site.scheduler.submit(ticket(f"old{n}", at=T0 - n, seconds=5 * DAY, priority=Priority.LOW))
@@ -167,7 +170,9 @@ def test_those_who_waited_too_long_get_a_share_and_no_more() -> None:
 def test_a_part_of_many_devices_is_kept_for_small_requests() -> None:
     scheduler = scheduler_of({"a": 200})
     scheduler.learn(
-        Ended(member=member, devices=1, started_at=T0 - 90 * DAY, ended_at=T0 - 90 * DAY + seconds)
+        EndedSession(
+            member=member, devices=1, started_at=T0 - 90 * DAY, ended_at=T0 - 90 * DAY + seconds
+        )
         for member, seconds in (("long", 30 * HOUR), ("short", 60.0))
         for _ in range(9)
     )
@@ -177,7 +182,7 @@ def test_a_part_of_many_devices_is_kept_for_small_requests() -> None:
     starts = scheduler.decide(T0 + 1000, {"a": 200}).starts
 
     assert starts[0] == "short"
-    assert len(starts) == 200 - int(Policy().small_share * 200)
+    assert len(starts) == 200 - int(QueuePolicy().small_share * 200)
 
 
 def test_a_request_that_needs_nearly_all_devices_is_not_kept_waiting_by_that() -> None:
@@ -189,7 +194,7 @@ def test_a_request_that_needs_nearly_all_devices_is_not_kept_waiting_by_that() -
 
 class TestLimits:
     def test_a_member_at_the_limit_waits_and_others_do_not(self) -> None:
-        scheduler = scheduler_of({"a": 4}, member_limits=Limits(devices=2))
+        scheduler = scheduler_of({"a": 4}, member_limits=QueueLimits(devices=2))
         scheduler.started(lease("one", {"a": 1}, member="m"))
         for n in range(3):
             scheduler.submit(ticket(f"m{n}", member="m", at=T0 + n))
@@ -202,7 +207,7 @@ class TestLimits:
         )
 
     def test_it_ends_with_the_lease(self) -> None:
-        scheduler = scheduler_of({"a": 4}, member_limits=Limits(devices=1))
+        scheduler = scheduler_of({"a": 4}, member_limits=QueueLimits(devices=1))
         scheduler.started(lease("one", {"a": 1}, member="m"))
         scheduler.submit(ticket("t", member="m"))
         held_back = scheduler.decide(T0, {"a": 3}, reasons=True).held_back
@@ -213,13 +218,13 @@ class TestLimits:
         assert decision.starts == ("t",) and not decision.held_back
 
     def test_named_also_when_nothing_is_free(self) -> None:
-        scheduler = scheduler_of({"a": 1}, member_limits=Limits(devices=0))
+        scheduler = scheduler_of({"a": 1}, member_limits=QueueLimits(devices=0))
         scheduler.submit(ticket("t"))
 
         assert "may have 0 GPUs" in scheduler.decide(T0, {"a": 0}, reasons=True).held_back["t"]
 
     def test_a_group_shares_its_limit(self) -> None:
-        scheduler = scheduler_of({"a": 8}, group_limits={"guests": Limits(devices=3)})
+        scheduler = scheduler_of({"a": 8}, group_limits={"guests": QueueLimits(devices=3)})
         for n in range(4):
             scheduler.submit(ticket(f"g{n}", member=f"m{n}", group="guests", at=T0 + n))
         scheduler.submit(ticket("free", group="staff", at=T0 + 9))
@@ -229,7 +234,7 @@ class TestLimits:
         assert decision.held_back == {"g3": "The group may have 3 GPUs at once and has 3."}
 
     def test_gpu_hours_that_are_held_get_fewer_as_time_passes(self) -> None:
-        scheduler = scheduler_of({"a": 4}, member_limits=Limits(gpu_hours=10.0))
+        scheduler = scheduler_of({"a": 4}, member_limits=QueueLimits(gpu_hours=10.0))
         scheduler.started(lease("one", {"a": 2}, member="m", ends_at=T0 + 4 * HOUR))
         scheduler.submit(ticket("t", member="m", seconds=4 * HOUR))
         decision = scheduler.decide(T0, {"a": 2}, reasons=True)
@@ -243,7 +248,7 @@ class TestLimits:
         assert scheduler.decide(T0 + HOUR, {"a": 2}).starts == ()
 
     def test_one_decision_does_not_give_more_gpu_hours_than_the_limit(self) -> None:
-        scheduler = scheduler_of({"a": 9}, member_limits=Limits(gpu_hours=10.0))
+        scheduler = scheduler_of({"a": 9}, member_limits=QueueLimits(gpu_hours=10.0))
         for n in range(5):
             scheduler.submit(ticket(f"t{n}", member="m", seconds=4 * HOUR, at=T0 + n))
 
@@ -251,7 +256,7 @@ class TestLimits:
         assert len(scheduler.decide(T0, {"a": 9}).starts) == 2
 
     def test_a_wide_request_that_a_limit_keeps_does_not_gather_devices(self) -> None:
-        scheduler = scheduler_of({"a": 4}, member_limits=Limits(devices=2))
+        scheduler = scheduler_of({"a": 4}, member_limits=QueueLimits(devices=2))
         scheduler.started(lease("running", {"a": 2}, ends_at=T0 + HOUR))
         scheduler.submit(ticket("wide", 4, priority=Priority.ADMIN))
         scheduler.submit(ticket("long", at=T0 + 1, seconds=9 * HOUR))

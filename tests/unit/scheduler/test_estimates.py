@@ -9,17 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuspawner.scheduler import (
-    Ahead,
-    Decision,
-    Estimate,
-    Estimator,
-    Running,
-    Scheduler,
-    Waited,
-    Waiting,
-)
-from gpuspawner.simulation import Job, Replayed, replay
+from gpuspawner.queue.estimates import Ahead, Estimator, Waited
+from gpuspawner.queue.models import Decision, Estimate, Running, Waiting
+from gpuspawner.queue.replay import Replayed, TraceJob, replay
+from gpuspawner.queue.scheduler import Scheduler
 from tests.support.tier import examples
 
 from .site import DAY, HOUR, T0, lease, ticket
@@ -69,7 +62,7 @@ class Told:
                 self.first[int(ticket_id)] = told
 
 
-def jobs(seed: int, count: int, load: float, at: float = T0) -> list[Job]:
+def jobs(seed: int, count: int, load: float, at: float = T0) -> list[TraceJob]:
     """Sessions of an hour on average for 1 or 2 devices, by three groups, all day long."""
     chance = random.Random(seed)
     found = []
@@ -78,11 +71,13 @@ def jobs(seed: int, count: int, load: float, at: float = T0) -> list[Job]:
         devices = chance.choice((1, 1, 1, 2))
         group = chance.choice("xyz")
         duration = chance.expovariate(1 / HOUR)
-        found.append(Job(asked_at=at, duration=duration, devices=devices, group=group, kinds=KINDS))
+        found.append(
+            TraceJob(asked_at=at, duration=duration, devices=devices, group=group, kinds=KINDS)
+        )
     return found
 
 
-def play(those: Sequence[Job], estimator: Estimator | None = None) -> tuple[Replayed, Told]:
+def play(those: Sequence[TraceJob], estimator: Estimator | None = None) -> tuple[Replayed, Told]:
     told = Told(estimator or Estimator())
     return replay(those, {"a": DEVICES}, told), told
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.scheduler import Ended, Policy, Priority, Ranked, Scheduler, Waiting
+from gpuspawner.queue.models import EndedSession, Priority, QueuePolicy, Ranked, Waiting
+from gpuspawner.queue.scheduler import Scheduler
 from tests.unit.scheduler.site import DAY, HOUR, T0, lease, ticket
 
 
@@ -25,10 +26,12 @@ def of(*tickets: Waiting, **settings: Any) -> Scheduler:
     return scheduler
 
 
-def used(member: str, hours: float, ago: float = 1.0, group: str = "") -> Ended:
+def used(member: str, hours: float, ago: float = 1.0, group: str = "") -> EndedSession:
     """A session of one device that ended so many hours ago."""
     end = T0 - ago * HOUR
-    return Ended(member=member, group=group, devices=1, started_at=end - hours * HOUR, ended_at=end)
+    return EndedSession(
+        member=member, group=group, devices=1, started_at=end - hours * HOUR, ended_at=end
+    )
 
 
 def part(ranked: Ranked, name: str) -> float:
@@ -60,7 +63,7 @@ def test_what_runs_counts_as_use_from_its_start() -> None:
 
 
 def test_use_fades_with_the_half_life() -> None:
-    scheduler = of(policy=Policy(half_life_seconds=DAY))
+    scheduler = of(policy=QueuePolicy(half_life_seconds=DAY))
     scheduler.learn([used("member", hours=24)])
     scheduler.submit(ticket("t", member="member", at=T0))
     now = part(scheduler.order(T0)[0], "share of the member")
@@ -111,7 +114,7 @@ def test_a_class_goes_before_every_size_and_share_of_the_one_below() -> None:
 
 
 def test_waiting_wins_over_a_class_in_the_end() -> None:
-    policy = Policy()
+    policy = QueuePolicy()
     scheduler = of(ticket("low", at=T0, seconds=9 * DAY, priority=Priority.LOW))
     overdue = T0 + policy.overdue_seconds
     scheduler.submit(ticket("admin", at=overdue - HOUR, seconds=60.0, priority=Priority.ADMIN))
@@ -121,7 +124,7 @@ def test_waiting_wins_over_a_class_in_the_end() -> None:
 
 
 def test_small_requests_go_first_and_waiting_makes_up_for_size_but_no_more() -> None:
-    policy = Policy()
+    policy = QueuePolicy()
     scheduler = of()
     hours = {"small": 1.0, "large": 2 * policy.level_gpu_hours, "long": 8 * policy.level_gpu_hours}
     for member, each in hours.items():
@@ -154,7 +157,7 @@ def test_positions_boosts_and_the_last() -> None:
 def test_also_the_last_get_their_turn() -> None:
     scheduler = of(ticket("last", at=T0, last=True), ticket("plain", at=T0 + 6 * DAY))
 
-    assert line(scheduler, T0 + Policy().overdue_seconds + HOUR) == ["last", "plain"]
+    assert line(scheduler, T0 + QueuePolicy().overdue_seconds + HOUR) == ["last", "plain"]
 
 
 def test_a_replaced_ticket_counts_as_it_is_now() -> None:
@@ -206,7 +209,7 @@ histories = st.lists(
 
 @given(st.lists(tickets, max_size=25), histories, st.floats(-DAY, 3 * DAY))
 def test_scores_are_the_sums_of_their_parts_and_fall_along_the_line(
-    waiting: list[Waiting], history: list[Ended], later: float
+    waiting: list[Waiting], history: list[EndedSession], later: float
 ) -> None:
     scheduler = of()
     scheduler.learn(history)

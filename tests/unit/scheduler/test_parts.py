@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.scheduler import Policy
-from gpuspawner.scheduler.lengths import Length, Lengths
-from gpuspawner.scheduler.plan import Plan
-from gpuspawner.scheduler.releases import Releases
-from gpuspawner.scheduler.use import Use
+from gpuspawner.queue.models import QueuePolicy
+from gpuspawner.queue.ordering import FairShareUse
+from gpuspawner.queue.rounds import ReleasePlan, Releases
+from gpuspawner.queue.session_lengths import Length, Lengths
 from tests.unit.scheduler.site import DAY, HOUR, T0
 
 sessions = st.lists(
@@ -28,7 +27,7 @@ class TestUse:
     ) -> None:
         """Against a sum over steps of six minutes, up to the last of the sessions and on."""
         half_life = 7 * DAY
-        use = Use(half_life)
+        use = FairShareUse(half_life)
         changes = sorted(
             change
             for devices, start, hours in held
@@ -47,7 +46,7 @@ class TestUse:
         assert use.of("m", now) == pytest.approx(expected, rel=1e-3, abs=1e-2)
 
     def test_what_is_held_for_ever_comes_to_a_most(self) -> None:
-        use = Use(DAY)
+        use = FairShareUse(DAY)
         use.change("m", 3, T0)
 
         assert use.of("m", T0) == pytest.approx(0.0, abs=1e-3)
@@ -56,7 +55,7 @@ class TestUse:
 
     @given(st.lists(st.tuples(st.integers(-3, 3), st.floats(-1e12, 1e12)), max_size=20))
     def test_no_date_is_too_far(self, changes: list[tuple[int, float]]) -> None:
-        use = Use(DAY)
+        use = FairShareUse(DAY)
         for devices, at in changes:
             use.change("m", devices, at)
             assert use.of("m", at) >= 0.0 and not math.isnan(use.of("m", -at))
@@ -193,7 +192,7 @@ class TestReleases:
 
 class TestPlan:
     def test_promises_are_kept_free(self) -> None:
-        plan = Plan(T0, 1, [(T0 + 100, 2), (T0 + 50, 1)])
+        plan = ReleasePlan(T0, 1, [(T0 + 100, 2), (T0 + 50, 1)])
 
         assert plan.earliest(1, 10) == T0
         assert plan.earliest(2, 10) == T0 + 50
@@ -221,7 +220,9 @@ class TestPolicy:
     )
     def test_a_wrong_parameter_is_named(self, wrong: dict[str, float]) -> None:
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            Policy(**wrong)
+            QueuePolicy(**wrong)
 
     def test_some_parameters_may_be_zero(self) -> None:
-        assert Policy(small_share=0.0, member_share_points=0, overdue_share=0).small_share == 0.0
+        assert (
+            QueuePolicy(small_share=0.0, member_share_points=0, overdue_share=0).small_share == 0.0
+        )

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuspawner.scheduler import Decision, Limits, Policy, Priority, Running, Scheduler, Waiting
+from gpuspawner.queue.models import Decision, Priority, QueueLimits, QueuePolicy, Running, Waiting
+from gpuspawner.queue.scheduler import Scheduler
 from tests.support.tier import examples
 from tests.unit.scheduler.site import DAY, HOUR, T0, Site, lease, ticket
 
@@ -20,7 +21,7 @@ MEMBERS = ("ada", "bob", "cyd")
 
 @st.composite
 def moments(
-    draw: st.DrawFn, limits: Limits | None = None
+    draw: st.DrawFn, limits: QueueLimits | None = None
 ) -> tuple[Scheduler, dict[str, int], float]:
     """A scheduler in the middle of a day, with all session ends known, what is free, the time."""
     scheduler = Scheduler(member_limits=limits)
@@ -153,7 +154,7 @@ def test_of_two_that_are_alike_the_one_before_starts_before(
     assert scheduler.in_line(now) == order
 
 
-@given(moments(limits=Limits(devices=5, gpu_hours=30.0)))
+@given(moments(limits=QueueLimits(devices=5, gpu_hours=30.0)))
 def test_limits_hold_and_who_is_kept_by_one_is_told(
     moment: tuple[Scheduler, dict[str, int], float],
 ) -> None:
@@ -215,7 +216,7 @@ def test_nobody_starves(
 ) -> None:
     """Requests of the lowest class, as wide as the site, among a crowd of the highest that wants
     every device at every moment: each starts within the limit and a session each."""
-    policy = Policy(overdue_seconds=2 * DAY)
+    policy = QueuePolicy(overdue_seconds=2 * DAY)
     site = Site(Scheduler(policy), {"a": devices})
     crowd = _Crowd(site, lasts, known)
     crowd.ask(3 * devices)
@@ -256,7 +257,7 @@ events = st.lists(
 
 @given(events)
 def test_a_clock_that_jumps_breaks_nothing(happens: list[tuple[str, int, float]]) -> None:
-    scheduler = Scheduler(member_limits=Limits(devices=6))
+    scheduler = Scheduler(member_limits=QueueLimits(devices=6))
     capacity = {"a": 8}
     scheduler.set_capacity(capacity)
     now = T0

@@ -1,8 +1,0 @@
-"""The configuration that jupyterhub-idle-culler is started with."""
-
-from __future__ import annotations
-
-from gpuspawner.accounting.arbiter import cull_arbiter
-
-if read := globals().get("get_config"):  # which is there when it is read as a configuration
-    read().IdleCuller.cull_arbiter_hook = cull_arbiter

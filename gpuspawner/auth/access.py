@@ -1,0 +1,385 @@
+"""Who is a member: the admin's rules, and the sentences for those who are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import re
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from jupyterhub.auth import Authenticator
+from jupyterhub.utils import maybe_future
+from tornado import web
+from tornado.httpclient import HTTPClientError
+from traitlets import Any as AnyTrait
+from traitlets import Bool, Dict, Enum, Set, Unicode, default
+
+from ..members.roster import OnRoster
+
+_MAIL_ADDRESS = re.compile(r"[^\s@<>]+@[^\s@<>]+")
+_TOKEN = re.compile(r"[\w.~+/=-]{24,}")
+"""What a token, a code or a key looks like."""
+
+Link = tuple[str, str]
+"""The words of a link, and where it leads."""
+
+
+class AuthPage(web.HTTPError):
+    """An error page in words; JupyterHub shows ``jupyterhub_html_message`` where it can."""
+
+    def __init__(
+        self, status: int, reason: str, message: str, *, markup: str, headline: str = ""
+    ) -> None:
+        super().__init__(status, message, reason=reason)
+        self.jupyterhub_html_message = markup
+        self.headline = headline
+
+
+class Refusal(AuthPage):
+    """403: somebody is known, and is no member."""
+
+    def __init__(self, message: str, *, why: str, markup: str, headline: str) -> None:
+        super().__init__(403, "Forbidden", message, markup=markup, headline=headline)
+        self.why = why
+        """The reason alone."""
+
+
+class Sentences(Authenticator):
+    """Whom to ask, what went wrong, and how to try again."""
+
+    contact = Unicode(
+        config=True,
+        help="""
+        Whom to ask for membership: a mail address, or a sentence. It ends the page that
+        someone reads who may not sign in. Shown as text: HTML in it has no effect.
+
+        Example::
+
+            c.MemberMixin.contact = "gpu-admin@lab.example"
+            c.MemberMixin.contact = "Ask for a place in room 3.14, Tuesdays at noon."
+        """,
+    )
+
+    @property
+    def _service(self) -> str:
+        return self.login_service or "The sign-in service"
+
+    def _address(self, path: str) -> str:
+        """Where a page of the hub is."""
+        return str(getattr(self.parent, "hub_prefix", "/hub/")) + path
+
+    def _try_again(self) -> Link:
+        return "Try again", self._address("login")
+
+    def _another_account(self) -> Link | None:
+        """The way to sign in with another account; None where the sign-in form is one."""
+        return None
+
+    def _membership_remedy(self) -> str:
+        return self._whom_to_ask("to let you in")
+
+    def _whom_to_ask(self, what: str) -> str:
+        if not self.contact:
+            return f"Ask the admin of this hub {what}."
+        if _MAIL_ADDRESS.fullmatch(self.contact):
+            return f"Ask {self.contact} {what}."
+        return self.contact
+
+    def _refusal(self, name: str, why: str, remedy: str = "") -> Refusal:
+        """Which account was used, why it does not suffice, what to do."""
+        at = f" to {self.login_service}" if self.login_service else ""
+        sentences = [f"You signed in{at} as {name!r}, but {why}."]
+        sentences.append(remedy or self._whom_to_ask("about it"))
+        another = self._another_account()
+        if self.login_service and another is None:
+            sentences.append(f"To use another account, sign out of {self.login_service} first.")
+        message = " ".join(sentences)
+        markup = self._markup(message, *([another] if another else ()))
+        return Refusal(message, why=why, markup=markup, headline="You are not a member here")
+
+    def _no_start(self, name: str, why: str) -> Refusal:
+        """Who was a member and wants to start a server."""
+        message = (
+            f"No new server for {name!r}: this account is no member of this hub any more. "
+            f"Why: {why}. Files and credits are kept. {self._membership_remedy()}"
+        )
+        markup = self._markup(message)
+        return Refusal(message, why=why, markup=markup, headline="Your membership has ended")
+
+    def _sentence_for(self, failure: Exception) -> web.HTTPError:
+        """Whatever an authenticator raises, as an ``HTTPError`` that a person can act on."""
+        if isinstance(failure, web.HTTPError) and failure.status_code < 500:
+            return failure
+        if isinstance(failure, AuthPage):
+            return failure
+        if is_silence(failure):
+            self.log.warning("%s does not answer: %s", self._service, failure)
+            return self._not_working()
+        if isinstance(failure, HTTPClientError) and failure.code < 500:
+            self.log.warning("%s did not accept a sign-in: %s", self._service, failure)
+            return self._failed(
+                403,
+                f"{self._service} did not accept this sign-in: it may have waited too long or "
+                f"been used already. Start again from the sign-in page. {self._lasting()}",
+            )
+        lines = traceback.format_exception(type(failure), failure, failure.__traceback__)
+        self.log.error("Sign-in failed:\n%s", without_tokens("".join(lines)))
+        return self._unusable()
+
+    def _not_working(self) -> AuthPage:
+        return self._failed(
+            503,
+            f"{self._service} is not working, so the hub cannot tell who you are. "
+            f"Running servers go on. Try again in a moment. {self._lasting()}",
+        )
+
+    def _unusable(self) -> AuthPage:
+        """For what only the admin can mend."""
+        return self._failed(
+            502,
+            f"{self._service} gave an answer that this hub cannot use, so you are not signed in. "
+            + self._whom_to_ask("to look at the hub's log"),
+        )
+
+    def _failed(self, status: int, message: str) -> AuthPage:
+        """A sign-in that came to nothing, for no fault of the account."""
+        reasons = {400: "Bad Request", 403: "Forbidden", 502: "Bad Gateway"}
+        reason = reasons.get(status, "Service Unavailable")
+        markup = self._markup(message, self._try_again())
+        return AuthPage(status, reason, message, markup=markup, headline="You are not signed in")
+
+    def _lasting(self) -> str:
+        return "It stays that way? " + self._whom_to_ask("to look at the hub's log")
+
+    def _markup(self, message: str, *links: Link) -> str:
+        """The message as HTML, with a link to the mail and further ones below."""
+        markup = html.escape(message)
+        if _MAIL_ADDRESS.fullmatch(self.contact):
+            shown = html.escape(self.contact)
+            mail = f'<a href="mailto:{quote(self.contact, safe="@")}">{shown}</a>'
+            markup = markup.replace(shown, mail)
+        for words, address in links:
+            button = f'<a class="btn btn-jupyter" href="{html.escape(address)}">'
+            markup += f"</p><p>{button}{html.escape(words)}</a>"
+        return markup
+
+
+def is_silence(failure: Exception) -> bool:
+    """Whether an identity provider gave no answer, or said that it is broken itself."""
+    if isinstance(failure, HTTPClientError):
+        return bool(failure.code >= 500)  # 599 is tornado's own code for a timeout
+    return isinstance(failure, (OSError, asyncio.TimeoutError))
+
+
+def without_tokens(text: str) -> str:
+    """Text for the log: what may be a token in it is left out."""
+    return _TOKEN.sub("(left out)", text)
+
+
+Mail = tuple[str, bool]
+"""A mail address, and whether its provider says that it is confirmed."""
+
+LONGEST_GROUP = 255
+"""Characters of a group's name that JupyterHub's database holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one rule says of an account."""
+
+    holds: bool
+    why: str
+    """Why it does not, to go on after "but"."""
+
+
+class Rules(Sentences):
+    """Membership by groups, mail addresses, the roster, or whatever the base class knows."""
+
+    membership = Enum(
+        ["any", "all"],
+        default_value="any",
+        config=True,
+        help="""
+        Whether one rule that holds makes a member, or only all of them that are set together:
+        the base class's own (an organisation, a project, a filter), `allowed_groups`,
+        `allowed_mail_domains` and `roster`.
+
+        Whoever is named in `allowed_users` or is an admin needs none of them, and
+        `blocked_users` come in by none of them.
+
+        Example::
+
+            c.MemberMixin.membership = "all"
+        """,
+    )
+
+    allowed_groups = Set(
+        Unicode(),
+        config=True,
+        help="""
+        Members of any of these groups may sign in, beside those in `allowed_users`.
+
+        With `manage_groups` the groups are those that the authenticator reports, such as an
+        identity provider's groups claim. Without it they are JupyterHub's own groups, from
+        `c.JupyterHub.load_groups`, the admin page or the REST API; an OAuthenticator refuses
+        to start in that case, as it does without this package.
+
+        Example::
+
+            c.JupyterHub.load_groups = {"ml-course": {"users": ["ada", "grace"]}}
+            c.MemberSharedPasswordAuthenticator.allowed_groups = {"ml-course"}
+        """,
+    )
+
+    allowed_mail_domains = Set(
+        Unicode(),
+        config=True,
+        help="""
+        Whoever has a mail address in one of these domains may sign in. `*.lab.example` stands
+        for every domain below `lab.example`, and not for that itself. Only an address counts
+        that the identity provider says it has confirmed.
+
+        Example::
+
+            c.MemberMixin.allowed_mail_domains = {"lab.example", "*.lab.example"}
+        """,
+    )
+
+    mail_is_confirmed = Bool(
+        False,
+        config=True,
+        help="""
+        Believe the mail addresses of an identity provider that does not say which of them it
+        has confirmed. Only for one where people cannot write any address they like.
+
+        Example::
+
+            c.MemberMixin.mail_is_confirmed = True
+        """,
+    )
+
+    roster = Bool(
+        False,
+        config=True,
+        help="""
+        Whoever is on the roster may sign in, from the start of their time on it to its end.
+        With `manage_groups` they are in its groups, too. See `gpuspawner roster import`.
+
+        Example::
+
+            c.MemberMixin.roster = True
+        """,
+    )
+
+    group_names = Dict(
+        Unicode(),
+        Unicode(),
+        config=True,
+        help="""
+        What groups of the identity provider are called on this hub, with `manage_groups`. An
+        empty name leaves a group out, `"*"` stands for all that are not named, and without it
+        these keep their names.
+
+        Example::
+
+            c.MemberMixin.group_names = {
+                "CN=GPU Lab,OU=Groups,DC=lab,DC=example": "gpu-lab",
+                "4f1c2a7e-3b0e-4f5d-9a51-0e2f6c1d7b90": "ml-course",
+                "*": "",
+            }
+        """,
+    )
+
+    broker = AnyTrait(
+        help="The :class:`gpuspawner.services.Broker` that opens accounts, set up by `c.Broker`.",
+    )
+
+    @default("broker")
+    def _broker_default(self) -> Any:
+        from ..services import Broker
+
+        return Broker(parent=self)
+
+    # What classes of certain providers know.
+
+    def _own_rule(self) -> str:
+        """Why somebody fails the base class's own rules; nothing when none of them is set."""
+        return ""
+
+    def _mail_of(self, model: dict[str, Any]) -> Mail | Awaitable[Mail]:
+        """The mail address of an account, and whether its provider has confirmed it."""
+        return "", False
+
+    # The rules.
+
+    async def _each_rule(
+        self, model: dict[str, Any], own: bool, roster: OnRoster | None
+    ) -> AsyncIterator[Rule]:
+        """What each rule that is set says of an account. ``own``: what the base class says."""
+        if own or self._own_rule():
+            yield Rule(own, self._own_rule())
+        groups = set(model.get("groups") or ())
+        if self.allowed_groups:
+            yield Rule(bool(groups & self.allowed_groups), _why_not_by(groups))
+        if self.allowed_mail_domains:
+            mail, confirmed = await maybe_future(self._mail_of(model))
+            yield self._by_mail(mail, confirmed or self.mail_is_confirmed)
+        if roster is not None:
+            yield Rule(roster.member, roster.why)
+
+    def _by_mail(self, mail: str, confirmed: bool) -> Rule:
+        if not mail:
+            return Rule(False, f"{self._service} gives no mail address of it")
+        if not _in_domains(mail, self.allowed_mail_domains):
+            return Rule(False, f"its mail address ({mail}) is in no domain that may use this hub")
+        unconfirmed = f"{self._service} has not confirmed its mail address ({mail})"
+        return Rule(confirmed, unconfirmed)
+
+    def _makes_member(self, rules: Sequence[Rule]) -> bool:
+        held = [rule.holds for rule in rules]
+        return bool(held) and (all(held) if self.membership == "all" else any(held))
+
+    def _why_no_member(self, rules: Sequence[Rule]) -> str:
+        """Names only what is the person's own: which groups are let in is not theirs to know."""
+        failed = [rule.why for rule in rules if not rule.holds]
+        if self.membership == "all" and rules:
+            return "this account has not all that membership needs: " + "; ".join(failed)
+        return "; ".join(["this account is not on the list of members", *failed])
+
+    # Groups.
+
+    def _hub_groups_from(self, found: Iterable[object]) -> set[str]:
+        """Groups of the provider as they are called here."""
+        rest = self.group_names.get("*")
+        named = set()
+        for group in found:
+            name = str(group)
+            name = self.group_names.get(name, name if rest is None else rest)
+            if len(name) > LONGEST_GROUP:
+                self.log.warning("A group's name is too long for the hub: %s...", name[:60])
+            elif name:
+                named.add(name)
+        return named
+
+
+def _why_not_by(groups: Iterable[str]) -> str:
+    if not groups:
+        return "it is in no group that may use this hub"
+    return f"none of its groups may use this hub ({', '.join(sorted(groups))})"
+
+
+def _in_domains(mail: str, domains: Iterable[str]) -> bool:
+    name, at, domain = mail.strip().rpartition("@")
+    # Some letters beyond ASCII become others in small ones.
+    if not name or not at or not domain.isascii() or "@" in name:
+        return False
+    domain = domain.lower()
+    for allowed in domains:
+        allowed = allowed.lower()
+        if domain == allowed or (allowed.startswith("*.") and domain.endswith(allowed[1:])):
+            return True
+    return False

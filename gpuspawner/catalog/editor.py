@@ -1,0 +1,282 @@
+"""Entries of the catalog file: made from an image, and edited with the rest left as it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..core.errors import ConfigError
+from ..engines.images import ENTRY, split_image
+from .loader import Catalog, load
+from .models import Environment
+
+OCI = "org.opencontainers.image."
+_PLAIN = ("first_page", "shm_size", "min_driver", "min_cuda", "min_memory", "mem_limit")
+"""Labels that are keys of an entry as they stand."""
+
+
+def entry_of(
+    image: str, labels: Mapping[str, str], packages: Mapping[str, str], slug: str | None = None
+) -> dict[str, Any]:
+    """The entry of an image with these labels and packages; ``slug`` goes before its own.
+
+    Every image has one: what the labels do not say, its name does. Raises ConfigError for a
+    label that means nothing.
+    """
+
+    def own(name: str) -> str:
+        return labels.get(ENTRY + name, "").strip()
+
+    def standard(name: str) -> str:
+        return " ".join(labels.get(OCI + name, "").split())
+
+    plain = slug or own("slug") or _slug(image)
+    entry: dict[str, Any] = {"slug": plain}
+    entry["display_name"] = standard("title") or plain
+    if summary := standard("description"):
+        entry["summary"] = summary[:200]
+    entry["image"] = image
+    frameworks = {
+        name: packages[found]
+        for name in own("packages").split()
+        for found in packages
+        if _same(found, name)
+    }
+    if frameworks:
+        entry["frameworks"] = frameworks
+    if devices := own("devices"):
+        entry |= _devices(image, devices)
+    entry |= {key: own(key) for key in _PLAIN if own(key)}
+    links = {
+        title: standard(key)
+        for title, key in (("Documentation", "documentation"), ("Source", "source"))
+        if standard(key).startswith(("https://", "http://"))
+    }
+    if links:
+        entry["links"] = links
+    if maintainer := standard("authors") or standard("vendor"):
+        entry["maintainer"] = maintainer[:200]
+    return entry
+
+
+def _devices(image: str, text: str) -> dict[str, Any]:
+    """``1-4``: one unless the member says otherwise, four at most; ``0-0`` has none."""
+    found = re.fullmatch(r"(\d{1,3})-(\d{1,3})", text)
+    if not found or int(found[1]) > int(found[2]):
+        raise ConfigError(
+            f"The label {ENTRY}devices of {image} is {text!r}. Write it as '1-4': how many GPUs a "
+            "member gets, and how many at most."
+        )
+    return {"devices": {"default": int(found[1]), "max": int(found[2])}}
+
+
+def _slug(image: str) -> str:
+    """The last part of the image's name as a slug."""
+    name = split_image(image)[0].rpartition("/")[2].lower()
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")[:63].strip("-") or "image"
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names are the same package's."""
+    return re.sub(r"[-_.]+", "-", one).lower() == re.sub(r"[-_.]+", "-", other).lower()
+
+
+_SHARED = "other entries share what would be changed"
+
+
+class CatalogFile:
+    """A catalog on disk, whose text is right. Raises ConfigError when it is not."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()  # behind a link, the file itself is replaced
+        self.catalog = load(self.path)
+        self.text = self.path.read_text(encoding="utf-8")
+
+    def set_keys(self, slug: str, values: Mapping[str, str]) -> None:
+        """Give keys of an environment other values; a key that is not there is added.
+
+        Raises ConfigError when the file says them in a way that only its author can change.
+        """
+        text = self.text
+        try:
+            for key, value in values.items():
+                text = _with_key(text, slug, key, value, self.path)
+        except yaml.YAMLError:  # what was replaced had a name (&x) that others use
+            raise _by_hand(self.path, _SHARED) from None
+        self._save(text, self.catalog.get(slug), lambda after: after.get(slug))
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Append an environment. Raises ConfigError."""
+        text = _with_entry(self.text, entry, self.path)
+        self._save(text, None, lambda after: after.get(str(entry["slug"])))
+
+    def plain_entry(self, slug: str) -> dict[str, Any]:
+        """The keys and values of an environment, as the file says them."""
+        entries = yaml.safe_load(self.text)["environments"]
+        return next(dict(entry) for entry in entries if entry.get("slug") == slug)
+
+    def _save(
+        self, text: str, before: Environment | None, find: Callable[[Catalog], Environment]
+    ) -> None:
+        """Put the text in place, if it is right and changes that environment only."""
+        after = Catalog.from_text(text, str(self.path), self.path.parent)
+        changed = find(after)
+        others = tuple(e for e in after.environments if e is not changed)
+        were = tuple(e for e in self.catalog.environments if e is not before)
+        if others != were or replace(after, environments=()) != _without(self.catalog):
+            raise _by_hand(self.path, _SHARED)
+        replace_file(self.path, text)
+        self.catalog, self.text = after, text
+
+
+def entry_text(entry: Mapping[str, Any], indent: int = 0) -> str:
+    """An entry as the lines of a catalog."""
+    lines = yaml.safe_dump(
+        [dict(entry)], sort_keys=False, allow_unicode=True, default_flow_style=None, width=90
+    )
+    return "".join(f"{' ' * indent}{line}\n" for line in lines.splitlines())
+
+
+def _with_key(text: str, slug: str, key: str, value: str, path: Path) -> str:
+    item = _item(text, slug, path)
+    keys = {k.value: (k, v) for k, v in item.value if isinstance(k, yaml.ScalarNode)}
+    if key not in keys:
+        if item.flow_style or "slug" not in keys:
+            raise _by_hand(path, f"the entry {slug!r} is written in braces")
+        name, last = keys["slug"]
+        end = text.find("\n", last.end_mark.index)
+        end = len(text) if end < 0 else end
+        line = f"\n{' ' * name.start_mark.column}{key}: {value}"
+        return text[:end] + line + text[end:]
+    old = keys[key][1]
+    if not isinstance(old, yaml.ScalarNode) or old.style in ("|", ">"):
+        raise _by_hand(path, f"{key!r} of {slug!r} is no plain text")
+    start, end = old.start_mark.index, old.end_mark.index
+    if old.style in ("'", '"'):
+        start, end = start + 1, end - 1
+    return text[:start] + value + text[end:]
+
+
+def _with_entry(text: str, entry: Mapping[str, Any], path: Path) -> str:
+    sequence = _environments(text, path)
+    if sequence.flow_style:
+        raise _by_hand(path, "its environments are written in brackets")
+    at = _end(sequence.value[-1]).index
+    if text[at - 1 : at] != "\n":
+        line_end = text.find("\n", at)
+        text, at = (text + "\n", len(text) + 1) if line_end < 0 else (text, line_end + 1)
+    return f"{text[:at]}\n{entry_text(entry, sequence.start_mark.column)}{text[at:]}"
+
+
+def _environments(text: str, path: Path) -> yaml.SequenceNode:
+    top = yaml.compose(text, yaml.SafeLoader)
+    for key, value in top.value if top else ():
+        if key.value == "environments" and isinstance(value, yaml.SequenceNode):
+            return value
+    raise _by_hand(path, "its environments are written elsewhere")
+
+
+def _item(text: str, slug: str, path: Path) -> yaml.MappingNode:
+    for item in _environments(text, path).value:
+        for key, value in item.value:
+            if key.value == "slug" and value.value == slug:
+                found: yaml.MappingNode = item
+                return found
+    raise _by_hand(path, f"the entry {slug!r} takes its slug from elsewhere")
+
+
+def _end(node: yaml.Node) -> Any:
+    """Where the last value in a node ends, without the comments that follow."""
+    if node.value and not getattr(node, "flow_style", True):
+        last = node.value[-1]
+        return _end(last[1] if isinstance(last, tuple) else last)
+    return node.end_mark
+
+
+def _by_hand(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path} was not changed: {why}. Edit it by hand.")
+
+
+def _without(catalog: Catalog) -> Catalog:
+    return replace(catalog, environments=())
+
+
+def replace_file(path: Path, text: str) -> None:
+    """The new text under that name, with the mode and owner of what was there: all of it, or
+    nothing. Raises ConfigError."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            if path.exists():
+                shutil.copymode(path, file.name)
+                there = path.stat()
+                if (there.st_uid, there.st_gid) != (os.geteuid(), os.getegid()):
+                    os.chown(file.name, there.st_uid, there.st_gid)
+            else:
+                os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+MOST_CHANGES = 100_000
+"""Characters of a file of changes; older ones at its end go."""
+
+
+def packages_file(folder: Path, slug: str, named: str, packages: Mapping[str, str]) -> str:
+    """Write ``name==version`` lines; returns the file's name beside the catalog.
+
+    ``named`` is the file that the entry has already, if any.
+    """
+    name = named or f"{slug}.packages.txt"
+    lines = [f"{package}=={version}\n" for package, version in packages.items()]
+    replace_file(folder / name, "".join(lines))
+    return name
+
+
+def changes_file(
+    folder: Path,
+    environment: Environment,
+    before: Mapping[str, str],
+    after: Mapping[str, str],
+    day: date,
+) -> str:
+    """Put what is new since ``day`` on top of an environment's changes; returns the file's name."""
+    name = environment.changes or f"{environment.slug}.changes.md"
+    path = folder / name
+    older = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = "\n".join(f"* {line}" for line in changes(before, after)) or "* The same packages."
+    text = f"## {day.isoformat()}\n\n{lines}\n"
+    replace_file(path, f"{text}\n{older}"[:MOST_CHANGES] if older else text)
+    return name
+
+
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """What another image has, lacks, or has in another version."""
+    told = []
+    for name in sorted({*before, *after}, key=str.lower):
+        old, new = before.get(name), after.get(name)
+        if old is None:
+            told.append(f"{name} {new} is new")
+        elif new is None:
+            told.append(f"{name} {old} is gone")
+        elif old != new:
+            told.append(f"{name} {old} → {new}")
+    return told

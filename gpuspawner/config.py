@@ -1,0 +1,374 @@
+"""The services of gpuspawner, added to the configuration of a hub that is there already.
+
+The last lines of an admin's ``jupyterhub_config.py``::
+
+    c.JupyterHub.spawner_class = "gpu-docker"
+    c.Broker.database_url = "sqlite:////srv/jupyterhub/gpuspawner.sqlite"
+    import gpuspawner; gpuspawner.add_services(c)
+
+What the admin set before stays as it is. The services hear of the ``c.Broker``,
+``c.Accounting`` and ``c.Notifier`` settings through their environment: a command line can be
+read by every user of the machine, and a database URL may hold a password. JupyterHub keeps
+the environment of a service in its own database; who does not want the password there
+leaves it out of the URL and uses a PostgreSQL password file (``PGPASSFILE``), and writes
+``{file:/path}`` into the URL of a channel.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import sqlalchemy as sa
+from sqlalchemy.exc import ArgumentError
+from traitlets.config import Config
+from traitlets.config.loader import LazyConfigValue
+
+from .core.errors import ConfigError
+from .core.scopes import (
+    ACCOUNTING_SCOPES,
+    CULLER_SCOPES,
+    CUSTOM_SCOPES,
+    MEMBER_SCOPES,
+    SERVER_SCOPES,
+)
+from .db.engine import default_url
+from .db.leader import identity_file
+from .hub_pages.handlers import StaticGzip
+
+CULLER = "idle-culler"
+
+CULLER_CONFIG = Path(__file__).parent / "service" / "idle_culler_config.py"
+"""By which the culler spares servers whose GPUs work."""
+
+TEMPLATES = Path(__file__).parent / "spawners" / "hub_templates"
+"""The Hub's pages that are ours."""
+
+PAGES = (
+    (r"/environments/?", "gpuspawner.hub_pages.handlers.Environments"),
+    (r"/environments/-/live", "gpuspawner.hub_pages.handlers.LiveEnvironments"),
+    (r"/environments/([^/]+)", "gpuspawner.hub_pages.handlers.OneEnvironment"),
+    (r"/environments/([^/]+)/logo", "gpuspawner.hub_pages.handlers.Logo"),
+    (r"/welcome/?", "gpuspawner.hub_pages.welcome.Welcome"),
+    (r"/welcome/first", "gpuspawner.hub_pages.welcome.FirstWelcome"),
+    (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.Relay"),
+)
+"""The Hub's pages that are ours, below ``/hub``. By name: Tornado imports them, in the hub only."""
+
+JUPYTERHUBS_SERVER_SCOPES = ("users:activity!user", "access:servers!server")
+"""What JupyterHub lets the token of every server do."""
+
+SECTIONS = ("Broker", "Accounting", "Notifier")
+"""What the service is told of the configuration."""
+
+PASSED_ON = (
+    *("HOME", "TZ", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_CONFIG"),
+    "GPUSPAWNER_SIMULATION",
+)
+"""Of the hub's environment, what a service needs to reach the engine and to tell local time, and
+the script of simulated GPUs.
+PostgreSQL's own variables (``PG...``) are passed on too."""
+
+
+SERVICE_TIMEOUT = 120
+"""Seconds in which the service has to answer after the Hub started it. JupyterHub ends after 30
+otherwise, and a busy machine or the migration of a large database may take longer."""
+
+
+def add_services(
+    c: Config,
+    *,
+    name: str = "gpu",
+    url: str = "http://127.0.0.1:10190",
+    cull_idle_after: int | None = None,
+) -> None:
+    """Add the accounting service, and the idle culler when ``cull_idle_after`` is given.
+
+    ``name`` is the service's place on the hub (``/services/gpu/``), ``url`` where it listens:
+    a free port of this machine. Servers without activity for ``cull_idle_after`` seconds are
+    stopped, but for those whose GPUs work. Call it after the settings of ``SECTIONS`` and after
+    ``c.JupyterHub.internal_ssl``, and once.
+    """
+    if cull_idle_after is not None and cull_idle_after <= 0:
+        raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
+    if c.JupyterHub.get("internal_ssl"):
+        _require_loopback(url)
+    if "hub_id_file" not in c.Broker:
+        c.Broker.hub_id_file = str(identity_file(c))
+    _add_templates(c)
+    _add_pages(c, name)
+    _define_scopes(c)
+    if "concurrent_spawn_limit" not in c.JupyterHub:
+        # Who waits in line counts as a pending spawn: no limit, or the line is full at 100.
+        c.JupyterHub.concurrent_spawn_limit = 0
+    _add_service(
+        c,
+        {
+            "name": name,
+            "url": url,
+            "command": [sys.executable, "-m", "gpuspawner.service"],
+            "environment": _environment(c),
+            "oauth_no_confirm": True,
+            "timeout": SERVICE_TIMEOUT,
+        },
+        ACCOUNTING_SCOPES,
+    )
+    _let_members_in(c, (f"access:services!service={name}", *MEMBER_SCOPES))
+    _let_servers_ask(c)
+    if cull_idle_after is not None:
+        _add_service(c, _culler(c, cull_idle_after), CULLER_SCOPES)
+
+
+def _require_loopback(url: str) -> None:
+    """Raise ConfigError unless the service is at a plain address that no network carries.
+
+    JupyterHub waits for an https service with a TLS context that is made for a server, which
+    never succeeds, and then ends.
+    """
+    parsed = urlsplit(url)
+    if parsed.scheme == "http" and parsed.hostname in ("127.0.0.1", "::1", "localhost"):
+        return
+    what = (
+        f"add_services has url={url!r}; with c.JupyterHub.internal_ssl it has to be "
+        'http://127.0.0.1 and a port, such as "http://127.0.0.1:10190": the Hub and its proxy '
+        "reach the service on this machine, and JupyterHub cannot wait for an https service"
+    )
+    raise ConfigError(what=what)
+
+
+def _culler(c: Config, idle_after: int) -> dict[str, Any]:
+    """JupyterHub's own culler, which asks us about servers that hold GPUs, if these are sampled."""
+    command = [sys.executable, "-m", "jupyterhub_idle_culler", f"--timeout={idle_after}"]
+    if c.JupyterHub.get("internal_ssl"):
+        certificates = os.path.abspath(c.JupyterHub.get("internal_certs_location", "internal-ssl"))
+        command += ["--ssl-enabled=True", f"--internal-certs-location={certificates}"]
+    if not c.get("Accounting", {}).get("sample_seconds", True):
+        return {"name": CULLER, "command": command}
+    kept = {name: text for name, text in _environment(c).items() if _is_for_database(name)}
+    command.append(f"--config={CULLER_CONFIG}")
+    return {"name": CULLER, "command": command, "environment": kept}
+
+
+def _is_for_database(name: str) -> bool:
+    return name.startswith("PG") or name in ("HOME", "TZ", "GPUSPAWNER_DATABASE_URL")
+
+
+def _add_service(c: Config, service: dict[str, Any], scopes: tuple[str, ...]) -> None:
+    name = service["name"]
+    if any(other.get("name") == name for other in _entries(c.JupyterHub.services)):
+        what = f"there are two services named {name!r}; call add_services once, or pass a name="
+        raise ConfigError(what=what)
+    role = {"name": f"service-{name}", "scopes": list(scopes), "services": [name]}
+    _append(c, "services", service)
+    _append(c, "load_roles", role)
+
+
+def _let_members_in(c: Config, scopes: tuple[str, ...]) -> None:
+    """Let every member open the service, without touching what else they may do."""
+    if _role(c, "user") is None and "extra_user_scopes" in c.JupyterHub:
+        _extend_user_scopes(c, scopes)  # JupyterHub ignores it beside a role of ours
+    else:
+        _extend_role(c, "user", ("self",), scopes)
+
+
+def _let_servers_ask(c: Config) -> None:
+    """Let every server ask about itself, without touching what else it may do."""
+    _extend_role(c, "server", JUPYTERHUBS_SERVER_SCOPES, SERVER_SCOPES)
+
+
+def _role(c: Config, name: str) -> dict[str, Any] | None:
+    """The role of this name that the admin's configuration defines."""
+    roles = _entries(c.JupyterHub.load_roles)
+    return next((role for role in roles if role.get("name") == name), None)
+
+
+def _extend_role(c: Config, name: str, theirs: tuple[str, ...], ours: tuple[str, ...]) -> None:
+    """Add scopes to a role that JupyterHub has by itself, with these scopes."""
+    if (role := _role(c, name)) is None:
+        _append(c, "load_roles", {"name": name, "scopes": [*theirs, *ours]})
+        return
+    scopes = list(role.get("scopes", theirs))
+    role["scopes"] = [*scopes, *(scope for scope in ours if scope not in scopes)]
+
+
+def _extend_user_scopes(c: Config, scopes: tuple[str, ...]) -> None:
+    extra = c.JupyterHub.extra_user_scopes
+    if isinstance(extra, LazyConfigValue):
+        extra.update(scopes)
+    else:
+        c.JupyterHub.extra_user_scopes = {*extra, *scopes}
+
+
+def _define_scopes(c: Config) -> None:
+    """Our scopes beside the admin's own, for roles and tokens."""
+    value = c.JupyterHub.custom_scopes
+    if isinstance(value, LazyConfigValue):
+        value.update(copy.deepcopy(CUSTOM_SCOPES))
+    else:
+        c.JupyterHub.custom_scopes = {**value, **copy.deepcopy(CUSTOM_SCOPES)}
+
+
+def _add_templates(c: Config) -> None:
+    """Our pages, after the admin's own and before JupyterHub's."""
+    value = c.JupyterHub.template_paths
+    if isinstance(value, LazyConfigValue):
+        value.insert(len(value.to_dict().get("inserts", ())), str(TEMPLATES))
+    else:
+        c.JupyterHub.template_paths = [*value, str(TEMPLATES)]
+
+
+def _add_pages(c: Config, service: str) -> None:
+    """The pages of environments, and what they need of the hub."""
+    for page in PAGES:
+        _append(c, "extra_handlers", page)
+    c.JupyterHub.template_vars.update({"gpuspawner_service": service})
+    if "default_url" not in c.JupyterHub:
+        c.JupyterHub.default_url = _front_door
+    settings = c.JupyterHub.tornado_settings
+    theirs = settings.to_dict().get("update", {}) if _is_lazy(settings) else settings
+    if not {"transforms", "compress_response", "gzip"} & theirs.keys():
+        settings.update({"transforms": [StaticGzip]})
+
+
+def _front_door(handler: Any) -> str:
+    """Newcomers are welcomed first. Imported when the first one comes: a configuration is read by
+    the command line too, which needs no pages."""
+    from .hub_pages.welcome import front_door
+
+    return front_door(handler)
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, LazyConfigValue)
+
+
+def _entries(value: Any) -> list[dict[str, Any]]:
+    """The dictionaries in a list setting, whether it is a list yet or only additions to one."""
+    if isinstance(value, LazyConfigValue):
+        parts = [entry for part in value.to_dict().values() for entry in part]
+        return [entry[1] if isinstance(entry, tuple) else entry for entry in parts]  # insert()
+    return list(value)
+
+
+def _append(c: Config, setting: str, entry: Any) -> None:
+    value = c.JupyterHub[setting]
+    if isinstance(value, (list, LazyConfigValue)):
+        value.append(entry)
+    else:
+        c.JupyterHub[setting] = [*value, entry]
+
+
+# What the service is told.
+
+
+def _environment(c: Config) -> dict[str, str]:
+    settings = {section: _plain_section(c, section) for section in SECTIONS}
+    if catalog := _catalog_to_pull(c):
+        settings["Accounting"].setdefault("catalog", catalog)
+    for name, value in _probe_settings(c).items():
+        settings["Accounting"].setdefault(name, value)
+    database = settings["Broker"].pop("database_url", None) or default_url()
+    # The secrets of channels too, where their URLs name variables and not files.
+    named = set(re.findall(r"\{env:([^{}\s]+)\}", json.dumps(settings["Notifier"])))
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in PASSED_ON or name.startswith("PG") or name in named
+    }
+    if host := _engine_url(c):
+        kept["DOCKER_HOST"] = host
+    return kept | {
+        "GPUSPAWNER_DATABASE_URL": _absolute(database),
+        "GPUSPAWNER_CONFIG": json.dumps(settings),
+        "GPUSPAWNER_HUB_PID": str(os.getpid()),
+    }
+
+
+def _catalog_to_pull(c: Config) -> str:
+    """The catalog of a Docker spawner that pulls images; empty when there is none."""
+    found: dict[str, Any] = {}
+    for section in ("DockerSpawner", "GPUSpawnerMixin", "GPUDockerSpawner", "GPUSlurmSpawner"):
+        found |= c.get(section, {})
+    pulls = str(found.get("pull_policy", "")).lower() not in ("never", "skip")
+    local = "local" in str(c.JupyterHub.get("spawner_class", "")).lower()
+    path = found.get("catalog")
+    if not isinstance(path, (str, os.PathLike)) or not path or local or not pulls:
+        return ""
+    return str(os.path.abspath(path))
+
+
+def _probe_settings(c: Config) -> dict[str, str]:
+    """How a sick GPU is tried: as the spawner gives GPUs to servers."""
+    if "local" in str(c.JupyterHub.get("spawner_class", "")).lower():
+        return {"probe_injection": "process"}
+    found: dict[str, Any] = {}
+    for section in ("DockerSpawner", "GPUDockerSpawner", "GPUSlurmSpawner"):
+        found |= c.get(section, {})
+    settings = {"probe_image": found.get("image"), "probe_injection": found.get("gpu_injection")}
+    return {name: text for name, text in settings.items() if isinstance(text, str) and text}
+
+
+def _engine_url(c: Config) -> str:
+    """The Docker Engine that the spawner's own ``client_kwargs`` name, if they do."""
+    for section in ("GPUDockerSpawner", "DockerSpawner"):
+        settings = c[section].get("client_kwargs") if section in c else None
+        if isinstance(settings, dict) and settings.get("base_url"):
+            return str(settings["base_url"])
+    return ""
+
+
+def _plain_section(c: Config, section: str) -> dict[str, Any]:
+    """A section's settings as JSON can hold them. Raises ConfigError naming what cannot."""
+    if section not in c:
+        return {}
+    plain = {}
+    for setting, value in c[section].items():
+        if isinstance(value, LazyConfigValue):
+            value = _resolved(section, setting, value)
+        try:
+            plain[setting] = json.loads(json.dumps(value, default=_plain_value))
+        except TypeError:
+            what = (
+                f"c.{section}.{setting} is {value!r}, which cannot be handed to the accounting "
+                "service; use numbers, text, lists and dictionaries"
+            )
+            raise ConfigError(what=what) from None
+    return plain
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    raise TypeError
+
+
+def _resolved(section: str, setting: str, value: LazyConfigValue) -> Any:
+    """The default with the additions of, say, ``c.Broker.gpu_rates.update(...)``."""
+    from .services import Broker
+
+    known = Broker.class_traits(config=True) if section == "Broker" else {}
+    if setting not in known:
+        what = f"c.{section}.{setting} can only be set as a whole: c.{section}.{setting} = ..."
+        raise ConfigError(what=what)
+    # A copy: the value must stay open for additions that come after this line.
+    return copy.deepcopy(value).get_value(known[setting].default())
+
+
+def _absolute(database: str) -> str:
+    """A URL that means the same file from every working directory."""
+    try:
+        url = sa.make_url(database)
+    except ArgumentError:
+        return database  # the service says what is wrong with it, as the hub does
+    name = url.database
+    if url.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
+        return database
+    return url.set(database=os.path.abspath(name)).render_as_string(hide_password=False)

@@ -1,0 +1,44 @@
+"""Sizes for people."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
+
+
+def format_bytes(size: int) -> str:
+    """Bytes as people write quotas, in units of 1024: ``12.3 GB``; rounded to the nearest."""
+    value, unit = float(size), 0
+    while value >= 1023.95 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{size} bytes"
+
+
+MICRO = 1_000_000
+"""Microcredits in one credit. All amounts are whole microcredits."""
+
+
+def parse_credits(text: str | int | float) -> int:
+    """``"12.5"`` to whole microcredits.
+
+    Raises ValueError when the text is no decimal number or has more than six decimals.
+    """
+    try:
+        micro = Decimal(str(text).strip()) * MICRO
+        whole = int(micro)
+    except (ArithmeticError, ValueError):
+        raise ValueError(f"{text!r} is not an amount of credits: write it like 12.5") from None
+    if whole != micro:
+        raise ValueError(f"{text!r} has more than six decimals")
+    return whole
+
+
+def format_credits(micro: int, places: int = 2) -> str:
+    """Whole microcredits to a decimal string, rounded down to ``places`` decimals (0 to 6)."""
+    step = 10 ** (6 - places)
+    units = micro // step
+    sign, units = ("-", -units) if units < 0 else ("", units)
+    if not places:
+        return f"{sign}{units}"
+    return f"{sign}{units // 10**places}.{units % 10**places:0{places}d}"

@@ -1,0 +1,72 @@
+"""Weeks of the hub's own zone, which begin on Monday. Pure: the time is always passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import date, datetime, timedelta, timezone
+
+from .errors import InvalidRequest
+
+LONGEST = timedelta(weeks=106)
+"""The most that one report is about: two years."""
+
+
+def midnight(day: date) -> datetime:
+    """When a day of the hub's own zone begins."""
+    return datetime(day.year, day.month, day.day).astimezone().astimezone(timezone.utc)
+
+
+def today(now: datetime) -> date:
+    """The day in the hub's own zone."""
+    return now.astimezone().date()
+
+
+def monday(day: date) -> date:
+    """The first day of its week."""
+    return day - timedelta(days=day.weekday())
+
+
+def last_weeks(now: datetime, count: int) -> list[datetime]:
+    """Where the last ``count`` weeks begin, this one last, and where this one ends."""
+    first = monday(today(now)) - timedelta(weeks=count - 1)
+    return [midnight(first + timedelta(weeks=n)) for n in range(count + 1)]
+
+
+def split(first: date, last: date) -> Iterator[tuple[date, date]]:
+    """The weeks from the first to the last day, both with it; the outer ones may be cut off."""
+    while first <= last:
+        end = min(last, monday(first) + timedelta(days=6))
+        yield first, end
+        first = end + timedelta(days=1)
+
+
+def period(since: str, until: str, now: datetime) -> tuple[date, date]:
+    """The days that somebody asked for, both counted; by default this week and three before it.
+
+    Raises InvalidRequest naming the field.
+    """
+    last = day(until, "to") if until else today(now)
+    first = day(since, "from") if since else monday(last) - timedelta(weeks=3)
+    if first > last:
+        raise InvalidRequest(
+            f"The field 'from' is {first}, which is after 'to' ({last}). Change one of them.",
+            field="from",
+        )
+    if last - first > LONGEST:
+        raise InvalidRequest(
+            f"From {first} to {last} is too long: ask for two years at the most.", field="from"
+        )
+    return first, last
+
+
+def day(text: str, field: str) -> date:
+    """A day such as 2026-03-01. Raises InvalidRequest naming the field."""
+    try:
+        found = datetime.strptime(text, "%Y-%m-%d").date()
+    except ValueError:
+        found = None
+    if found is None or not text.isascii() or len(text) != 10 or not 2000 <= found.year < 2200:
+        raise InvalidRequest(
+            f"The field {field!r} is {text[:60]!r}: write a day such as 2026-03-01.", field=field
+        )
+    return found

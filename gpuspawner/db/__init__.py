@@ -1,0 +1,1 @@
+"""The database: engine, schema, migrations, leader lock, audit and backup."""

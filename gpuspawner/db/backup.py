@@ -1,0 +1,337 @@
+"""Copies of a store: made while others write to it, and put back once they are proved.
+
+A copy is one SQLite file whatever the database is. Of SQLite it is made with SQLite's own
+backup, of PostgreSQL in one REPEATABLE READ transaction; so a site can move from one to the
+other with it. A file of the wanted name is whole at any moment, whoever is killed when.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from urllib.parse import quote
+
+import sqlalchemy as sa
+
+from ..core.errors import BackupRefused, GPUSpawnerError
+from . import audit, hash_chain
+from .engine import BUSY_SECONDS, Store
+from .leader import Granter
+from .schema import metadata
+from .upgrades import VERSION_TABLE, upgrade
+
+ROWS = 5000
+"""Rows that are carried from one database to another at once."""
+
+_OTHERS = sa.text(
+    "SELECT coalesce(nullif(application_name, ''), usename) FROM pg_stat_activity "
+    "WHERE datname = current_database() AND pid <> pg_backend_pid() "
+    "AND backend_type = 'client backend'"
+)
+_FUNCTIONS = sa.text(
+    "SELECT oid::regprocedure::text FROM pg_proc WHERE proname LIKE 'gpuspawner%' "
+    "AND pronamespace = current_schema()::regnamespace"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What became of a copy that was put in place."""
+
+    rows: dict[str, int]
+    kept: str
+    """Where the database that was there before is now; empty when there was none."""
+
+
+# Making a copy.
+
+
+def back_up(store: Store, file: Path, *, overwrite: bool = False) -> int:
+    """Copy the store into ``file``, readable by its owner alone; its size in bytes.
+
+    Raises BackupRefused when there is such a file already, or it cannot be written.
+    """
+    if file.exists() and not overwrite:
+        what = f"{file} is there already; name another file, or say --overwrite"
+        raise BackupRefused(f"Nothing was copied: {what}.")
+    try:
+        with _partial(file) as part:
+            if store.dialect == "sqlite":
+                _copy_file(store, part)
+            else:
+                _copy_rows(store, part)
+            _close_up(part)
+            _rename(part, file)
+    except (OSError, sqlite3.Error) as error:
+        raise BackupRefused(f"The copy {file} could not be made: {_said(error)}.") from error
+    return file.stat().st_size
+
+
+@contextmanager
+def _partial(file: Path) -> Iterator[Path]:
+    """An empty file of mode 600 beside ``file``, which is not there any more afterwards.
+
+    What a killed process left of one is used again.
+    """
+    part = file.with_name(f".{file.name}.part")
+    descriptor = os.open(part, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BackupRefused(f"Somebody else writes {file} just now. Wait for them.") from None
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, 0)
+        try:
+            yield part
+        finally:
+            for name in (part, *_beside(part)):
+                name.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _copy_file(store: Store, part: Path) -> None:
+    """One step of SQLite's backup: a reader of one moment, which no writer waits for."""
+    source = sqlite3.connect(f"file:{_quoted(store)}?mode=rw", uri=True, timeout=BUSY_SECONDS)
+    with closing(source), closing(sqlite3.connect(part)) as target:
+        source.backup(target)
+
+
+def _copy_rows(store: Store, part: Path) -> None:
+    """Every row as it is at one moment, into an SQLite file of the same version."""
+    copy = Store(f"sqlite:///{part}")
+    try:
+        with store.read() as source, copy.write() as target:
+            _carry(source, target)
+    finally:
+        copy.close()
+
+
+def _carry(source: sa.Connection, target: sa.Connection) -> None:
+    """All rows of all tables, those first that others name."""
+    for table in metadata.sorted_tables:
+        rows = source.execute(sa.select(table), execution_options={"yield_per": ROWS}).mappings()
+        for some in rows.partitions(ROWS):
+            target.execute(sa.insert(table), [dict(row) for row in some])
+
+
+def _close_up(part: Path) -> None:
+    """One file that needs no other, on the disk."""
+    with closing(sqlite3.connect(part)) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")
+    descriptor = os.open(part, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename(part: Path, file: Path) -> None:
+    os.replace(part, file)
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+# Proving one, and putting it back.
+
+
+def prove(file: Path, copy: Path) -> dict[str, int]:
+    """Hold every invariant against ``copy``, a fresh copy of ``file``; the number of rows.
+
+    ``copy`` then has the schema of this gpuspawner. Raises BackupRefused, or ConfigError when
+    a newer gpuspawner made it.
+    """
+    refused = f"{file} was not put in place"
+    try:
+        shutil.copyfile(file, copy)
+        with closing(sqlite3.connect(copy)) as connection:
+            (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            if said != "ok":
+                raise BackupRefused(f"{refused}: it is damaged or was cut short ({said}).")
+            # SQLite takes what is missing of the last page for zeros, which may even be right.
+            sizes = (f"PRAGMA {name}" for name in ("page_count", "page_size"))
+            pages, size = (connection.execute(each).fetchone()[0] for each in sizes)
+            if copy.stat().st_size < pages * size:
+                raise BackupRefused(f"{refused}: it is cut short.")
+            known = "SELECT 1 FROM sqlite_master WHERE name = ?"
+            if not connection.execute(known, (VERSION_TABLE,)).fetchone():
+                raise BackupRefused(f"{refused}: it is no copy of a gpuspawner's database.")
+    except sqlite3.Error as error:
+        what = f"it is damaged, cut short, or no copy of a gpuspawner's database ({error})"
+        raise BackupRefused(f"{refused}: {what}.") from error
+    except OSError as error:
+        raise BackupRefused(f"{refused}: {_said(error)}.") from error
+    store = Store(f"sqlite:///{copy}")
+    try:
+        with store.read() as found:
+            for finding in audit.audit(found):
+                if finding.problem:
+                    raise BackupRefused(f"{refused}: {finding.problem}")
+            return audit.sizes(found)
+    finally:
+        store.close()
+
+
+def head(file: Path) -> str:
+    """Return the head of a copy's audit chain; see :func:`chain.head`."""
+    engine = sa.create_engine(f"sqlite:///{file}", poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        return hash_chain.head(connection)
+
+
+def check(file: Path) -> dict[str, int]:
+    """Prove a copy and change nothing; the number of rows. Raises as :func:`prove`."""
+    with tempfile.TemporaryDirectory(prefix="gpuspawner-") as folder:
+        return prove(file, Path(folder) / "copy.sqlite")
+
+
+def restore(url: str, file: Path, *, overwrite: bool = False) -> Restored:
+    """Put a copy in the place of the database at ``url``, once it is proved.
+
+    The database that is there is moved aside, and only with ``overwrite``. Raises
+    BackupRefused, also while anybody uses the database; then nothing was changed.
+    """
+    store = Store(url)
+    granter = Granter(store)
+    try:
+        if store.dialect == "sqlite":
+            return _restore_file(store, granter, file, overwrite)
+        return _restore_rows(store, granter, file, overwrite)
+    finally:
+        granter.give_up()
+        store.close()
+
+
+def _restore_file(store: Store, granter: Granter, file: Path, overwrite: bool) -> Restored:
+    place = Path(store.engine.url.database or "")
+    if place.exists() and file.exists() and place.samefile(file):
+        raise BackupRefused(f"{file} is the database itself: name a copy of it.")
+    if place.exists() and not overwrite:
+        raise BackupRefused(_THERE.format(what=place, how="the old one is kept under another name"))
+    _nobody_grants(granter)
+    try:
+        with _partial(place) as part:
+            rows = prove(file, part)
+            _close_up(part)
+            kept = _move_aside(place) if place.exists() else ""
+            _rename(part, place)
+    except OSError as error:
+        raise BackupRefused(f"{file} could not be put in place: {_said(error)}.") from error
+    return Restored(rows, kept)
+
+
+_THERE = "There is a database already: {what}. Say --overwrite to replace it ({how})."
+_USED = "The database is in use{whose}. Stop the hub and its services first; nothing was changed."
+
+
+def _nobody_grants(granter: Granter) -> None:
+    """Be the one who may grant, so that no hub begins to meanwhile."""
+    if not granter.take():
+        raise BackupRefused(_USED.format(whose=f" by the hub {granter.holder()}"))
+
+
+def _move_aside(place: Path) -> str:
+    """Give the old database another name too, once nobody else has it open; that name."""
+    try:
+        with closing(sqlite3.connect(place, timeout=0)) as connection:
+            # SQLite leaves the write-ahead log only for who is alone.
+            connection.execute("PRAGMA journal_mode=DELETE")
+    except sqlite3.OperationalError as error:
+        if "locked" in str(error):
+            raise BackupRefused(_USED.format(whose="")) from None
+        raise BackupRefused(f"{place} cannot be replaced: {error}.") from error
+    except sqlite3.DatabaseError:
+        pass  # it is damaged, which may be why there is a copy to restore
+    aside = place.with_name(f"{place.name}.before-{_stamp()}")
+    for name in _beside(place):  # of a damaged one: they must not be taken for the new one's
+        with suppress(FileNotFoundError):
+            name.rename(name.with_name(name.name.replace(place.name, aside.name, 1)))
+    try:
+        os.link(place, aside)  # killed now, the old one is still in its place
+    except OSError:
+        shutil.copy2(place, aside)
+    return str(aside)
+
+
+def _restore_rows(store: Store, granter: Granter, file: Path, overwrite: bool) -> Restored:
+    with tempfile.TemporaryDirectory(prefix="gpuspawner-") as folder:
+        copy = Path(folder) / "copy.sqlite"
+        rows = prove(file, copy)
+        with store.write() as target:
+            if others := target.execute(_OTHERS).scalars().all():
+                raise BackupRefused(_USED.format(whose=f" by {', '.join(sorted(set(others)))}"))
+            _nobody_grants(granter)
+            kept = ""
+            if any(audit.sizes(target).values()):
+                if not overwrite:
+                    how = "the old tables are kept in a schema of their own"
+                    what = "it has accounts or leases in it"
+                    raise BackupRefused(_THERE.format(what=what, how=how))
+                kept = _tables_aside(target)
+            source = Store(f"sqlite:///{copy}")
+            try:
+                with source.read() as found:
+                    _carry(found, target)
+            finally:
+                source.close()
+            _count_on(target)
+    return Restored(rows, kept)
+
+
+def _tables_aside(connection: sa.Connection) -> str:
+    """Move our tables into a schema of their own, and make empty ones; the schema's name."""
+    schema = f"gpuspawner_before_{_stamp()}"
+    connection.exec_driver_sql(f"CREATE SCHEMA {schema}")
+    for name in (*metadata.tables, VERSION_TABLE):
+        connection.exec_driver_sql(f'ALTER TABLE "{name}" SET SCHEMA {schema}')
+    for function in connection.execute(_FUNCTIONS).scalars().all():
+        connection.exec_driver_sql(f"ALTER FUNCTION {function} SET SCHEMA {schema}")
+    upgrade(connection)
+    return schema
+
+
+def _count_on(connection: sa.Connection) -> None:
+    """PostgreSQL's own numbers go on after the greatest that was carried over."""
+    for table in metadata.sorted_tables:
+        column = table.autoincrement_column
+        if column is None:
+            continue
+        greatest = connection.execute(sa.select(sa.func.max(column))).scalar()
+        if greatest:
+            sequence = sa.func.pg_get_serial_sequence(table.name, column.name)
+            connection.execute(sa.select(sa.func.setval(sequence, greatest)))
+
+
+# Steps of the above.
+
+
+def _beside(file: Path) -> list[Path]:
+    """The files that SQLite makes beside one."""
+    return [file.with_name(file.name + ending) for ending in ("-wal", "-shm", "-journal")]
+
+
+def _quoted(store: Store) -> str:
+    return quote(store.engine.url.database or "")  # a path may have a ? or a %
+
+
+def _stamp() -> str:
+    return datetime.now(timezone.utc).strftime("%Y%m%d_%H%M%S_%f")
+
+
+def _said(error: BaseException) -> str:
+    """What went wrong, in the words of who said it."""
+    if isinstance(error, GPUSpawnerError):
+        return error.message
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,148 @@
+"""The commands ``gpuspawner audit``, ``backup``, ``restore`` and ``takeover``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..cli.config import Settings, shown_url
+from ..cli.output import confirmed, count, local, note, printable, show
+from ..core.errors import AnotherHubGrants, Refused
+from ..queue.commands import actor
+from . import backup as db_backup
+from .audit import AuditFinding
+from .leader import Granter, identity_file, read_identity
+
+UNKNOWN_HEAD = "rows up to it were changed or deleted by hand, or it is of another database."
+
+
+def audit(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Hold every invariant against every row; 1 when one is broken.
+
+    Also 1 when the chain does not have the head that was noted earlier.
+    """
+    broker, noted = settings.open_broker(), arguments.head
+    with broker.store.view():
+        findings, rows = broker.audit()
+        head = broker.chain_head() if holds(findings) else ""
+        known = not (noted and head) or broker.knows_head(noted)
+    value = plain(findings, rows) | {"head": head or None}
+    said = text(findings, rows)
+    if head:
+        said += f"\nHead of the audit chain, to be kept elsewhere: {head}"
+    if noted:
+        value["knows_head"] = known
+        if not known:
+            said += f"\nThe chain does not have the head {printable(noted)}: {UNKNOWN_HEAD}"
+    show(arguments.json, value, said)
+    return 0 if holds(findings) and known else 1
+
+
+def holds(findings: Sequence[AuditFinding]) -> bool:
+    """Whether every invariant does."""
+    return not any(finding.problem for finding in findings)
+
+
+def plain(findings: Sequence[AuditFinding], rows: Mapping[str, int]) -> dict[str, Any]:
+    """The findings for scripts."""
+    return {
+        "ok": holds(findings),
+        "rows": dict(rows),
+        "invariants": [
+            {"name": f.name, "law": f.law, "ok": not f.problem, "problem": f.problem or None}
+            for f in findings
+        ],
+    }
+
+
+def text(findings: Sequence[AuditFinding], rows: Mapping[str, int]) -> str:
+    """The findings for people: each law, and under a broken one the first row that breaks it."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{'BROKEN' if finding.problem else 'ok':6}  {finding.law}")
+        if finding.problem:
+            lines.append(f"        {printable(finding.problem)}")
+    broken = sum(bool(finding.problem) for finding in findings)
+    looked_at = ", ".join(f"{number} {name}" for name, number in rows.items())
+    if broken:
+        said = f"{count(broken, 'invariant')} broken; the first row of each is named above."
+    else:
+        said = "Every invariant holds."
+    return "\n".join([*lines, "", f"{said} Rows: {looked_at}."])
+
+
+def backup(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Copy the database into a file, while the hub goes on."""
+    store = settings.open_broker().store
+    file = Path(arguments.file)
+    size = db_backup.back_up(store, file, overwrite=arguments.overwrite)
+    text = f"Copied the database to {file} ({size / 1_000_000:.1f} MB, for its owner only)."
+    text += f" Prove it with: gpuspawner restore --check {file}"
+    head = db_backup.head(file)
+    text += f"\nHead of its audit chain, to be kept elsewhere: {head}"
+    show(arguments.json, {"file": str(file), "bytes": size, "head": head}, text)
+    return 0
+
+
+def restore(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Prove a copy, and put it in the place of the database."""
+    file = Path(arguments.file)
+    if arguments.check:
+        rows = db_backup.check(file)
+        text = f"{file} can be restored: every invariant holds ({_looked_at(rows)})."
+        show(arguments.json, {"file": str(file), "rows": rows, "restored": False}, text)
+        return 0
+    done = db_backup.restore(settings.database_url, file, overwrite=arguments.overwrite)
+    where = shown_url(settings.database_url)
+    text = f"Restored {file} to {where}: every invariant holds ({_looked_at(done.rows)})."
+    if done.kept:
+        text += f" What was there before is kept: {done.kept}"
+    value = {"file": str(file), "rows": done.rows, "restored": True, "kept": done.kept or None}
+    show(arguments.json, value, text)
+    return 0
+
+
+def _looked_at(rows: Mapping[str, int]) -> str:
+    return ", ".join(count(number, name.removesuffix("s")) for name, number in rows.items())
+
+
+def takeover(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Say whose the database is, ask, and make it this hub's."""
+    path = Path(settings.broker.hub_id_file or identity_file(settings.config))
+    if not (identity := read_identity(path)):
+        raise Refused(
+            f"No hub has started here yet: there is no file {path}. Type this in the hub's working "
+            "directory, with its configuration (-f)."
+        )
+    broker = settings.open_broker()
+    granter = Granter(broker.store, identity)
+    found, has_something = granter.owner()
+    if found is None or found.hub == identity:
+        text = "Nothing to do: the database belongs to this hub, or to nobody yet."
+        show(arguments.json, {"changed": False, "hub": identity}, text)
+        return 0
+    if has_something:
+        what = f"{count(len(broker.open_leases()), 'open lease')} and "
+        what += f"{count(len(broker.waiting()), 'waiting ticket')}"
+    else:
+        what = "no open lease and no waiting ticket"
+    note(
+        f"The database belongs to the hub {found.hub}, which ran on {found.machine} since "
+        f"{local(found.since)}, with {what}. This hub is {identity}.\n"
+        "It will go on with them as its own: a server that it does not know is ended, and who "
+        "waits and is no member here loses their place. Do this only if the other hub is stopped "
+        "for good."
+    )
+    if not arguments.yes and not confirmed("Take it over?"):
+        raise Refused("Nothing was changed.")
+    try:
+        granter.take_over(actor())
+    except AnotherHubGrants:
+        raise Refused(
+            f"A hub runs on this database ({granter.holder()}): stop it first. Nothing was changed."
+        ) from None
+    text = "The database belongs to this hub. It goes on by itself within a minute."
+    show(arguments.json, {"changed": True, "hub": identity, "before": found.hub}, text)
+    return 0

@@ -1,0 +1,337 @@
+"""Connections and transactions: SQLite by default, PostgreSQL by URL.
+
+Every write is one transaction. On SQLite it begins with ``BEGIN IMMEDIATE`` (WAL, full
+sync), so two writers queue instead of failing half-way; on PostgreSQL writers take an
+advisory lock. Whatever the database says when it is locked, full or
+gone becomes :class:`~gpuspawner.core.errors.StoreUnavailable`.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import sqlalchemy as sa
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    NoSuchModuleError,
+    PendingRollbackError,
+    ProgrammingError,
+)
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from ..core.errors import ConfigError, StoreUnavailable
+from .clock import SteadyClock
+from .upgrades import upgrade
+
+T = TypeVar("T")
+
+BUSY_SECONDS = 10.0
+"""How long a writer waits for another before it gives up."""
+
+_BEGIN = {
+    "sqlite": ("BEGIN", "BEGIN IMMEDIATE"),
+    "postgresql": (
+        # By default each statement of a transaction has a view of its own.
+        "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY",
+        # The advisory lock of whoever writes, by the bytes of "gpus".
+        f"SELECT pg_advisory_xact_lock({0x67707573})",
+    ),
+}
+"""What comes first in a transaction that reads, and in one that writes."""
+
+_OURS = (IntegrityError, ProgrammingError, DataError)
+"""A rule of ours or a mistake of ours: not the database's absence."""
+_ABSENT = (DBAPIError, PoolTimeout, PendingRollbackError, OSError)
+
+
+class NestedWrite(RuntimeError):
+    """A write transaction was begun within another one of the same thread: a mistake of ours."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a write transaction was begun within another one of the same thread; "
+            "pass the connection on instead"
+        )
+
+
+class _Current(threading.local):
+    """What the current thread does with one store."""
+
+    view: sa.Connection | None = None
+    writing: bool = False
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise StoreUnavailable for whatever the database says when it is locked, full or gone."""
+    try:
+        yield
+    except _OURS:
+        raise
+    except _ABSENT as error:
+        raise StoreUnavailable() from error
+
+
+class Store:
+    """One database. Thread-safe; share one a process through :meth:`open`."""
+
+    _open: dict[str, Store] = {}
+    _opening = threading.Lock()
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.engine = _create_engine(url)
+        self.dialect = self.engine.dialect.name
+        reads, writes = _BEGIN[self.dialect]
+        self.read_engine = _beginning_with(self.engine, reads)
+        self.write_engine = _beginning_with(self.engine, writes)
+        # SQLite has one writer at a time: more threads would only wait for one another.
+        workers = 4 if self.dialect == "sqlite" else 8
+        # Separate threads, so that a release waits neither for requests nor for pages and reports.
+        self.executor = _threads(workers, "change")
+        self.ask_executor = _threads(4, "ask")
+        self.read_executor = _threads(4, "read")
+        self.report_executor = _threads(2, "report")
+        # Who waits for SQLite's own lock looks again and again; who waits for this one sleeps.
+        self._turn = threading.Lock() if self.dialect == "sqlite" else None
+        self._current = _Current()
+        self._migrated = False
+        self._migrating = threading.Lock()
+
+    @classmethod
+    def open(cls, url: str) -> Store:
+        """The store at ``url``, one a process: a connection pool is all that is shared."""
+        with cls._opening:
+            if url not in cls._open:
+                cls._open[url] = Store(url)
+            return cls._open[url]
+
+    @cached_property
+    def clock(self) -> SteadyClock:
+        """The clock of everybody in this process who uses this store."""
+        return SteadyClock(self)
+
+    def close(self) -> None:
+        """Close every connection and forget the store."""
+        with self._opening:
+            if self._open.get(self.url) is self:
+                del self._open[self.url]
+        for executor in (
+            self.executor,
+            self.ask_executor,
+            self.read_executor,
+            self.report_executor,
+        ):
+            executor.shutdown(wait=True)
+        self.engine.dispose()
+
+    def run(self, work: Callable[[sa.Connection], T], *, write: bool = False) -> T:
+        """Run ``work(connection)`` in one transaction and return its result."""
+        with self.write() if write else self.read() as connection:
+            return work(connection)
+
+    @contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """A read transaction: one consistent view."""
+        if (shared := self._current.view) is not None:
+            with _own_errors():
+                yield shared
+            return
+        with self._transaction(self.read_engine) as connection:
+            yield connection
+
+    @contextmanager
+    def view(self) -> Iterator[None]:
+        """Within this, all reads of the same thread are one transaction with one view.
+
+        Do not ask an engine, a driver or a file system meanwhile.
+        """
+        with self._transaction(self.read_engine) as connection:
+            self._current.view = connection
+            try:
+                yield
+            finally:
+                self._current.view = None
+
+    @contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """A write transaction; all of it happens or none. Writers come one at a time: no
+        deadlocks between accounts, no lost race.
+
+        Raises NestedWrite within another one of the same thread, which it would wait for in vain,
+        and StoreUnavailable or ClockWasSet.
+        """
+        if self._current.writing:
+            raise NestedWrite()
+        if self._turn and not self._turn.acquire(timeout=BUSY_SECONDS):
+            raise StoreUnavailable()
+        self._current.writing = True
+        try:
+            with self._transaction(self.write_engine) as connection:
+                if "clock" in self.__dict__:
+                    self.clock.check(connection)
+                yield connection
+        finally:
+            self._current.writing = False
+            if self._turn:
+                self._turn.release()
+
+    @contextmanager
+    def _transaction(self, engine: sa.Engine) -> Iterator[sa.Connection]:
+        with _own_errors():
+            self._migrate()
+            with engine.begin() as connection:
+                yield connection
+
+    def _migrate(self) -> None:
+        """Bring the schema up to date, once a process."""
+        if self._migrated:
+            return
+        with self._migrating:
+            if not self._migrated:
+                if self.dialect == "sqlite":
+                    _create_private(self.engine.url.database)
+                with self.write_engine.begin() as connection:
+                    upgrade(connection)
+                self._migrated = True
+
+
+def _threads(count: int, name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix=f"gpuspawner-store-{name}")
+
+
+def default_url() -> str:
+    """The database named by ``GPUSPAWNER_DATABASE_URL``, else a file in this directory."""
+    return os.environ.get("GPUSPAWNER_DATABASE_URL") or "sqlite:///gpuspawner.sqlite"
+
+
+def _create_engine(url: str) -> sa.Engine:
+    try:
+        parsed = sa.make_url(url)
+        if parsed.get_backend_name() == "sqlite":
+            return _create_sqlite(parsed)
+        if parsed.get_backend_name() == "postgresql":
+            if parsed.drivername == "postgresql":  # whose driver differs between SQLAlchemys
+                parsed = parsed.set(drivername="postgresql+psycopg2")
+            return sa.create_engine(
+                parsed,
+                pool_size=8,  # as many as the executor for changes has threads
+                # For all others: the other executors, and asyncio's own threads, which are as many
+                # as cores and four more. A hub and its service may then take half of the hundred
+                # that PostgreSQL allows unless somebody says otherwise.
+                max_overflow=16,
+                pool_timeout=BUSY_SECONDS,
+                pool_pre_ping=True,
+                connect_args={
+                    "connect_timeout": 5,
+                    "tcp_user_timeout": int(BUSY_SECONDS * 1000),
+                    "options": f"-c lock_timeout={int(BUSY_SECONDS * 1000)}",
+                },
+            )
+    except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
+        what = f"the database URL cannot be used ({error}); write it like sqlite:////srv/hub.sqlite"
+        raise ConfigError(what=what) from None
+    what = (
+        f"{parsed.get_backend_name()!r} is no supported database; "
+        "use sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME"
+    )
+    raise ConfigError(what=what)
+
+
+def _beginning_with(engine: sa.Engine, statement: str) -> sa.Engine:
+    """An engine with the same connections, whose transactions begin with this statement."""
+    own = engine.execution_options()
+
+    @sa.event.listens_for(own, "begin")
+    def begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql(statement).close()
+
+    return own
+
+
+def _create_sqlite(url: sa.URL) -> sa.Engine:
+    if not url.database or url.database == ":memory:":
+        what = "the SQLite database must be a file: the hub and its service share it"
+        raise ConfigError(what=what)
+    path = os.path.abspath(url.database)
+    engine = sa.create_engine(
+        url.set(database=path),
+        pool_size=8,
+        max_overflow=16,
+        pool_use_lifo=True,  # the connection that was used last has its pages in memory
+        connect_args={"timeout": BUSY_SECONDS},
+    )
+
+    @sa.event.listens_for(engine, "do_connect")
+    def never_create(dialect: Any, record: Any, args: list[Any], options: dict[str, Any]) -> None:
+        # A database that went away must not come back as an empty one.
+        args[0] = f"file:{quote(path)}?mode=rw"
+        options["uri"] = True
+
+    @sa.event.listens_for(engine, "connect")
+    def prepare(dbapi_connection: Any, record: Any) -> None:
+        record.info["file"] = _file_at(path)
+        dbapi_connection.isolation_level = None  # we say BEGIN ourselves: _beginning_with
+        cursor = dbapi_connection.cursor()
+        _use_wal(cursor)
+        cursor.execute("PRAGMA synchronous=FULL")
+        cursor.execute("PRAGMA foreign_keys=ON")
+        # Of 2 MB, the default, a tick over thousands of leases spills into the log as it goes.
+        cursor.execute("PRAGMA cache_size=-32768")
+        cursor.close()
+
+    @sa.event.listens_for(engine, "checkout")
+    def still_there(dbapi_connection: Any, record: Any, proxy: Any) -> None:
+        # SQLite goes on writing to a file that was deleted, and nobody would ever read it.
+        if not _is_there(record.info, path):
+            raise sa.exc.DisconnectionError("the database file was moved, replaced or deleted")
+
+    return engine
+
+
+def _use_wal(cursor: sqlite3.Cursor) -> None:
+    """Set the journal mode. SQLite's own timeout does not cover several that do so at once."""
+    end = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > end:
+                raise
+            time.sleep(0.005)
+
+
+def _is_there(info: Any, path: str) -> bool:
+    """Whether a connection, of which this was noted, is to the file that is there now."""
+    there: bool = info["file"] == _file_at(path)
+    return there
+
+
+def _file_at(path: str) -> tuple[int, int] | None:
+    """Which file is there now, whatever it is called; None when there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _create_private(path: str | None) -> None:
+    """Make the database file readable by the hub alone: it says who used what."""
+    # When it is there, another process may have been faster; whatever else is wrong will be said
+    # as StoreUnavailable when the first transaction begins.
+    with suppress(OSError):
+        os.close(os.open(path or "", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))

@@ -1,0 +1,396 @@
+"""Two hash chains, so that a row that is changed, deleted or put in by hand is found.
+
+Transfers that are posted together have one link, the SHA-256 of the facts of all of them and of the
+link before it, in the last of their postings. Lines of the audit trail and ended leases are sealed
+in the same way in the table ``chain``, in the transaction that writes them. A seal also covers the
+link of the newest transfer at that time: whoever deletes transfers from the end of the ledger
+breaks it.
+
+Writers come one at a time (see :meth:`Store.write`), so the newest row is the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from hashlib import sha256
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from ..leases.models import LeasedDevice
+from ..ledger.models import Transfer
+from .schema import audit, chain, lease_places, leases, postings, transfers
+
+CHANGE = "change"
+"""The kind of a line of the audit trail."""
+
+LEASE = "lease"
+"""The kind of a lease that has ended."""
+
+FIRST = "0" * 64
+"""What the first link of a chain follows."""
+
+ROWS = 10_000
+"""Rows that are read at once."""
+AT_ONCE = 500
+"""Seals that are asked for at once."""
+
+# As text: of a select SQLAlchemy makes a key for its cache each time, which takes longer than this.
+# PostgreSQL plans a statement each time that it comes, but a function's own statements only once.
+NEWEST_LINK: dict[str, sa.ColumnElement[str | None]] = {
+    "sqlite": sa.literal_column("(SELECT link FROM postings ORDER BY id DESC LIMIT 1)", sa.Text),
+    "postgresql": sa.literal_column("gpuspawner_newest_link()", sa.Text),
+}
+"""The link of the newest transfers, by dialect; NULL in an empty ledger."""
+
+_NEWEST_POSTING = sa.select(sa.func.max(postings.c.id)).scalar_subquery()
+_BEFORE = (
+    sa.select(chain.c.link).order_by(chain.c.id.desc()).limit(1).scalar_subquery(),
+    _NEWEST_POSTING,
+    sa.select(postings.c.link).where(postings.c.id == _NEWEST_POSTING).scalar_subquery(),
+)
+"""The newest seal's link, the newest posting and its link; NULL where there is none."""
+_BEFORE_SEAL = sa.select(*_BEFORE)
+
+_SEAL = sa.insert(chain)
+# Named one by one: the migration chains what older versions have, and a column that is added later
+# must change no hash.
+_CHANGES = sa.select(
+    *(audit.c[name] for name in ("id", "at", "actor", "action", "subject", "detail"))
+).order_by(audit.c.id)
+_TRANSFERS = tuple(
+    transfers.c[name] for name in ("id", "key", "kind", "at", "actor", "reason", "lease_id")
+)
+_PLACES = tuple(lease_places.c[n] for n in ("uuid", "slot", "index", "model", "memory_bytes"))
+_LEASE_FIELDS = (
+    "id",
+    "user",
+    "server_name",
+    "account",
+    "environment",
+    "rate",
+    "hold",
+    "charged",
+    "engine",
+    "engine_ref",
+    "granted_at",
+    "started_at",
+    "ended_at",
+    "end_reason",
+    "group",
+    "seconds",
+    "extended",
+    "ticket_id",
+    "outcome",
+    "when_dry",
+    "overdraft",
+    "waived",
+    "refunded",
+)
+"""What does not change any more once a lease has ended, unless it is refunded."""
+_LEASE_COLUMNS = tuple(leases.c[name] for name in _LEASE_FIELDS)
+TO_SEAL = (*_LEASE_COLUMNS, *_BEFORE)
+"""What :func:`seal_row` needs of a lease, for the statement that ends it."""
+_LEASES = (
+    sa.select(*_LEASE_COLUMNS, *_PLACES)
+    .select_from(leases.outerjoin(lease_places))
+    .order_by(leases.c.id, lease_places.c.uuid, lease_places.c.slot)
+)
+_ENDED = _LEASES.where(leases.c.ended_at.isnot(None))
+_ONE_LEASE = _LEASES.where(leases.c.id == sa.bindparam("lease"))
+
+
+def link_transfers(before: str | None, some: Iterable[Transfer]) -> str:
+    """Return the one link of transfers that are posted together; ``before`` is the newest in the
+    ledger."""
+    return _link(before or FIRST, *map(_transfer_facts, some))
+
+
+def seal_change(connection: sa.Connection, line: int, row: Sequence[Any]) -> None:
+    """Seal a line of the audit trail: time, actor, action, subject and detail."""
+    _seal(connection, CHANGE, str(line), _facts(row))
+
+
+def seal_lease(connection: sa.Connection, lease_id: str) -> None:
+    """Seal a lease that has ended, as it is now in the store: anew after a refund."""
+    for _, facts in _leases(connection.execute(_ONE_LEASE, {"lease": lease_id})):
+        _seal(connection, LEASE, lease_id, facts)
+
+
+def seal_row(
+    connection: sa.Connection, row: Sequence[Any], devices: Iterable[LeasedDevice]
+) -> None:
+    """Seal a lease that has just ended, of which a statement returned :data:`TO_SEAL`."""
+    width = len(_LEASE_FIELDS)
+    places = sorted([d.uuid, d.slot, d.index, d.model, d.memory_bytes] for d in devices)
+    facts = _facts((*row[:width], places))
+    _write_seal(connection, LEASE, row[0], facts, row[width:])
+
+
+def head(connection: sa.Connection) -> str:
+    """Return one word for both chains as they are now, to be kept elsewhere.
+
+    Such as ``4711.42.9f86d0…``: the newest posting, the newest seal, and the hash of both links.
+    """
+    newest = (sa.select(sa.func.max(table.c.id)) for table in (postings, chain))
+    return head_at(connection, *(connection.execute(each).scalar() or 0 for each in newest))
+
+
+def head_at(connection: sa.Connection, posting: int, seal: int) -> str:
+    """Return the head that there was when these were the newest rows; empty if one is missing."""
+    links = []
+    for table, row in ((postings, posting), (chain, seal)):
+        found = connection.execute(sa.select(table.c.link).where(table.c.id == row)).scalar()
+        if found is None and row:
+            return ""
+        links.append(found or FIRST)
+    return f"{posting}.{seal}.{_hash(''.join(links))}"
+
+
+def knows(connection: sa.Connection, noted: str) -> bool:
+    """Return True if this head, noted earlier, is one of the chains as they are now."""
+    posting, _, rest = noted.partition(".")
+    seal = rest.partition(".")[0]
+    if not (posting.isdecimal() and seal.isdecimal() and max(len(posting), len(seal)) < 19):
+        return False
+    return head_at(connection, int(posting), int(seal)) == noted
+
+
+def check_transfers(connection: sa.Connection) -> Iterator[str]:
+    """Each transfer follows the one before it, and none was changed, deleted or put in since."""
+    before = FIRST
+    for together in _posted_together(_written(connection)):
+        expected = _link(before, *(written.facts for written in together))
+        link = together[-1].link
+        if link != expected or together[-1].has_more_links:
+            yield _broken(_transfers_named(together), link)
+        before = expected
+    missing = (
+        sa.select(chain.c.kind, chain.c.ref)
+        .join_from(chain, postings, postings.c.id == chain.c.posting, isouter=True)
+        .where(chain.c.posting > 0, postings.c.id.is_(None))
+        .order_by(chain.c.id)
+        .limit(1)
+    )
+    for kind, ref in connection.execute(missing):
+        yield (
+            f"{_named(kind, ref)} was written after a transfer that is missing: it was deleted by "
+            "hand."
+        )
+
+
+def check_seals(connection: sa.Connection) -> Iterator[str]:
+    """Lines of the audit trail and ended leases are as they were written, and none is missing."""
+    before = FIRST
+    seals = (
+        sa.select(chain, postings.c.link)
+        .join_from(chain, postings, postings.c.id == chain.c.posting, isouter=True)
+        .order_by(chain.c.id)
+    )
+    for _, kind, ref, facts, posting, link, newest in _stream(connection, seals):
+        expected = _link(before, kind, ref, facts, newest or FIRST)
+        # A missing posting is reported with the transfers, and leaves nothing to compare with.
+        if link != expected and (newest or not posting):
+            yield _broken(f"{_named(kind, ref)}: its seal", link)
+        before = link
+    changes = ((str(line), _facts(row)) for line, *row in _stream(connection, _CHANGES))
+    yield from _compared(connection, CHANGE, changes)
+    yield from _compared(connection, LEASE, _leases(_stream(connection, _ENDED)))
+    lines = sa.exists().where(audit.c.id == sa.cast(chain.c.ref, audit.c.id.type))
+    ended = sa.exists().where(leases.c.id == chain.c.ref, leases.c.ended_at.isnot(None))
+    for kind, there in ((CHANGE, lines), (LEASE, ended)):
+        missing = sa.select(chain.c.ref).where(chain.c.kind == kind, ~there)
+        for (ref,) in connection.execute(missing.order_by(chain.c.id).limit(1)):
+            yield f"{_named(kind, ref)} is missing: it was deleted by hand."
+
+
+def chain_existing(connection: sa.Connection) -> None:
+    """Chain what was written before there was a chain; for the migration that makes one."""
+    with _not_append_only(connection):
+        _chain_transfers(connection)
+    for line, *row in _stream(connection, _CHANGES):
+        seal_change(connection, line, row)
+    for lease_id, facts in _leases(_stream(connection, _ENDED)):
+        _seal(connection, LEASE, lease_id, facts)
+
+
+# Steps of the above.
+
+
+@contextmanager
+def _not_append_only(connection: sa.Connection) -> Iterator[None]:
+    """Let postings be changed meanwhile, by this transaction alone."""
+    off = "ALTER TABLE postings DISABLE TRIGGER postings_append_only"
+    on = "ALTER TABLE postings ENABLE TRIGGER postings_append_only"
+    if connection.dialect.name == "sqlite":
+        off = "DROP TRIGGER postings_never_update"
+        made = "SELECT sql FROM sqlite_master WHERE name = 'postings_never_update'"
+        on = connection.exec_driver_sql(made).scalar_one()
+    connection.exec_driver_sql(off)
+    yield
+    connection.exec_driver_sql(on)
+
+
+def _chain_transfers(connection: sa.Connection) -> None:
+    change = sa.update(postings).where(postings.c.id == sa.bindparam("last"))
+    before, rows = FIRST, list[dict[str, Any]]()
+    for written in _written(connection):  # how they were posted is not known: each by itself
+        before = _link(before, written.facts)
+        rows.append({"last": written.last_posting, "link": before})
+        if len(rows) == ROWS:
+            connection.execute(change, rows)
+            rows = []
+    if rows:
+        connection.execute(change, rows)
+
+
+def _seal(connection: sa.Connection, kind: str, ref: str, facts: str) -> None:
+    _write_seal(connection, kind, ref, facts, connection.execute(_BEFORE_SEAL).one())
+
+
+def _write_seal(
+    connection: sa.Connection, kind: str, ref: str, facts: str, newest_rows: Sequence[Any]
+) -> None:
+    """Write a seal; ``newest_rows`` is what :data:`_BEFORE` said."""
+    before, posting, newest = newest_rows
+    facts = _hash(facts)
+    link = _link(before or FIRST, kind, ref, facts, newest or FIRST)
+    row = {"kind": kind, "ref": ref, "facts": facts, "posting": posting or 0, "link": link}
+    connection.execute(_SEAL, row)
+
+
+def _link(before: str, *parts: str) -> str:
+    # No part has a line break in it: ascii() writes none.
+    return _hash("\n".join((before, *parts)))
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def _facts(values: Iterable[Any]) -> str:
+    """Return the canonical form: what ascii() says of the tuple, with times as ISO 8601 in UTC.
+
+    JSON would take several times as long, which each debit pays.
+    """
+    return ascii(tuple(_plain(value) for value in values))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.astimezone(timezone.utc).isoformat()
+    return value
+
+
+def _transfer_facts(transfer: Transfer) -> str:
+    """Return the same as :func:`_facts` of the row and its postings; a transfer's time is UTC."""
+    return ascii(
+        (
+            transfer.id,
+            transfer.key,
+            transfer.kind.value,
+            transfer.at.isoformat(),
+            transfer.actor,
+            transfer.reason,
+            transfer.lease_id,
+            [(posting.account, posting.amount) for posting in transfer.postings],
+        )
+    )
+
+
+def _leases(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[str, str]]:
+    """Yield the id and the facts of each lease; its places are in rows beside one another."""
+    width = len(_LEASE_FIELDS)
+    for lease_id, found in groupby(rows, key=lambda row: str(row[0])):
+        some = list(found)
+        places = sorted([*row[width:]] for row in some if row[width] is not None)
+        yield lease_id, _facts((*some[0][:width], places))
+
+
+class _Written(NamedTuple):
+    """A transfer as it is in the store."""
+
+    id: str
+    at: datetime
+    facts: str
+    link: str | None
+    """That of its last posting; None where another transfer was posted after it and with it."""
+    has_more_links: bool
+    """Whether another posting of it has a link too, which none ever has."""
+    last_posting: int
+
+
+def _written(connection: sa.Connection) -> Iterator[_Written]:
+    """Yield each transfer in the order of the ledger."""
+    lines = (postings.c.account, postings.c.amount, postings.c.link, postings.c.id)
+    query = (
+        sa.select(*_TRANSFERS, *lines)
+        .join_from(postings, transfers, transfers.c.id == postings.c.transfer_id)
+        .order_by(postings.c.id)
+    )
+    width = len(_TRANSFERS)
+    for _, found in groupby(_stream(connection, query), key=lambda row: str(row[0])):
+        some = list(found)
+        row = some[0][:width]
+        moved = [(line[width], line[width + 1]) for line in some]
+        *others, link = [line[width + 2] for line in some]
+        facts = _facts((*row, moved))
+        yield _Written(row[0], row[3], facts, link, any(others), some[-1][width + 3])
+
+
+def _posted_together(some: Iterable[_Written]) -> Iterator[list[_Written]]:
+    """Yield transfers by link: those without one belong to the next that has one, if any has."""
+    together = list[_Written]()
+    for written in some:
+        together.append(written)
+        if written.link is not None or written.has_more_links:
+            yield together
+            together = []
+    if together:
+        yield together
+
+
+def _transfers_named(some: Sequence[_Written]) -> str:
+    first, last = (f"{each.id} of {each.at:%Y-%m-%d %H:%M} UTC" for each in (some[0], some[-1]))
+    if len(some) == 1:
+        return f"Transfer {last}"
+    return f"One of the {len(some)} transfers from {first} to {last}"
+
+
+def _compared(
+    connection: sa.Connection, kind: str, some: Iterable[tuple[str, str]]
+) -> Iterator[str]:
+    """Hold the facts of each row against its newest seal."""
+    rows = iter(some)
+    while portion := dict(islice(rows, AT_ONCE)):
+        these = (chain.c.kind == kind) & chain.c.ref.in_(portion)
+        seals = sa.select(chain.c.ref, chain.c.facts).where(these).order_by(chain.c.id)
+        known = {row[0]: row[1] for row in connection.execute(seals)}
+        for ref, facts in portion.items():
+            if ref not in known:
+                yield f"{_named(kind, ref)} was put in by hand: it has no seal."
+            elif known[ref] != _hash(facts):
+                yield f"{_named(kind, ref)} was changed by hand after it was written."
+
+
+def _named(kind: str, ref: str) -> str:
+    return f"Line {ref} of the audit trail" if kind == CHANGE else f"The ended lease {ref}"
+
+
+def _broken(what: str, link: str | None) -> str:
+    if link is None:
+        return (
+            f"{what} has no link to the one before it: it was put in by hand, or what was written "
+            "with it was deleted."
+        )
+    return (
+        f"{what} does not follow the one before it: it was changed or put in by hand, or what "
+        "was before it was deleted."
+    )
+
+
+def _stream(connection: sa.Connection, query: sa.Select[Any]) -> Iterator[Any]:
+    yield from connection.execute(query, execution_options={"yield_per": ROWS})

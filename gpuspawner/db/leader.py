@@ -1,0 +1,337 @@
+"""The leader lock: which hub owns the database, and which one may grant.
+
+A hub's identity is a random id in a file beside its cookie secret, and goes where the hub goes. A
+hub that crashed and starts again is the same hub; one that was installed anew beside the same
+database is another.
+
+A lock that the operating system (SQLite) or the server (PostgreSQL) holds for the hub's process
+and lets go of when the process dies, however it dies: there is no time to wait for and no clock.
+The lock carries the hub's name, so that the accounting services of others know to stand aside.
+
+Whose leases and tickets a database holds is written in it too. While there are any, another hub
+may not grant, lock or no lock, until an admin says so (:meth:`Granter.take_over`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from traitlets.config import Config
+
+from ..core.errors import AnotherHubGrants, ConfigError, NotTheOwner, StoreUnavailable
+from ..devices.closures import note
+from .engine import Store
+from .schema import OPEN_LEASE, OPEN_TICKET, leases, owner, tickets
+
+NAME = "gpuspawner_hub_id"
+_ID = re.compile(r"[0-9a-f]{16}")
+
+
+def identity_file(config: Config) -> Path:
+    """The absolute path of the file for a hub of this configuration, run in this directory."""
+    secret = config.get("JupyterHub", {}).get("cookie_secret_file", "jupyterhub_cookie_secret")
+    return Path(os.path.abspath(str(secret))).parent / NAME
+
+
+def read_identity(path: Path) -> str:
+    """The id in the file; empty when there is none yet. Raises ConfigError or OSError."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    if not _ID.fullmatch(text):
+        what = f"{path} does not hold a hub's id. Put it back from a backup, or remove it"
+        raise ConfigError(what=what)
+    return text
+
+
+def make_identity(path: Path) -> str:
+    """The id in the file, which is made if it is not there: for its owner only.
+
+    Two processes that make it at once get the same. Raises ConfigError or OSError.
+    """
+    if found := read_identity(path):
+        return found
+    part = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        os.write(descriptor, f"{secrets.token_hex(8)}\n".encode())
+        os.fsync(descriptor)
+        with suppress(FileExistsError):
+            os.link(part, path)  # whoever comes first wins, with a file that is whole
+    finally:
+        os.close(descriptor)
+        part.unlink()
+    return read_identity(path)
+
+
+_ANYTHING = sa.select(
+    sa.exists(sa.select(leases.c.id).where(OPEN_LEASE))
+    | sa.exists(sa.select(tickets.c.id).where(OPEN_TICKET))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseOwner:
+    """The one hub that may change leases and tickets."""
+
+    hub: str
+    """Its identity; see :mod:`gpuspawner.db.leader`."""
+    machine: str
+    """The host name it had, for people."""
+    since: datetime
+
+
+def load_owner(connection: sa.Connection) -> DatabaseOwner | None:
+    """The owner; None of a database that had none yet."""
+    row = connection.execute(sa.select(owner.c.hub, owner.c.machine, owner.c.since)).first()
+    return DatabaseOwner(*row) if row else None
+
+
+def replace_owner(connection: sa.Connection, new: DatabaseOwner) -> None:
+    """Make another hub the owner, or the first one."""
+    connection.execute(sa.delete(owner))
+    row = {"id": 1, "hub": new.hub, "machine": new.machine, "since": new.since}
+    connection.execute(sa.insert(owner).values(row))
+
+
+def has_something(connection: sa.Connection) -> bool:
+    """Return True if the owner has open leases or waiting tickets."""
+    return bool(connection.execute(_ANYTHING).scalar_one())
+
+
+_KEY = 0x67707567  # "gpug": the advisory lock of whoever grants
+_LOCK = sa.text(f"SELECT pg_try_advisory_lock({_KEY})")
+_NAME = sa.text("SELECT set_config('application_name', :name, false)")
+_HOLDER = sa.text(
+    "SELECT application_name FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE granted "  # nosec B608
+    "AND locktype = 'advisory' AND classid = 0 AND objsubid = 1 "
+    f"AND objid = {_KEY} AND database = "
+    "(SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+
+SURE = 1.0
+"""Seconds for which one look at a lock that a server holds is enough."""
+
+_TRIES = 5
+"""Somebody may only be looking who holds the lock on a file: it is tried again."""
+
+
+TAKE_OVER = (
+    "Start that hub again, or, if it is gone for good, type in this hub's working directory: "
+    "gpuspawner takeover"
+)
+"""What an admin can do about NotTheOwner."""
+
+
+class Granter:
+    """The right to grant in one store. Every method raises StoreUnavailable.
+
+    ``identity`` is the hub's own (:mod:`gpuspawner.db.leader`); without one, nobody is asked
+    whose the database is.
+    """
+
+    def __init__(self, store: Store, identity: str = "") -> None:
+        self.store = store
+        self.identity = identity
+        self._held: Any = None
+        self._seen_at = -SURE
+        self._taking = threading.Lock()
+
+    @property
+    def sure(self) -> bool:
+        """Whether this process may grant, without a look at anything."""
+        if isinstance(self._held, int):
+            return True
+        return self._held is not None and time.monotonic() - self._seen_at < SURE
+
+    def take(self) -> bool:
+        """Whether this process may grant; the first one that asks may, and goes on so.
+
+        False while another hub runs on the database. Raises NotTheOwner when none runs, but the
+        leases or tickets of another one are open.
+        """
+        with self._taking:
+            if self.sure:
+                return True
+            try:
+                if self._held is None or not self._still_there():
+                    try:
+                        self.require_owner()
+                    except NotTheOwner:
+                        if self.holder():
+                            return False
+                        raise
+                    self._held = self._try()
+                    self._own()
+            except (sa.exc.DBAPIError, sa.exc.TimeoutError, OSError) as error:
+                raise StoreUnavailable() from error
+            self._seen_at = time.monotonic()
+            return self._held is not None
+
+    def give_up(self) -> None:
+        """Let another process grant."""
+        with self._taking:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if isinstance(self._held, int):
+            os.close(self._held)
+        elif self._held is not None:
+            self._held.close()
+        self._held = None
+
+    # Whose the database is.
+
+    def owner(self) -> tuple[DatabaseOwner | None, bool]:
+        """The owner, and whether it has open leases or waiting tickets."""
+        with self.store.read() as connection:
+            return load_owner(connection), has_something(connection)
+
+    def require_owner(self) -> None:
+        """Raises NotTheOwner while the leases or tickets of another hub are open."""
+        if self.identity:
+            _require(self.identity, *self.owner())
+
+    def _own(self) -> None:
+        """Write that the database is this hub's, which holds the lock by now."""
+        if not self.identity or self._held is None:
+            return
+        try:
+            with self.store.write() as connection:
+                found = load_owner(connection)
+                if found is not None and found.hub == self.identity:
+                    return
+                _require(self.identity, found, has_something(connection))
+                replace_owner(connection, _this_hub(self.identity))
+        except BaseException:
+            self._let_go()
+            raise
+
+    def take_over(self, actor: str) -> None:
+        """Make the database this hub's, whoever's its leases were; it stays written who did so.
+
+        Raises AnotherHubGrants while a hub runs on it.
+        """
+        with self._taking:
+            try:
+                self._held = self._try()
+            except (sa.exc.DBAPIError, sa.exc.TimeoutError, OSError) as error:
+                raise StoreUnavailable() from error
+            if self._held is None:
+                raise AnotherHubGrants()
+            try:
+                with self.store.write() as connection:
+                    found, new = load_owner(connection), _this_hub(self.identity)
+                    replace_owner(connection, new)
+                    before = f"{found.hub} ({found.machine})" if found else "nobody"
+                    note(
+                        connection,
+                        at=new.since,
+                        actor=actor,
+                        action="takeover",
+                        subject="hub",
+                        detail=f"from {before} to {new.hub} ({new.machine})",
+                    )
+            finally:
+                self._let_go()
+
+    def holder(self) -> str:
+        """Which hub may grant just now (see :func:`hub_name`); nothing when none does."""
+        try:
+            return self._holder_of_file() if self._is_file else self._holder_at_server()
+        except (sa.exc.DBAPIError, sa.exc.TimeoutError, OSError) as error:
+            raise StoreUnavailable() from error
+
+    # A lock on a file beside the database.
+
+    @property
+    def _is_file(self) -> bool:
+        return self.store.dialect == "sqlite"
+
+    @property
+    def _path(self) -> str:
+        return f"{os.path.abspath(self.store.engine.url.database or '')}.granter"
+
+    def _try_file(self) -> int | None:
+        descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        for _ in range(_TRIES):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+            else:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, hub_name(os.getpid(), self.identity).encode(), 0)
+                return descriptor
+        os.close(descriptor)
+        return None
+
+    def _holder_of_file(self) -> str:
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return ""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return os.pread(descriptor, 1000, 0).decode(errors="replace")
+        else:
+            return ""
+        finally:
+            os.close(descriptor)
+
+    # A lock at the server, which ends with the connection.
+
+    def _try(self) -> Any:
+        return self._try_file() if self._is_file else self._try_server()
+
+    def _try_server(self) -> sa.Connection | None:
+        connection = self.store.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        connection.detach()  # it is not for anybody else, and does not go back to the pool
+        connection.execute(_NAME, {"name": hub_name(os.getpid(), self.identity)})
+        if connection.execute(_LOCK).scalar_one():
+            return connection
+        connection.close()
+        return None
+
+    def _still_there(self) -> bool:
+        try:
+            self._held.execute(sa.text("SELECT 1"))
+        except sa.exc.DBAPIError:
+            with suppress(sa.exc.SQLAlchemyError):
+                self._held.close()
+            self._held = None
+            return False
+        return True
+
+    def _holder_at_server(self) -> str:
+        with self.store.engine.connect() as connection:
+            return str(connection.execute(_HOLDER).scalar() or "")
+
+
+def hub_name(pid: int | str, identity: str = "") -> str:
+    """What a hub is called in its lock: its identity, its machine and its process."""
+    process = f"{socket.gethostname()[:30]}:{pid}"  # PostgreSQL keeps 63 bytes
+    return f"{identity}@{process}" if identity else process
+
+
+def _this_hub(identity: str) -> DatabaseOwner:
+    return DatabaseOwner(identity, socket.gethostname(), datetime.now(timezone.utc))
+
+
+def _require(identity: str, found: DatabaseOwner | None, has_something: bool) -> None:
+    if found is not None and found.hub != identity and has_something:
+        raise NotTheOwner(machine=found.machine)

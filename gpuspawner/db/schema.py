@@ -1,0 +1,721 @@
+"""The database schema: every table, its indexes, and the constraints that forbid the impossible.
+
+* one open lease for each (device, slot) and one for each server: partial unique indexes;
+* one waiting ticket for each server: the same;
+* transfers, postings, the audit trail and its chain never change: triggers, in the migrations;
+* a transfer's idempotency key is unique;
+* an occurrence of a refill is given once: a primary key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    ColumnElement,
+    DateTime,
+    Dialect,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    TypeDecorator,
+    false,
+    literal_column,
+    text,
+)
+
+
+class UTCDateTime(TypeDecorator[datetime]):
+    """An aware time in UTC, to the microsecond, on databases with and without zones."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def bind_processor(self, dialect: Dialect) -> Callable[[datetime | None], Any] | None:
+        """What SQLAlchemy writes into SQLite, in a quarter of the time: a lease writes ten."""
+        return as_text if dialect.name == "sqlite" else super().bind_processor(dialect)
+
+    def result_processor(self, dialect: Dialect, coltype: Any) -> Callable[[Any], Any] | None:
+        """And the same back: a page reads thousands."""
+        return from_text if dialect.name == "sqlite" else super().result_processor(dialect, coltype)
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        return None if value is None else _in_utc(value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            return value.replace(tzinfo=timezone.utc)
+        return value.astimezone(timezone.utc)
+
+
+def as_text(value: datetime | None) -> str | None:
+    """As SQLAlchemy's own type for SQLite writes it: ``2026-11-01 12:00:00.000000``."""
+    if value is None:
+        return None
+    if value.tzinfo is not timezone.utc:
+        value = _in_utc(value)
+    return value.isoformat(" ", "microseconds")[:26]  # without its +00:00
+
+
+def from_text(value: str | None) -> datetime | None:
+    """What :func:`as_text` wrote."""
+    return None if value is None else datetime.fromisoformat(value + "+00:00")
+
+
+def _in_utc(value: datetime) -> datetime:
+    if value.tzinfo is None:
+        raise ValueError("times in the store carry a time zone")
+    return value.astimezone(timezone.utc)
+
+
+metadata = MetaData()
+
+MOST = 2**62
+"""The greatest balance of an account, in microcredits, either way."""
+
+# SQLite gives ids by itself only to INTEGER primary keys.
+_Id = BigInteger().with_variant(Integer, "sqlite")
+
+devices = Table(
+    "devices",
+    metadata,
+    Column("uuid", Text, primary_key=True),
+    Column("index", Integer, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("memory_bytes", BigInteger, nullable=False),
+    Column("pci_bus_id", Text, nullable=False, default=""),
+    Column("parent_uuid", Text),
+    Column("compute_mode", Text, nullable=False, default="default"),
+    Column("slots", Integer, nullable=False, default=1),
+    Column("status", Text, nullable=False),
+    Column("reason", Text, nullable=False, default=""),
+    Column("processes", Text, nullable=False, default="[]"),
+    Column("held_bytes", BigInteger, nullable=False, default=0, server_default=text("0")),
+    Column("source", Text, nullable=False, default=""),
+    Column("observed_at", UTCDateTime, nullable=False),
+    CheckConstraint("slots >= 1", name="devices_have_slots"),
+)
+
+accounts = Table(
+    "accounts",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("balance", BigInteger, nullable=False, default=0),
+    Column("opened_at", UTCDateTime, nullable=False),
+    # Beyond 64 bits SQLite would go on with a float, and lose microcredits without a word.
+    CheckConstraint(f"balance BETWEEN {-MOST} AND {MOST}", name="accounts_balance"),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("user", Text, nullable=False),
+    Column("server_name", Text, nullable=False, default=""),
+    Column("account", Text, ForeignKey("accounts.name"), nullable=False),
+    Column("environment", Text, nullable=False, default=""),
+    Column("rate", BigInteger, nullable=False),
+    Column("hold", BigInteger, nullable=False),
+    Column("charged", BigInteger, nullable=False, default=0),
+    Column("state", Text, nullable=False),
+    Column("engine", Text, nullable=False, default=""),
+    Column("engine_ref", Text, nullable=False, default=""),
+    Column("engine_id", Text, nullable=False, default="", server_default=text("''")),
+    Column("granted_at", UTCDateTime, nullable=False),
+    Column("started_at", UTCDateTime),
+    # When the server answered, or was adopted; none where that is when it was started.
+    Column("answered_at", UTCDateTime),
+    Column("seen_at", UTCDateTime),
+    Column("ended_at", UTCDateTime),
+    Column("end_reason", Text, nullable=False, default=""),
+    Column("warned_at", UTCDateTime),
+    Column("group", Text, nullable=False, default="", server_default=text("''")),
+    Column("seconds", BigInteger),
+    Column("extended", BigInteger, nullable=False, default=0, server_default=text("0")),
+    Column("told_minutes", Float),
+    Column("ticket_id", Text),
+    Column("claim_seconds", BigInteger),
+    Column("claimed_at", UTCDateTime),
+    Column("outcome", Text, nullable=False, default="", server_default=text("''")),
+    Column("when_dry", Text, nullable=False, default="stop", server_default=text("'stop'")),
+    Column("overdraft", BigInteger, nullable=False, default=0, server_default=text("0")),
+    Column("waived", BigInteger, nullable=False, default=0, server_default=text("0")),
+    Column("refunded", BigInteger, nullable=False, default=0, server_default=text("0")),
+    Column("told_dry", Float),
+    # Over how many days of UTC its totals are spread; none until it has ended and was added up.
+    Column("days", Integer),
+    CheckConstraint("state IN ('granted', 'running', 'ended')", name="leases_state"),
+    CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="leases_end"),
+    CheckConstraint("rate >= 0 AND hold >= 0 AND charged >= 0", name="leases_amounts"),
+)
+# Literals, not parameters: so that a partial index fits whatever the values are.
+OPEN_LEASE = leases.c.state != literal_column("'ended'")
+Index(
+    "one_open_lease_a_server",
+    leases.c.user,
+    leases.c.server_name,
+    unique=True,
+    sqlite_where=OPEN_LEASE,
+    postgresql_where=OPEN_LEASE,
+)
+Index("leases_by_account", leases.c.account, leases.c.granted_at)
+Index("leases_by_user", leases.c.user, leases.c.granted_at)
+Index("leases_by_end", leases.c.ended_at, leases.c.started_at)
+Index("leases_by_grant", leases.c.granted_at)
+Index("open_leases", leases.c.account, sqlite_where=OPEN_LEASE, postgresql_where=OPEN_LEASE)
+TO_ADD_UP = (leases.c.state == literal_column("'ended'")) & leases.c.days.is_(None)
+Index("leases_to_add_up", leases.c.id, sqlite_where=TO_ADD_UP, postgresql_where=TO_ADD_UP)
+LONG_LEASE = leases.c.days > literal_column("2")
+Index(
+    "long_leases",
+    leases.c.ended_at,
+    leases.c.started_at,
+    sqlite_where=LONG_LEASE,
+    postgresql_where=LONG_LEASE,
+)
+
+lease_places = Table(
+    "lease_places",
+    metadata,
+    Column("lease_id", Text, ForeignKey("leases.id"), primary_key=True),
+    Column("uuid", Text, primary_key=True),
+    Column("slot", Integer, primary_key=True),
+    Column("index", Integer, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("memory_bytes", BigInteger, nullable=False),
+    Column("open", Boolean, nullable=False, default=True),
+)
+# Written out too: of the column itself SQLAlchemy makes "open = 1" for SQLite.
+OPEN_PLACE: ColumnElement[bool] = literal_column("open")
+Index(
+    "one_open_lease_a_slot",
+    lease_places.c.uuid,
+    lease_places.c.slot,
+    unique=True,
+    sqlite_where=OPEN_PLACE,
+    postgresql_where=OPEN_PLACE,
+)
+
+tickets = Table(
+    "tickets",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("user", Text, nullable=False),
+    Column("server_name", Text, nullable=False, default=""),
+    Column("group", Text, nullable=False, default=""),
+    Column("account", Text, nullable=False, default=""),
+    Column("request", Text, nullable=False),
+    Column("options", Text, nullable=False, default="{}"),
+    Column("engine", Text, nullable=False, default=""),
+    Column("seconds", BigInteger),
+    Column("priority", Integer, nullable=False, default=0),
+    Column("boost", Float, nullable=False, default=0.0),
+    Column("position", Integer),
+    Column("last", Boolean, nullable=False, default=False),
+    Column("version", Integer, nullable=False, default=1),
+    Column("state", Text, nullable=False),
+    Column("created_at", UTCDateTime, nullable=False),
+    Column("ended_at", UTCDateTime),
+    Column("outcome", Text, nullable=False, default=""),
+    Column("end_reason", Text, nullable=False, default=""),
+    Column("lease_id", Text, ForeignKey("leases.id")),
+    Column("when_dry", Text, nullable=False, default="stop", server_default=text("'stop'")),
+    Column("overdraft", BigInteger, nullable=False, default=0, server_default=text("0")),
+    CheckConstraint("state IN ('waiting', 'ended')", name="tickets_state"),
+    CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="tickets_end"),
+    CheckConstraint("(state = 'ended') = (outcome != '')", name="tickets_outcome"),
+)
+OPEN_TICKET = tickets.c.state == literal_column("'waiting'")
+Index(
+    "one_open_ticket_a_server",
+    tickets.c.user,
+    tickets.c.server_name,
+    unique=True,
+    sqlite_where=OPEN_TICKET,
+    postgresql_where=OPEN_TICKET,
+)
+
+transfers = Table(
+    "transfers",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("key", Text, nullable=False, unique=True),
+    Column("kind", Text, nullable=False),
+    Column("at", UTCDateTime, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("lease_id", Text, ForeignKey("leases.id")),
+)
+Index("transfers_by_lease", transfers.c.lease_id)
+
+postings = Table(
+    "postings",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("transfer_id", Text, ForeignKey("transfers.id"), nullable=False),
+    Column("account", Text, ForeignKey("accounts.name"), nullable=False),
+    Column("amount", BigInteger, nullable=False),
+    # Whether it is no charge of a lease and no settlement of one: what its times do not tell.
+    Column("apart", Boolean, nullable=False, default=False, server_default=false()),
+    # In the last posting of a transfer: the hash of it and of the transfer before it. See
+    # db/hash_chain.py.
+    Column("link", Text),
+)
+APART: ColumnElement[bool] = literal_column("postings.apart")
+_apart: ColumnElement[bool] = literal_column("apart")
+Index(
+    "postings_apart",
+    postings.c.account,
+    postings.c.id,
+    sqlite_where=_apart,
+    postgresql_where=_apart,
+)
+Index("postings_by_account", postings.c.account, postings.c.id)
+Index("postings_by_transfer", postings.c.transfer_id)
+
+closures = Table(
+    "closures",
+    metadata,
+    # "granting" (maintenance), or a device's UUID: nobody new on it.
+    Column("subject", Text, primary_key=True),
+    Column("at", UTCDateTime, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False, default=""),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("at", UTCDateTime, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("detail", Text, nullable=False, default=""),
+)
+
+owner = Table(
+    "owner",
+    metadata,
+    # The one hub that may change what is here, by its identity.
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("hub", Text, nullable=False),
+    Column("machine", Text, nullable=False, default="", server_default=text("''")),
+    Column("since", UTCDateTime, nullable=False),
+    CheckConstraint("id = 1", name="owner_one"),
+)
+
+chain = Table(
+    "chain",
+    metadata,
+    # Seals of lines of the audit trail and of ended leases, each with that before it.
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("kind", Text, nullable=False),
+    Column("ref", Text, nullable=False),
+    Column("facts", Text, nullable=False),
+    # The newest posting at that time; 0 if there was none.
+    Column("posting", BigInteger, nullable=False),
+    Column("link", Text, nullable=False),
+)
+Index("chain_by_ref", chain.c.kind, chain.c.ref)
+
+notices = Table(
+    "notices",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("key", Text, nullable=False, unique=True),
+    Column("user", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("title", Text, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("at", UTCDateTime, nullable=False),
+    Column("sent_at", UTCDateTime),
+    Column("tries", Integer, nullable=False, default=0),
+    Column("error", Text, nullable=False, default=""),
+)
+UNSENT = notices.c.sent_at.is_(None)
+Index("notices_unsent", notices.c.id, sqlite_where=UNSENT, postgresql_where=UNSENT)
+Index("notices_by_user", notices.c.user, notices.c.id)
+
+notice_choices = Table(
+    "notice_choices",
+    metadata,
+    Column("user", Text, primary_key=True),
+    Column("channel", Text, primary_key=True),
+    Column("address", Text, nullable=False, default=""),
+    Column("kinds", Text, nullable=False),
+)
+
+payers = Table(
+    "payers",
+    metadata,
+    # Who pays for a member who does not say it each time.
+    Column("user", Text, primary_key=True),
+    Column("account", Text, ForeignKey("accounts.name"), nullable=False),
+    Column("at", UTCDateTime, nullable=False),
+)
+
+lots = Table(
+    "lots",
+    metadata,
+    # Credits that end: the grant that gave them, and what was taken back at their end.
+    Column("transfer_id", Text, ForeignKey("transfers.id"), primary_key=True),
+    Column("account", Text, ForeignKey("accounts.name"), nullable=False),
+    Column("amount", BigInteger, nullable=False),
+    Column("starts_at", UTCDateTime, nullable=False),
+    Column("ends_at", UTCDateTime, nullable=False),
+    Column("cancelled_at", UTCDateTime),
+    Column("closed_at", UTCDateTime),
+    Column("taken", BigInteger, nullable=False, default=0),
+    Column("takes", Integer, nullable=False, default=0),
+    CheckConstraint("ends_at > starts_at", name="lots_end"),
+    CheckConstraint("amount > 0 AND taken >= 0 AND taken <= amount", name="lots_amounts"),
+)
+OPEN_LOT = lots.c.closed_at.is_(None)
+Index("lots_by_account", lots.c.account, lots.c.ends_at)
+Index("open_lots", lots.c.ends_at, sqlite_where=OPEN_LOT, postgresql_where=OPEN_LOT)
+
+refills = Table(
+    "refills",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("rule", Text, nullable=False),
+    Column("zone", Text, nullable=False),
+    Column("starts_at", UTCDateTime, nullable=False),
+    Column("mode", Text, nullable=False),
+    Column("amount", BigInteger, nullable=False),
+    Column("cap", BigInteger),
+    Column("audience", Text, nullable=False),
+    Column("keep_seconds", BigInteger),
+    Column("reason", Text, nullable=False),
+    Column("made_at", UTCDateTime, nullable=False),
+    Column("made_by", Text, nullable=False),
+    # The occurrence that is given next; none when there is no other.
+    Column("next_at", UTCDateTime),
+    Column("ended_at", UTCDateTime),
+    CheckConstraint("mode IN ('add', 'top_up')", name="refills_mode"),
+    CheckConstraint("amount > 0 AND cap > 0 AND keep_seconds > 0", name="refills_amounts"),
+)
+
+refill_runs = Table(
+    "refill_runs",
+    metadata,
+    Column("refill_id", Text, ForeignKey("refills.id"), primary_key=True),
+    Column("occurrence", UTCDateTime, primary_key=True),
+    Column("at", UTCDateTime, nullable=False),
+    Column("accounts", Integer, nullable=False),
+    Column("total", BigInteger, nullable=False),
+)
+
+rates = Table(
+    "rates",
+    metadata,
+    # An admin's own, before those of the configuration. One that was removed stays written.
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("amount", BigInteger, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("environment", Text, nullable=False),
+    Column("slots", Integer),
+    Column("hours", Text, nullable=False, default=""),
+    Column("zone", Text, nullable=False),
+    Column("since", UTCDateTime, nullable=False),
+    Column("set_at", UTCDateTime, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False, default=""),
+    Column("removed_at", UTCDateTime),
+    CheckConstraint("amount >= 0 AND amount <= 1000000000000", name="rates_amount"),
+    CheckConstraint("slots >= 1", name="rates_slots"),
+    CheckConstraint("since >= set_at", name="rates_since"),
+)
+
+
+batch_jobs = Table(
+    "batch_jobs",
+    metadata,
+    # Cluster, number and start: a number can come again after a reset.
+    Column("id", Text, primary_key=True),
+    Column("cluster", Text, nullable=False),
+    Column("label", Text, nullable=False),
+    Column("name", Text, nullable=False),
+    # Whose it is on the nodes; the member and who pays only if that is a member of ours.
+    Column("user", Text, nullable=False),
+    Column("member", Text),
+    Column("account", Text, ForeignKey("accounts.name")),
+    # Microcredits an hour for all that it has, and what that is in words.
+    Column("rate", BigInteger, nullable=False),
+    Column("devices", Text, nullable=False),
+    Column("started_at", UTCDateTime, nullable=False),
+    Column("ended_at", UTCDateTime),
+    Column("seconds", BigInteger, nullable=False, server_default=text("0")),
+    Column("charged", BigInteger, nullable=False, server_default=text("0")),
+    # How many transfers that took.
+    Column("entries", Integer, nullable=False, server_default=text("0")),
+    CheckConstraint("(member IS NULL) = (account IS NULL)", name="batch_jobs_member"),
+    CheckConstraint("account IS NOT NULL OR charged = 0", name="batch_jobs_account"),
+    CheckConstraint("rate >= 0 AND seconds >= 0 AND charged >= 0", name="batch_jobs_amounts"),
+)
+OPEN_JOB = batch_jobs.c.ended_at.is_(None)
+_open: ColumnElement[bool] = literal_column("ended_at IS NULL")
+Index(
+    "batch_jobs_open",
+    batch_jobs.c.cluster,
+    batch_jobs.c.started_at,
+    sqlite_where=_open,
+    postgresql_where=_open,
+)
+Index("batch_jobs_by_end", batch_jobs.c.cluster, batch_jobs.c.ended_at)
+
+batch_marks = Table(
+    "batch_marks",
+    metadata,
+    # How far a cluster's jobs were read, and held against our sessions.
+    Column("cluster", Text, primary_key=True),
+    Column("since", UTCDateTime, nullable=False),
+    Column("until", UTCDateTime, nullable=False),
+    Column("audited_until", UTCDateTime, nullable=False),
+    CheckConstraint("until >= since", name="batch_marks_until"),
+)
+
+member_groups = Table(
+    "member_groups",
+    metadata,
+    # The groups of members as the hub said last, of those that have a say or an account.
+    Column("user", Text, primary_key=True),
+    Column("groups", Text, nullable=False),
+    Column("at", UTCDateTime, nullable=False),
+)
+
+
+clock_offsets = Table(
+    "clock_offsets",
+    metadata,
+    # One row for each boot of the machine; columns as in gpuspawner.core.clock.Offset.
+    Column("boot_id", Text, primary_key=True),
+    Column("offset", BigInteger, nullable=False),
+    Column("kept_at", BigInteger, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("step", BigInteger, nullable=False, server_default=text("0")),
+    Column("stepped_at", BigInteger, nullable=False, server_default=text("0")),
+    Column("stepped_after", BigInteger, nullable=False, server_default=text("0")),
+    Column("before", BigInteger),
+    Column("measured_at", BigInteger, nullable=False),
+    Column("moved", BigInteger, nullable=False, server_default=text("0")),
+    Column("moved_at", BigInteger, nullable=False, server_default=text("0")),
+    Column("moved_after", BigInteger, nullable=False, server_default=text("0")),
+    Column("raised", BigInteger, nullable=False, server_default=text("0")),
+)
+
+
+quota_projects = Table(
+    "quota_projects",
+    metadata,
+    # Never taken away: what lies on a disk under an id must not become somebody else's.
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("source", Text, nullable=False, unique=True),
+)
+
+workspaces = Table(
+    "workspaces",
+    metadata,
+    # A directory of the engine's machine, or the name of a volume.
+    Column("source", Text, primary_key=True),
+    Column("user", Text, nullable=False),
+    Column("seen_at", UTCDateTime, nullable=False),
+    Column("quota", BigInteger),
+    Column("busy", Text, nullable=False, default="", server_default=text("''")),
+)
+Index("workspaces_by_user", workspaces.c.user)
+
+folders = Table(
+    "folders",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("owner", Text, nullable=False),
+    Column("made_at", UTCDateTime, nullable=False),
+    Column("left_at", UTCDateTime),
+    Column("deleted_at", UTCDateTime),
+)
+Index("folders_by_owner", folders.c.owner)
+
+folder_members = Table(
+    "folder_members",
+    metadata,
+    Column("folder_id", Text, ForeignKey("folders.id"), primary_key=True),
+    Column("user", Text, primary_key=True),
+    Column("write", Boolean, nullable=False),
+    Column("invited_by", Text, nullable=False),
+    Column("invited_at", UTCDateTime, nullable=False),
+    Column("accepted_at", UTCDateTime),
+)
+Index("folder_members_by_user", folder_members.c.user)
+
+
+def _words(name: str) -> Column[str]:
+    return Column(name, Text, nullable=False, server_default=text("''"))
+
+
+device_health = Table(
+    "device_health",
+    metadata,
+    Column("uuid", Text, primary_key=True),
+    Column("verdict", Text, nullable=False),
+    _words("cause"),
+    _words("reason"),
+    Column("since", UTCDateTime, nullable=False),
+    Column("fault_at", UTCDateTime),
+    Column("last_at", UTCDateTime),
+    Column("falls", Integer, nullable=False, server_default=text("0")),
+    Column("fell_at", UTCDateTime),
+    Column("probed_at", UTCDateTime),
+    # What the last probe that failed said.
+    _words("probe"),
+    # Causes with commas between them.
+    _words("accepted"),
+    CheckConstraint("verdict IN ('fine', 'watch', 'sick')", name="device_health_verdict"),
+    CheckConstraint("(verdict = 'sick') = (fault_at IS NOT NULL)", name="device_health_fault"),
+)
+
+sick_leases = Table(
+    "sick_leases",
+    metadata,
+    # What was on a device when it fell sick, the first time if there were several.
+    Column("lease_id", Text, ForeignKey("leases.id"), primary_key=True),
+    Column("uuid", Text, nullable=False),
+    _words("cause"),
+    _words("reason"),
+    Column("fault_at", UTCDateTime, nullable=False),
+    Column("told_at", UTCDateTime, nullable=False),
+    # When what it cost since was given back, after its end; and how much, in microcredits.
+    Column("settled_at", UTCDateTime),
+    Column("refunded", BigInteger, nullable=False, server_default=text("0")),
+    CheckConstraint("refunded >= 0", name="sick_leases_refunded"),
+)
+UNSETTLED = sick_leases.c.settled_at.is_(None)
+_unsettled: ColumnElement[bool] = literal_column("settled_at IS NULL")
+Index(
+    "sick_leases_unsettled",
+    sick_leases.c.lease_id,
+    sqlite_where=_unsettled,
+    postgresql_where=_unsettled,
+)
+
+
+roster = Table(
+    "roster",
+    metadata,
+    # Names as the Hub has them, in small letters; one entry for each course of a member.
+    Column("user", Text, primary_key=True),
+    Column("course", Text, primary_key=True),
+    Column("groups", Text, nullable=False, server_default=text("''")),
+    Column("mail", Text, nullable=False, server_default=text("''")),
+    Column("starts_at", UTCDateTime),
+    Column("ends_at", UTCDateTime),
+    Column("listed_at", UTCDateTime, nullable=False),
+)
+
+memberships = Table(
+    "memberships",
+    metadata,
+    # One row for everybody who ever signed in as a member.
+    Column("user", Text, primary_key=True),
+    # Whether the roster is what lets them in: then its end is the end.
+    Column("by_roster", Boolean, nullable=False, server_default=false()),
+    Column("since", UTCDateTime, nullable=False),
+    Column("ended_at", UTCDateTime),
+    Column("reason", Text, nullable=False, server_default=text("''")),
+    Column("actor", Text, nullable=False, server_default=text("''")),
+    # When they were shown the welcome page.
+    Column("welcomed_at", UTCDateTime),
+)
+ENDED = memberships.c.ended_at.isnot(None)
+Index("former_members", memberships.c.user, sqlite_where=ENDED, postgresql_where=ENDED)
+
+
+totals = Table(
+    "totals",
+    metadata,
+    # What ended leases used and cost, by one of their names, in a day or a month of UTC.
+    Column("by", Text, primary_key=True),
+    Column("span", Text, primary_key=True),
+    Column("since", UTCDateTime, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("micros", BigInteger, nullable=False),
+    Column("cost", BigInteger, nullable=False),
+    Column("sessions", BigInteger, nullable=False),
+    CheckConstraint("span IN ('day', 'month', 'ever')", name="totals_span"),
+)
+
+moved = Table(
+    "moved",
+    metadata,
+    # Microcredits that came to and went from an account of the ledger's own, up to a posting.
+    Column("account", Text, ForeignKey("accounts.name"), primary_key=True),
+    Column("came", BigInteger, nullable=False),
+    Column("went", BigInteger, nullable=False),
+    Column("last", BigInteger, nullable=False),
+)
+
+
+def _sum(name: str) -> Column[int]:
+    return Column(name, BigInteger, nullable=False, server_default=text("0"))
+
+
+device_use = Table(
+    "device_use",
+    metadata,
+    Column("uuid", Text, primary_key=True),
+    # 60 or 3600.
+    Column("seconds", Integer, primary_key=True),
+    Column("since", UTCDateTime, primary_key=True),
+    _sum("samples"),
+    _sum("known"),
+    _sum("busy"),
+    _sum("measured"),
+    _sum("use_sum"),
+    _sum("use_max"),
+    _sum("memory_max"),
+    _sum("powered"),
+    _sum("milliwatts_sum"),
+    Column("celsius_max", Integer),
+    Column("sm_mhz_max", Integer),
+    _sum("throttle"),
+    _sum("ecc_errors"),
+    # Numbers with commas between them.
+    Column("xids", Text, nullable=False, server_default=text("''")),
+    _sum("processes"),
+    _sum("strangers"),
+    Column("error", Text, nullable=False, server_default=text("''")),
+    # Whether a minute is in its hour.
+    Column("summed", Boolean, nullable=False, server_default=false()),
+    CheckConstraint("seconds IN (60, 3600)", name="device_use_seconds"),
+    CheckConstraint("busy <= known AND known <= samples", name="device_use_samples"),
+)
+TO_SUM = (device_use.c.seconds == literal_column("60")) & (literal_column("NOT summed"))
+Index("device_use_by_time", device_use.c.seconds, device_use.c.since)
+Index("device_use_to_sum", device_use.c.since, sqlite_where=TO_SUM, postgresql_where=TO_SUM)
+
+idle = Table(
+    "idle",
+    metadata,
+    # How long the GPUs of an open lease have rested, as credit that is left.
+    Column("lease_id", Text, ForeignKey("leases.id"), primary_key=True),
+    Column("credit", Float, nullable=False),
+    # What began before this is judged.
+    Column("judged_until", UTCDateTime, nullable=False),
+    Column("warned_at", UTCDateTime),
+    Column("stops_at", UTCDateTime),
+    Column("snoozes", Integer, nullable=False, server_default=text("0")),
+)

@@ -1,0 +1,195 @@
+"""``gpuspawner devices``: every device, what it is doing and for whom."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..cli.config import Settings
+from ..cli.output import count, exact, note, show, table, utc
+from ..leases import repository as leases_repository
+from ..leases.models import Lease
+from ..ledger.pricing import Rates
+from ..monitoring.health import SICK, WATCH
+from ..monitoring.models import DeviceUse
+from ..services import Broker, utcnow
+from . import closures, repository
+from .models import Inventory
+from .placement import format_memory
+from .repository import StoredHealth
+from .snapshots import DeviceView, Overview, count_models, device_views
+from .source import open_source
+
+
+def devices(arguments: argparse.Namespace, settings: Settings) -> int:
+    """List the devices."""
+    if (missing := settings.missing_database()) is None:
+        broker = settings.open_broker()
+        rates, leases, use = broker.all_rates(), broker.open_leases(), broker.use_now()
+        overview, health = _overview(look(settings, broker), rates), broker.health()
+    else:
+        note(f"There is no database at {missing} yet: what is leased is not known.")
+        overview = _overview(look(settings, None), settings.broker.read_rates())
+        leases, use, health = [], {}, {}
+    told = Told({lease.id: lease for lease in leases}, use, health)
+    show(arguments.json, _plain(overview, told), _text(overview, told))
+    return 1 if overview.error else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the store tells of devices."""
+
+    leases: dict[str, Lease]
+    """Those that are open, by id."""
+    use: dict[str, DeviceUse]
+    health: dict[str, StoredHealth]
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesReport:
+    """What this process sees of the devices, beside what the store knows."""
+
+    inventory: Inventory
+    views: tuple[DeviceView, ...]
+
+
+def look(settings: Settings, broker: Broker | None) -> DevicesReport:
+    """Look at the devices and write nothing: who types this may see less than the hub does.
+
+    Without a broker nothing is known of leases and of devices that are gone. Raises
+    ConfigError and StoreUnavailable.
+    """
+    elsewhere = broker is not None and broker.delegate
+    source = elsewhere or open_source(settings.broker.device_source)
+    inventory = source.observe(utcnow())
+    if broker is None:
+        return DevicesReport(inventory, device_views(inventory.devices, {}))
+
+    def read(connection: sa.Connection) -> DevicesReport:
+        known = repository.load_devices(connection, inventory.source)
+        seen = repository.as_seen(known, inventory)
+        taken, closed = leases_repository.taken(connection), closures.load(connection)
+        views = broker.on_machines(device_views(seen, taken, closed))
+        return DevicesReport(inventory, views)
+
+    return broker.store.run(read)
+
+
+def _overview(seen: DevicesReport, rates: Rates) -> Overview:
+    inventory = seen.inventory
+    return Overview(
+        devices=seen.views,
+        models=count_models(seen.views, rates.card(utcnow())),
+        source=inventory.source,
+        error=inventory.error,
+        driver_version=inventory.driver_version,
+        cuda_version=inventory.cuda_version,
+    )
+
+
+def _text(overview: Overview, told: Told) -> str:
+    lines = []
+    if overview.devices:
+        headers = ("INDEX", "MODEL", "MEMORY", "STATE", "USE", "UUID", "DETAIL")
+        rows = [
+            (
+                view.name,
+                view.device.model,
+                format_memory(view.device.memory_bytes),
+                view.state,
+                use_text(told.use.get(view.device.uuid)),
+                view.device.uuid,
+                _detail(view, told),
+            )
+            for view in overview.devices
+        ]
+        lines += [table(headers, rows, right=("INDEX", "MEMORY", "USE")), ""]
+    if overview.error:
+        lines.append(f"The devices cannot be seen: {overview.error}")
+    free = f"{overview.free} of {count(overview.total, 'device')} free"
+    seen_by = "NVML" if overview.source == "nvml" else overview.source
+    lines.append(f"{free} ({seen_by})" if overview.total else f"No devices ({seen_by})")
+    return "\n".join(lines)
+
+
+def use_text(minute: DeviceUse | None) -> str:
+    """What a device did in the last minute: how much of it kernels ran, or, of one whose use NVML
+    cannot tell, whether processes hold it."""
+    if minute is None or not minute.known:
+        return "?"
+    if minute.use is not None:
+        return f"{minute.use:.0f} %"
+    return "processes" if minute.busy else "none"
+
+
+def _detail(view: DeviceView, told: Told) -> str:
+    lease = told.leases.get(view.lease_id or "")
+    known = told.health.get(view.device.uuid)
+    parts = (str(lease.server) if lease else "", view.detail, _health(known) if known else "")
+    return ", ".join(filter(None, parts))
+
+
+def _health(known: StoredHealth) -> str:
+    """What the state of a device does not tell yet."""
+    if known.state.verdict == WATCH and known.state.reason:
+        return f"on watch: {known.state.reason}"
+    if known.state.verdict == SICK and known.probe:
+        return f"its last probe failed: {known.probe}"
+    return ""
+
+
+def _plain(overview: Overview, told: Told) -> dict[str, Any]:
+    return {
+        "source": overview.source,
+        "error": overview.error,
+        "driver_version": overview.driver_version,
+        "cuda_version": overview.cuda_version,
+        "total": overview.total,
+        "free": overview.free,
+        "devices": [_plain_device(view, told) for view in overview.devices],
+        "models": [asdict(model) | {"rate": exact(model.rate)} for model in overview.models],
+    }
+
+
+def _plain_device(view: DeviceView, told: Told) -> dict[str, Any]:
+    minute = told.use.get(view.device.uuid)
+    lease = told.leases.get(view.lease_id or "")
+    known = told.health.get(view.device.uuid)
+    device = asdict(view.device) | {"status": view.device.status.value}
+    return device | {
+        "state": view.state,
+        "detail": view.detail,
+        "lease": view.lease_id,
+        "member": lease.server.user if lease else None,
+        "health": known and _plain_health(known),
+        "last_minute": minute and _plain_use(minute),
+    }
+
+
+def _plain_health(known: StoredHealth) -> dict[str, Any]:
+    state = known.state
+    return {
+        "verdict": state.verdict,
+        "cause": state.cause,
+        "reason": state.reason,
+        "since": utc(state.since),
+        "falls": state.falls,
+        "failed_probe": known.probe if state.verdict == SICK else "",
+    }
+
+
+def _plain_use(minute: DeviceUse) -> dict[str, Any]:
+    return {
+        "since": minute.since.isoformat(),
+        "use_percent": minute.use,
+        "judged_by": minute.judged_by,
+        "busy_seconds": minute.busy,
+        "memory_bytes": minute.memory_max,
+        "watts": minute.watts,
+        "celsius": minute.celsius_max,
+        "error": minute.error,
+    }

@@ -1,0 +1,500 @@
+"""Which slots a request gets, and the sentences for refusals. Pure.
+
+The rules, in order:
+
+1. A device that does not answer, is in MIG mode, is set to ``prohibited``, is fully taken or is
+   occupied by a process that no lease explains, or whose memory is held, is never given.
+2. Devices of one lease are distinct and of one model, so that a job runs evenly on all of them.
+3. The tightest fit wins: the least memory that suffices, so that large devices stay free.
+4. Of several that fit equally: N devices are the best connected ones; a single device is the one
+   that the other free ones miss least.
+5. What is left equal is settled by the lowest index, so that the same question always has the
+   same answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..core.errors import NoDeviceFree, TooMuchAsked
+from ..leases.models import Request, Slot
+from .models import Device, DeviceStatus, Inventory, model_matches, model_words
+from .topology import ALONE, Links, Near, best_connected, neighbours
+
+
+def must_run(request: Request, inventory: Inventory) -> None:
+    """Raises TooMuchAsked when the driver, or the CUDA version that it offers, is too old.
+
+    One that nobody can tell, as of simulated devices, is no reason to refuse.
+    """
+    if not request.devices:
+        return
+    name = f"The environment {request.environment!r}" if request.environment else "This environment"
+    for what, needed, there in (
+        ("NVIDIA driver", request.min_driver, inventory.driver_version),
+        ("CUDA", request.min_cuda, inventory.cuda_version),
+    ):
+        if _is_older(there, needed):
+            raise TooMuchAsked(
+                f"{name} needs {what} {needed} or newer, and this machine has {there}. Start it "
+                "without a GPU, choose another, or ask your admin for a newer driver."
+            )
+
+
+def _is_older(there: str, needed: str) -> bool:
+    if not needed or not re.match(r"[0-9]", there):
+        return False
+    ours, theirs = _numbers(there), _numbers(needed)
+    return ours + (0,) * (len(theirs) - len(ours)) < theirs
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"[0-9]+", version)[:4])
+
+
+def suitable(request: Request, devices: Iterable[Device]) -> list[Device]:
+    """The devices that the request allows, free or not.
+
+    A model that is written exactly as a device's own name means that model alone: a member who
+    picked ``NVIDIA A100-SXM4-40GB`` from a list does not get an instance of one.
+    """
+    enough = [d for d in devices if d.memory_bytes >= request.memory_bytes]
+    return of_model(request.model, of_environment(request, enough))
+
+
+def asks_for(request: Request, devices: Iterable[Device], uuids: AbstractSet[str]) -> bool:
+    """Whether a request is met by all of just these devices."""
+    fitting = {device.uuid for device in suitable(request, devices)}
+    return 0 < request.devices == len(uuids) and uuids <= fitting
+
+
+def of_environment(request: Request, devices: list[Device]) -> list[Device]:
+    """Those that the environment of the request runs on."""
+    if not request.models:
+        return devices
+    models = {d.model for d in devices}
+    named = {m for m in models if any(model_matches(wanted, m) for wanted in request.models)}
+    return [d for d in devices if d.model in named]
+
+
+def by_model(devices: Iterable[Device]) -> dict[str, list[Device]]:
+    """The devices in groups of one model, each in the order given."""
+    groups: dict[str, list[Device]] = {}
+    for device in devices:
+        groups.setdefault(device.model, []).append(device)
+    return groups
+
+
+def most_of_one_model(devices: Iterable[Device]) -> int:
+    """How many devices the largest group of one model has."""
+    return max(Counter(d.model for d in devices).values(), default=0)
+
+
+def of_model(wanted: str | None, devices: list[Device]) -> list[Device]:
+    """Those of the wanted model: of exactly that name, or else whose name has its words."""
+    words = model_words(wanted or "")
+    if not words:
+        return devices
+    models = {d.model for d in devices}
+    named = {m for m in models if model_words(m) == words} or {
+        m for m in models if model_matches(wanted or "", m)
+    }
+    return [d for d in devices if d.model in named]
+
+
+def no_device_free(
+    request: Request,
+    matching: list[Device],
+    candidates: list[Device],
+    taken: Collection[Slot],
+) -> NoDeviceFree:
+    """Waiting would help. ``matching`` are the devices that the request allows, ``candidates``
+    those of them that are free; each matching device counts once, as the first that is true of
+    free, in use, unknown, drained, occupied."""
+    free = {d.uuid for d in candidates}
+    busy = {place.uuid for place in taken}
+    counts: Counter[str] = Counter()
+    for device in matching:
+        if device.uuid in free:
+            counts["free"] += 1
+        elif device.uuid in busy:
+            counts["in_use"] += 1
+        elif device.status is DeviceStatus.UNKNOWN:
+            counts["unknown"] += 1
+        elif device.status is DeviceStatus.DRAINED:
+            counts["drained"] += 1
+        else:
+            counts["occupied"] += 1
+    return NoDeviceFree(
+        _who_has_them(request, len(matching), counts, most_of_one_model(candidates)),
+        matching=len(matching),
+        **{state: counts[state] for state in ("in_use", "occupied", "unknown", "drained", "free")},
+    )
+
+
+def too_much_asked(
+    request: Request, existing: list[Device], matching: list[Device]
+) -> TooMuchAsked:
+    """Waiting would not help. ``existing`` are all devices that could ever be leased."""
+    most = most_of_one_model(matching)
+    return TooMuchAsked(
+        _what_would_fit(request, existing, matching, most),
+        asked=request.devices,
+        most=most,
+        existing=len(existing),
+    )
+
+
+def format_memory(memory_bytes: int) -> str:
+    """Bytes as people name a GPU's memory: ``80 GB`` for 80 GiB and for 80 x 10^9 bytes."""
+    gib, rest = divmod(memory_bytes, 2**30)
+    return f"{memory_bytes // 10**9 if rest else gib} GB"
+
+
+def _who_has_them(request: Request, total: int, counts: Mapping[str, int], most_free: int) -> str:
+    if counts["in_use"] == total:
+        kind = _kind(total, request)
+        return f"The only {kind} is in use." if total == 1 else f"All {total} {kind} are in use."
+    why = _listing(
+        [
+            _count(counts["in_use"], "is in use", "are in use"),
+            _count(counts["occupied"], "is used", "are used", " by programs outside the hub"),
+            _count(counts["unknown"], "does not answer", "do not answer"),
+            _count(counts["drained"], "is drained", "are drained"),
+        ]
+    )
+    if not counts["free"]:
+        return f"No {_kind(1, request)} is free: of {total}, {why}."
+    asked = f"You asked for {request.devices} {_kind(request.devices, request)}"
+    if most_free < counts["free"]:
+        only = _count(most_free, "of one model is", "of one model are")
+    else:
+        only = _count(counts["free"], "is", "are")
+    return f"{asked}, and only {only} free: of {total}, {why}."
+
+
+def _what_would_fit(
+    request: Request, existing: list[Device], matching: list[Device], most: int
+) -> str:
+    if not existing:
+        return "This hub has no GPU. Start without one."
+    if not matching:
+        return _why_none_suits(request, existing)
+    has = f"You asked for {_count(request.devices, 'GPU', 'GPUs')}. "
+    has += f"This hub has {_count(len(existing), 'GPU', 'GPUs')}"
+    advice = f"Ask for {most} at most."
+    if most < len(matching):
+        return f"{has}, and those of one server are of one model: {_fleet(matching)}. {advice}"
+    if len(matching) == len(existing):
+        return f"{has}. {advice}"
+    memory = f"{format_memory(request.memory_bytes)} or more"
+    if model := _wanted_model(request):
+        which = _count(most, "is", "are", f" {model}")
+        which += f" with {memory}" if request.memory_bytes else ""
+    else:
+        which = _count(most, "has", "have", f" {memory}")
+    return f"{has}, of which {which}. {advice}"
+
+
+def _why_none_suits(request: Request, existing: list[Device]) -> str:
+    runs = of_environment(request, existing)
+    models = _choice(request.models)
+    if not runs:
+        return f"{_environment(request)} runs on {models}, and this hub has {_fleet(existing)}."
+    named = of_model(request.model, runs)
+    if named:
+        largest = format_memory(max(d.memory_bytes for d in named))
+        return f"This hub has no {_kind(1, request)}. The most is {largest}: ask for less."
+    if of_model(request.model, existing):
+        return f"{_environment(request)} runs on {models}, not on {request.model}."
+    return f"This hub has no {request.model} GPU. It has {_fleet(runs)}."
+
+
+def _environment(request: Request) -> str:
+    name = request.environment
+    return f"The environment {name!r}" if name else "This environment"
+
+
+def _wanted_model(request: Request) -> str:
+    """What was asked for, or else what the environment runs on; empty is any."""
+    return request.model or _choice(request.models)
+
+
+def _kind(count: int, request: Request) -> str:
+    """``GPU`` or ``GPUs`` with the model and the memory that were asked for."""
+    noun = "GPU" if count == 1 else "GPUs"
+    if model := _wanted_model(request):
+        noun = f"{model} {noun}"
+    if request.memory_bytes:
+        noun = f"{noun} with {format_memory(request.memory_bytes)}"
+    return noun
+
+
+def _fleet(devices: Iterable[Device]) -> str:
+    return _listing([f"{n} {model}" for model, n in Counter(d.model for d in devices).items()])
+
+
+def _count(number: int, one: str, several: str, rest: str = "") -> str:
+    return f"{number} {one if number == 1 else several}{rest}" if number else ""
+
+
+def _choice(models: Sequence[str]) -> str:
+    return " or ".join(models)
+
+
+def _listing(parts: list[str]) -> str:
+    *first, last = [part for part in parts if part]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+FEW = 16
+"""So many places that changed since the last choice are looked at one by one."""
+
+
+def leasable(device: Device) -> str | None:
+    """None when the device could be leased if it were free, else why not, as a sentence."""
+    if device.status is DeviceStatus.UNKNOWN:
+        return device.reason or "It does not answer."
+    if device.status is DeviceStatus.DRAINED:
+        return device.reason or "Its machine is drained."
+    if device.status is DeviceStatus.PARENT:
+        return device.reason or "It is in MIG mode: its instances are leased instead."
+    if device.compute_mode == "prohibited":
+        return "Its compute mode is prohibited. Set it back with nvidia-smi --compute-mode=0."
+    return None
+
+
+def occupied(device: Device, taken: Collection[Slot]) -> bool:
+    """Whether something is on the device, or holds its memory, though no slot of it is taken."""
+    return not device.empty and all(p.uuid != device.uuid for p in taken)
+
+
+def free_places(devices: Iterable[Device], taken: Collection[Slot]) -> list[Slot]:
+    """Every slot that could be given right now, in the order of ``devices``."""
+    fleet = Fleet(list(devices), {})
+    held = texts(taken)
+    free = fleet.free(held)
+    return [p for device in fleet.devices if device.uuid in free for p in _left(device, held)]
+
+
+def choose(
+    request: Request,
+    devices: Sequence[Device],
+    taken: Collection[Slot],
+    links: Links,
+) -> tuple[Slot, ...]:
+    """The places for a request, on distinct devices, in the order of their indices.
+
+    ``taken`` are the places of open leases; ``links`` as in
+    :attr:`gpuspawner.devices.models.Inventory.links`. Raises NoDeviceFree when other devices would
+    have to become free first, TooMuchAsked when waiting would not help.
+    """
+    return Fleet(devices, links).choose(request, texts(taken))
+
+
+def texts(places: Iterable[Slot]) -> frozenset[str]:
+    """Places as :class:`Fleet` takes them: each as one text."""
+    return frozenset(place.text for place in places)
+
+
+class Fleet:
+    """What exists and how it is linked, prepared for many questions about what is taken.
+
+    Immutable but for what it remembers: what depends on devices and links alone is worked out once,
+    and from one choice to the next only what changed in between. Places that are taken are given
+    as texts (see :func:`texts`), so that of a thousand devices nearly all is done by Python's own
+    sets: a choice takes a twentieth of a millisecond. Thread-safe.
+    """
+
+    def __init__(self, devices: Sequence[Device], links: Links) -> None:
+        self.devices = devices
+        self.links = links
+        self.by_uuid = {device.uuid: device for device in devices}
+        self._existing = sorted(filter(_could_ever_be_leased, devices), key=_by_index)
+        self._near = neighbours(links)
+        leasable_ones = [device for device in devices if leasable(device) is None]
+        # Nobody has a place on them and nothing is there: free unless a lease is added. A
+        # device is found by its first place, and one that is shared by any.
+        self._idle = {Slot(d.uuid).text: d.uuid for d in leasable_ones if d.empty}
+        self._shared = {
+            Slot(d.uuid, slot).text: d
+            for d in leasable_ones
+            if d.slots > 1
+            for slot in range(d.slots)
+        }
+        self._group = {uuid: near.group for uuid, near in self._near.items()}
+        self._members = Counter(self._group.values())
+        self._suitable = lru_cache(maxsize=64)(self._find_suitable)
+        self._last: _Free | None = None
+
+    def choose(self, request: Request, taken: frozenset[str]) -> tuple[Slot, ...]:
+        """See :func:`choose`."""
+        if request.devices <= 0:
+            return ()
+        known = self._suitable(request.model, request.models, request.memory_bytes)
+        if known.most < request.devices:
+            raise too_much_asked(request, self._existing, list(known.devices))
+        now = self._now(taken)
+        free = now.free
+        if request.devices == 1 and (best := self._choose_one(known, now)):
+            return (_left(best, taken)[0],)
+        candidates = [device for device in known.devices if device.uuid in free]
+        if most_of_one_model(candidates) < request.devices:
+            places = map(Slot.from_text, taken)
+            raise no_device_free(request, list(known.devices), candidates, list(places))
+        chosen = _choose_several(candidates, request.devices, self.links)
+        return tuple(_left(device, taken)[0] for device in chosen)
+
+    def free(self, taken: frozenset[str]) -> frozenset[str]:
+        """The UUIDs of the devices with a place that could be given right now."""
+        return self._now(taken).free
+
+    def _now(self, taken: frozenset[str]) -> _Free:
+        """What is free, worked out from the last answer when that is nearly the same."""
+        last = self._last
+        changed = taken ^ last.taken if last else taken
+        if last is None or len(changed) > FEW:
+            now = self._look(taken)
+        elif changed:
+            now = self._changed(last, taken, changed)
+        else:
+            return last
+        self._last = now  # of several threads one is the last, which is as good as another
+        return now
+
+    def _look(self, taken: frozenset[str]) -> _Free:
+        """What is free, from nothing."""
+        free = frozenset(map(self._idle.__getitem__, self._idle.keys() - taken))
+        partly = {
+            self._shared[text].uuid: self._shared[text] for text in self._shared.keys() & taken
+        }
+        free = free.union(uuid for uuid, device in partly.items() if _left(device, taken))
+        return _Free(taken, free, Counter(map(self._group.get, free)))
+
+    def _changed(self, last: _Free, taken: frozenset[str], changed: Collection[str]) -> _Free:
+        """The same, where only some places were taken or given back since the last answer."""
+        shared = {device.uuid for text in changed if (device := self._shared.get(text))}
+        uuids = shared.union(uuid for text in changed if (uuid := self._idle.get(text)))
+        free = {uuid for uuid in uuids if self._gives(uuid, taken)}
+        left = Counter(last.left)
+        left.update(self._group.get(uuid) for uuid in free - last.free)
+        left.subtract(self._group.get(uuid) for uuid in (uuids - free) & last.free)
+        return _Free(taken, last.free - uuids | free, left)
+
+    def _gives(self, uuid: str, taken: frozenset[str]) -> bool:
+        """Whether a device that could be leased has a place that could be given right now."""
+        first = Slot(uuid).text
+        if first in self._idle and first not in taken:
+            return True
+        device = self.by_uuid[uuid]
+        left = _left(device, taken)
+        return 0 < len(left) < device.slots
+
+    def _choose_one(self, known: _Suitable, now: _Free) -> Device | None:
+        """Of the free devices that fit tightest, the first that the other free ones miss least.
+
+        What a device is worth to others is known beforehand, unless one of its group is not
+        free: only in those groups is it counted anew.
+        """
+        free, left = now.free, now.left
+        whole = (one for one in known.firsts if left[one.group] == self._members[one.group])
+        alone = (one for one in known.groups.get(None, ()) if one.uuid in free)
+        found = [next(whole, None), next(alone, None)]
+        for group, count in left.items():
+            if group is None or count in (0, self._members[group]):
+                continue
+            for one in known.groups.get(group, ()):
+                if one.uuid in free:
+                    missed = self._near[one.uuid].worth_among(free)
+                    found.append(one._replace(missed=missed))
+        best = min(filter(None, found), default=None)
+        return self.by_uuid[best.uuid] if best else None
+
+    def _find_suitable(
+        self, model: str | None, models: tuple[str, ...], memory_bytes: int
+    ) -> _Suitable:
+        request = Request(devices=1, model=model, models=models, memory_bytes=memory_bytes)
+        found = suitable(request, self._existing)
+        ranked = sorted(_rank(device, self._near.get(device.uuid, ALONE)) for device in found)
+        groups: dict[int | None, list[_Rank]] = {}
+        for one in ranked:
+            groups.setdefault(one.group, []).append(one)
+        firsts = sorted(ones[0] for group, ones in groups.items() if group is not None)
+        return _Suitable(tuple(found), most_of_one_model(found), groups, tuple(firsts))
+
+
+class _Rank(NamedTuple):
+    """A device among those that would do for one: the least is the best."""
+
+    memory_bytes: int
+    missed: int
+    """What the other free ones miss when it is taken."""
+    order: tuple[int, str]
+    uuid: str
+    group: int | None
+
+
+def _rank(device: Device, near: Near) -> _Rank:
+    return _Rank(device.memory_bytes, near.worth, _by_index(device), device.uuid, near.group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Free:
+    """What is free while these places are taken."""
+
+    taken: frozenset[str]
+    free: frozenset[str]
+    """UUIDs of devices."""
+    left: Counter[int | None]
+    """How many of each group are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Suitable:
+    """The devices that a request allows, free or not."""
+
+    devices: tuple[Device, ...]
+    """By index."""
+    most: int
+    """How many are of one model."""
+    groups: Mapping[int | None, Sequence[_Rank]]
+    """The same by the number of their group, in each the best first if all were free."""
+    firsts: tuple[_Rank, ...]
+    """The first of each group, again the best first."""
+
+
+def _choose_several(candidates: list[Device], count: int, links: Links) -> list[Device]:
+    """The best ``count`` of one model. Whole GPUs go before MIG instances, which CUDA cannot
+    use several of at once; then the tightest fit, then the best connected."""
+    options = []
+    for group in by_model(candidates).values():
+        if len(group) < count:
+            continue
+        near = best_connected([d.uuid for d in group], count, links)
+        members = [group[position] for position in near.members]
+        instance = any(d.parent_uuid is not None for d in members)
+        memory = min(d.memory_bytes for d in group)
+        rank = (instance, memory, -near.total, -near.least, [_by_index(d) for d in members])
+        options.append((rank, members))
+    return min(options, key=lambda option: option[0])[1]
+
+
+def _left(device: Device, taken: frozenset[str]) -> list[Slot]:
+    """The places on a device that nobody has."""
+    places = (Slot(device.uuid, slot) for slot in range(device.slots))
+    return [place for place in places if place.text not in taken]
+
+
+def _could_ever_be_leased(device: Device) -> bool:
+    """An unknown device may answer again; a parent or a prohibited one waits for an admin."""
+    return device.status is not DeviceStatus.PARENT and device.compute_mode != "prohibited"
+
+
+def _by_index(device: Device) -> tuple[int, str]:
+    return device.index, device.uuid

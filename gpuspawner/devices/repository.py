@@ -1,0 +1,196 @@
+"""Rows of devices and of their health."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..db.schema import OPEN_LEASE, UNSETTLED, device_health, devices, leases, sick_leases
+from ..leases import repository as leases_repository
+from ..leases.models import Lease
+from ..monitoring.health import SICK, HealthState, returned
+from .models import Device, DeviceProcess, DeviceStatus, Inventory
+
+DEVICE_GONE = "not there any more"
+
+
+def load_devices(connection: sa.Connection, source: str) -> tuple[Device, ...]:
+    """Every device that a source has ever shown, by index."""
+    query = sa.select(devices).where(devices.c.source == source)
+    rows = connection.execute(query.order_by(devices.c.index, devices.c.uuid))
+    return tuple(_device(row) for row in rows.mappings())
+
+
+def source_of(connection: sa.Connection) -> str:
+    """The source whose devices are in the table; nothing when there are none."""
+    found: str | None = connection.execute(sa.select(devices.c.source).limit(1)).scalar()
+    return found or ""
+
+
+def as_seen(known: tuple[Device, ...], inventory: Inventory) -> tuple[Device, ...]:
+    """The known devices brought up to date: one that was not seen is unknown, never free.
+
+    Only a MIG instance may be gone for good: an admin takes them apart and makes new ones.
+    """
+    seen = {device.uuid: device for device in inventory.devices}
+    reason = inventory.error or DEVICE_GONE
+    missing = (
+        replace(device, status=DeviceStatus.UNKNOWN, reason=reason, processes=(), held_bytes=0)
+        for device in known
+        if device.uuid not in seen and (inventory.error or device.parent_uuid is None)
+    )
+    merged = [*inventory.devices, *missing]
+    return tuple(sorted(merged, key=lambda device: (device.index, device.uuid)))
+
+
+def save_devices(
+    connection: sa.Connection, known: tuple[Device, ...], inventory: Inventory
+) -> None:
+    """Write what changed between ``known`` and ``inventory``; forget what can be forgotten."""
+    kept = {device.uuid for device in as_seen(known, inventory)}
+    gone = [device.uuid for device in known if device.uuid not in kept]
+    other_source = devices.c.source != inventory.source
+    connection.execute(sa.delete(devices).where(other_source | devices.c.uuid.in_(gone)))
+    before = {device.uuid: device for device in known}
+    for device in as_seen(known, inventory):
+        old = before.get(device.uuid)
+        if old == device:
+            continue
+        row = _row(device, inventory)
+        if old is None:
+            connection.execute(sa.insert(devices).values(row))
+        else:
+            connection.execute(sa.update(devices).where(devices.c.uuid == device.uuid).values(row))
+
+
+def _row(device: Device, inventory: Inventory) -> dict[str, Any]:
+    row = asdict(device)
+    row["status"] = device.status.value
+    row["processes"] = json.dumps(row["processes"])
+    return row | {"source": inventory.source, "observed_at": inventory.observed_at}
+
+
+def _device(row: Any) -> Device:
+    fields = {name: row[name] for name in row if name not in ("source", "observed_at")}
+    fields["status"] = DeviceStatus(fields["status"])
+    fields["processes"] = tuple(DeviceProcess(**p) for p in json.loads(fields["processes"]))
+    return Device(**fields)
+
+
+_STATE = tuple(each.name for each in fields(HealthState))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHealth:
+    """How a device is, as judged last."""
+
+    uuid: str
+    state: HealthState
+    probe: str = ""
+    """What the last probe that failed said."""
+
+
+@dataclass(frozen=True, slots=True)
+class SickLease:
+    """A lease that was on a device when it fell sick."""
+
+    lease_id: str
+    uuid: str
+    cause: str
+    reason: str
+    fault_at: datetime
+    told_at: datetime
+    settled_at: datetime | None = None
+    refunded: int = 0
+    """Microcredits that were given back for it."""
+
+
+def load_health(connection: sa.Connection) -> dict[str, StoredHealth]:
+    """All of them, by UUID."""
+    rows = connection.execute(sa.select(device_health)).mappings()
+    return {row["uuid"]: _known(row) for row in rows}
+
+
+def get_health(connection: sa.Connection, uuid: str) -> StoredHealth | None:
+    """One, which nobody else changes until the transaction ends; None when it was never judged."""
+    query = sa.select(device_health).where(device_health.c.uuid == uuid).with_for_update()
+    row = connection.execute(query).mappings().first()
+    return _known(row) if row else None
+
+
+def put_health(connection: sa.Connection, known: StoredHealth) -> None:
+    """Write one, in the place of what was there."""
+    connection.execute(sa.delete(device_health).where(device_health.c.uuid == known.uuid))
+    row = {name: getattr(known.state, name) for name in _STATE}
+    row |= {"accepted": ",".join(sorted(known.state.accepted))}
+    row |= {"uuid": known.uuid, "probe": known.probe}
+    connection.execute(sa.insert(device_health).values(row))
+
+
+def holders_of_device(connection: sa.Connection, uuid: str, at: datetime) -> list[Lease]:
+    """The leases that hold a device, or whose server did at a moment, and that are not known to
+    have been on a sick one."""
+    then = (leases.c.started_at <= at) & (leases.c.ended_at >= at)
+    told = sa.select(sick_leases.c.lease_id)
+    found = leases_repository.where(connection, (then | OPEN_LEASE) & leases.c.id.notin_(told))
+    return [lease for lease in found if uuid in lease.uuids]
+
+
+def note_sick_lease(connection: sa.Connection, sick: SickLease) -> None:
+    """Write down that a lease is on a device that fell sick."""
+    row = {each.name: getattr(sick, each.name) for each in fields(SickLease)}
+    connection.execute(sa.insert(sick_leases).values(row))
+
+
+def sick_leases_to_settle(connection: sa.Connection) -> list[str]:
+    """The ids of leases that have ended and whose time on a sick device is not given back."""
+    query = (
+        sa.select(sick_leases.c.lease_id)
+        .join(leases, leases.c.id == sick_leases.c.lease_id)
+        .where(UNSETTLED, leases.c.ended_at.isnot(None))
+        .order_by(sick_leases.c.lease_id)
+    )
+    return list(connection.execute(query).scalars())
+
+
+def sick_lease(connection: sa.Connection, lease_id: str) -> SickLease | None:
+    """What is known of a lease's time on a sick device."""
+    query = sa.select(sick_leases).where(sick_leases.c.lease_id == lease_id)
+    row = connection.execute(query).mappings().first()
+    return SickLease(**row) if row else None
+
+
+def open_sick_leases(connection: sa.Connection) -> dict[str, SickLease]:
+    """Of leases that go on, by the lease's id."""
+    query = (
+        sa.select(sick_leases)
+        .join(leases, leases.c.id == sick_leases.c.lease_id)
+        .where(leases.c.ended_at.is_(None))
+    )
+    return {row["lease_id"]: SickLease(**row) for row in connection.execute(query).mappings()}
+
+
+def settle_sick_lease(
+    connection: sa.Connection, lease_id: str, at: datetime, refunded: int
+) -> None:
+    """What its time cost is given back."""
+    mine = sick_leases.c.lease_id == lease_id
+    values = {"settled_at": at, "refunded": refunded}
+    connection.execute(sa.update(sick_leases).where(mine).values(values))
+
+
+def _known(row: Any) -> StoredHealth:
+    values = {name: row[name] for name in _STATE}
+    values["accepted"] = frozenset(filter(None, values["accepted"].split(",")))
+    return StoredHealth(row["uuid"], HealthState(**values), row["probe"])
+
+
+def take_back_sick_lease(connection: sa.Connection, uuid: str, now: datetime) -> None:
+    """An admin gives a device out again as it is."""
+    known = get_health(connection, uuid)
+    if known is not None and known.state.verdict == SICK:
+        put_health(connection, StoredHealth(uuid, returned(known.state, now, by_hand=True)))

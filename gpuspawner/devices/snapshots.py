@@ -1,0 +1,290 @@
+"""The last snapshot of the devices, and the views of it that pages and commands show."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+
+import sqlalchemy as sa
+
+from ..db.engine import Store
+from ..leases.models import Lease, LeaseState, Slot
+from ..ledger import rules as ledger_rules
+from ..ledger.credit_policy import SESSION
+from ..ledger.models import Account
+from ..ledger.pricing import RateCard, Rates
+from . import repository
+from .closures import LEAK, Closure, kept_for
+from .models import Device, DeviceStatus, Inventory
+from .placement import Fleet, leasable
+from .source import DeviceSource
+
+SAVE_EVERY = timedelta(minutes=1)
+"""How often an unchanged look is compared with the store all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class InventorySnapshot:
+    """Devices as last seen; those that were known and not seen are unknown."""
+
+    devices: tuple[Device, ...]
+    inventory: Inventory
+    fleet: Fleet
+    """The same devices, prepared for choosing among them."""
+
+
+class InventoryCache:
+    """Observes a source at most every ``refresh`` and keeps the store's device table true."""
+
+    def __init__(self, source: DeviceSource, store: Store, refresh: timedelta) -> None:
+        self.source = source
+        self.store = store
+        self.refresh = refresh
+        self._lock = threading.Lock()
+        self._look: InventorySnapshot | None = None
+        self._stale = False
+        self._known: tuple[Device, ...] | None = None
+        self._saved_at: datetime | None = None
+
+    def look(self, now: datetime, *, fresh: bool = False) -> InventorySnapshot:
+        """The newest look; a new one when the last is older than ``refresh`` or ``fresh``."""
+        with self._lock:
+            last = self._look
+            # A clock that was set back must not make the last look the newest for hours.
+            recent = last and abs(now - last.inventory.observed_at) < self.refresh
+            if last and recent and not fresh and not self._stale:
+                return last
+            self._stale = False
+            inventory = self.source.observe(now)
+            if self._known is None:
+                self._known = self.store.run(self._rows)
+            if last and _nothing_new(last.inventory, inventory):
+                seen, fleet = last.devices, last.fleet
+            else:
+                seen = repository.as_seen(self._known, inventory)
+                fleet = Fleet(seen, inventory.links)
+            if self._must_save(seen, now):
+                self._save(inventory)
+                self._saved_at = now
+            self._known = seen
+            self._look = InventorySnapshot(seen, inventory, fleet)
+            return self._look
+
+    def forget(self) -> None:
+        """Look anew next time: a server is gone, and so are its processes."""
+        self._stale = True
+
+    def _rows(self, connection: sa.Connection) -> tuple[Device, ...]:
+        return repository.load_devices(connection, self.source.name)
+
+    def _must_save(self, seen: tuple[Device, ...], now: datetime) -> bool:
+        late = self._saved_at is None or abs(now - self._saved_at) >= SAVE_EVERY
+        return late or seen != self._known
+
+    def _save(self, inventory: Inventory) -> None:
+        # Another process may have written what it saw: compare with the rows themselves.
+        known = self.store.run(self._rows)
+        if repository.as_seen(known, inventory) != known:
+            with self.store.write() as connection:
+                repository.save_devices(connection, self._rows(connection), inventory)
+
+
+def _nothing_new(before: Inventory, now: Inventory) -> bool:
+    return (
+        before.devices == now.devices
+        and before.error == now.error
+        and (before.links is now.links or before.links == now.links)
+    )
+
+
+COUNTED = ("free", "leased", "occupied", "draining", "drained")
+"""The states of devices that can be leased by somebody, sooner or later."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    """A device and what it is doing now."""
+
+    device: Device
+    state: str
+    """``free``, ``leased``, ``occupied``, ``unknown``, ``parent`` or ``prohibited``; of those
+    that an admin closed, what is free is ``drained`` and what is leased is ``draining``."""
+    detail: str
+    """Why, in words; of a free device what else is to be known of it, which mostly is nothing."""
+    lease_id: str | None = None
+    machine: str = ""
+    """The name of the machine that it is in, where there are several."""
+
+    @property
+    def name(self) -> str:
+        """For people: its index, and the machine where there are several."""
+        return f"{self.device.index} on {self.machine}" if self.machine else str(self.device.index)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCount:
+    """The devices of one model and memory size."""
+
+    model: str
+    memory_bytes: int
+    total: int
+    free: int
+    rate: int
+    """Microcredits per GPU-hour now, where no environment has a rate of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """All devices at one moment."""
+
+    devices: tuple[DeviceView, ...]
+    models: tuple[ModelCount, ...]
+    source: str
+    error: str
+    """Why the devices cannot be seen; empty when they can."""
+    driver_version: str
+    cuda_version: str
+    waiting: int = 0
+    """Tickets in line."""
+    paused: Closure | None = None
+    """Why no device is given out, and by whom; None while they are."""
+    rates: Rates = field(default_factory=Rates)
+    """All that hold or will."""
+
+    @property
+    def total(self) -> int:
+        """Devices that can be leased by somebody, sooner or later."""
+        return sum(count.total for count in self.models)
+
+    @property
+    def free(self) -> int:
+        return sum(count.free for count in self.models)
+
+
+def device_views(
+    devices: Sequence[Device],
+    taken: Mapping[Slot, str],
+    closed: Mapping[str, Closure] | None = None,
+) -> tuple[DeviceView, ...]:
+    """Each device with its state; a leased one stays leased whatever NVML says.
+
+    ``closed`` are the closures by subject, of which those of devices count here.
+    """
+    leases = {place.uuid: lease for place, lease in taken.items()}
+    views = (_view(device, leases.get(device.uuid)) for device in devices)
+    shut = closed or {}
+    return tuple(
+        _closed(view, shut[view.device.uuid]) if view.device.uuid in shut else view
+        for view in views
+    )
+
+
+def _view(device: Device, lease_id: str | None) -> DeviceView:
+    why_not = leasable(device)
+    if lease_id:
+        detail = f"lease {lease_id}"
+        if device.status is DeviceStatus.UNKNOWN:
+            detail += f"; not answering: {device.reason}"
+        if device.status is DeviceStatus.DRAINED:
+            return DeviceView(device, "draining", f"{detail}; {device.reason}", lease_id)
+        return DeviceView(device, "leased", detail, lease_id)
+    if device.status is DeviceStatus.OK and why_not is None:
+        if busy := device.compute_processes:
+            named = ", ".join(f"{p.name or 'process'} (pid {p.pid})" for p in busy[:3])
+            return DeviceView(device, "occupied", f"used without a lease by {named}")
+        if device.held_bytes:
+            held = f"{device.held_bytes / 2**30:.1f} GB of its memory"
+            return DeviceView(device, "occupied", f"{held} are held, and by no process in sight")
+        return DeviceView(device, "free", device.reason)
+    state = device.status.value if device.status is not DeviceStatus.OK else "prohibited"
+    return DeviceView(device, state, why_not or device.reason)
+
+
+def _closed(view: DeviceView, closure: Closure) -> DeviceView:
+    """A drained device: a device that nobody could have anyway keeps its state."""
+    state = {"free": "drained", "leased": "draining"}.get(view.state, view.state)
+    drained = f"drained by {closure.actor}" + (f": {closure.reason}" if closure.reason else "")
+    before = view.detail
+    if view.device.status is DeviceStatus.DRAINED:
+        before = f"lease {view.lease_id}" if view.lease_id else ""  # else it is said twice
+    if server := kept_for(closure):
+        drained = f"kept for {server}, which starts again"
+    if closure.actor == LEAK:
+        drained = (
+            "in quarantine" if view.state == "occupied" else f"in quarantine: {closure.reason}"
+        )
+    detail = f"{before.rstrip('.')}; {drained}" if before else drained
+    return replace(view, state=state, detail=detail)
+
+
+def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCount, ...]:
+    """Totals by model and memory, greatest first; unknown devices are not counted."""
+    found: dict[tuple[str, int], list[DeviceView]] = {}
+    for view in views:
+        if view.state in COUNTED:
+            key = (view.device.model, view.device.memory_bytes)
+            found.setdefault(key, []).append(view)
+    counts = [
+        ModelCount(
+            model=model,
+            memory_bytes=memory,
+            total=len(some),
+            free=sum(view.state == "free" for view in some),
+            rate=rates.rate_of(model, some[0].device.slots),
+        )
+        for (model, memory), some in found.items()
+    ]
+    return tuple(sorted(counts, key=lambda c: (-c.memory_bytes, c.model)))
+
+
+def latest_ends(
+    leases: Collection[Lease],
+    accounts: Mapping[str, Account],
+    grace: timedelta,
+    now: datetime,
+) -> dict[str, datetime]:
+    """When each lease ends at the latest, because its account runs dry; by lease id.
+
+    Leases of one account draw on it together. A lease that costs nothing has no such end.
+    """
+    rates: dict[str, int] = {}
+    due: dict[str, int] = {}
+    for lease in leases:
+        if lease.state is LeaseState.RUNNING:
+            rates[lease.account] = rates.get(lease.account, 0) + lease.rate
+            due[lease.account] = due.get(lease.account, 0) + ledger_rules.charge_due(lease, now)
+    ends = {}
+    for lease in leases:
+        account = accounts.get(lease.account)
+        if account is None or not rates.get(lease.account) or not lease.rate:
+            continue
+        if lease.when_dry == SESSION and lease.ends_at:
+            ends[lease.id] = lease.ends_at + grace
+            continue
+        left = account.balance - due[lease.account] + lease.overdraft
+        dry = ledger_rules.runs_dry_at(left, rates[lease.account], now)
+        if dry is not None:
+            ends[lease.id] = dry + grace
+    return ends
+
+
+def free_by(ends: Sequence[datetime], wanted: int, now: datetime) -> str:
+    """``"2 will be free by 15:40 at the latest"``, or nothing when nobody can promise it."""
+    soonest = sorted(ends)
+    if len(soonest) < wanted or not wanted:
+        return ""
+    moment = soonest[wanted - 1]
+    if moment - now > timedelta(days=2):
+        return ""
+    count = sum(end <= moment for end in soonest)
+    return f"{count} will be free by {clock(moment, now)} at the latest"
+
+
+def clock(moment: datetime, now: datetime) -> str:
+    """A time of day in the hub's own zone, rounded up to the minute, with the day if not today."""
+    local = (moment + timedelta(minutes=1) - timedelta.resolution).astimezone()
+    if local.date() == now.astimezone().date():
+        return local.strftime("%H:%M")
+    return local.strftime("%H:%M on %-d %B")

@@ -1,0 +1,1 @@
+"""Pages that the Hub process serves: the catalog and the welcome page."""

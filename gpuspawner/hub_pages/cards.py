@@ -1,0 +1,455 @@
+"""Environments as cards and as pages, with sample notebooks and waiting times.
+
+Nothing of a notebook runs, and no HTML of it is taken over: Markdown goes through the catalog's
+sanitiser, and of an output only its text and its pictures are shown.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+from markupsafe import Markup
+
+from ..catalog import files
+from ..catalog.loader import Catalog
+from ..catalog.markdown import first_words, to_html
+from ..catalog.models import Environment
+from ..devices.placement import format_memory
+from ..devices.snapshots import Overview
+from ..leases.models import Request
+from ..ledger.rules import format_time_left
+from ..queue.positions import Outlook
+from .prices import MOST_CHOICES, PriceList, Tables
+
+MOST_CELLS = 200
+MOST_TEXT = 20_000
+"""Characters of one cell or output that are shown."""
+MOST_PICTURES = 100_000
+"""Characters of all pictures of a notebook together, in base64."""
+
+_PICTURES = ("image/png", "image/jpeg", "image/gif")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a cell printed: text, or the address of a picture that is in the address itself."""
+
+    text: str = ""
+    picture: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell: Markdown as safe HTML, or code with its outputs."""
+
+    html: str = ""
+    code: str = ""
+    outputs: tuple[Output, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Notebook:
+    """The cells that are shown, and how many are not."""
+
+    cells: tuple[Cell, ...]
+    left_out: int = 0
+
+
+@lru_cache(maxsize=64)
+def read_notebook(text: str) -> Notebook:
+    """A notebook of format 4. Raises ValueError with the end of a sentence."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("is no notebook: it is not JSON.") from None
+    found = data.get("cells") if isinstance(data, dict) else None
+    if not isinstance(found, list) or data.get("nbformat") != 4:
+        raise ValueError("is no notebook of format 4. Open it in JupyterLab and save it.")
+    shown = [cell for cell in found if isinstance(cell, dict)]
+    room = [MOST_PICTURES]
+    cells = (_cell(cell, room) for cell in shown[:MOST_CELLS])
+    return Notebook(tuple(c for c in cells if c is not None), max(0, len(shown) - MOST_CELLS))
+
+
+def _cell(cell: dict[str, Any], room: list[int]) -> Cell | None:
+    source = _text(cell.get("source"))
+    if cell.get("cell_type") == "markdown":
+        return Cell(html=to_html(source, 3))
+    if cell.get("cell_type") == "code":
+        outputs = cell.get("outputs")
+        return Cell(code=source, outputs=tuple(_outputs(outputs, room)))
+    return None
+
+
+def _outputs(outputs: object, room: list[int]) -> Iterable[Output]:
+    for output in outputs if isinstance(outputs, list) else ():
+        if not isinstance(output, dict):
+            continue
+        data = output.get("data")
+        data = data if isinstance(data, dict) else {}
+        picture = next((p for kind in _PICTURES if (p := _picture(kind, data.get(kind)))), "")
+        if picture and len(picture) <= room[0]:
+            room[0] -= len(picture)
+            yield Output(picture=picture)
+            continue
+        lines = output.get("traceback") if output.get("output_type") == "error" else None
+        if isinstance(lines, list):
+            text = _text([f"{line}\n" for line in lines])
+        else:
+            text = _text(output.get("text") or data.get("text/plain"))
+        if text.strip():
+            yield Output(text=text)
+
+
+def _picture(kind: str, value: object) -> str:
+    """A picture as an address; empty for what is none."""
+    try:
+        data = base64.b64decode("".join(_text(value, MOST_PICTURES).split()), validate=True)
+    except (binascii.Error, ValueError):
+        return ""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}" if data else ""
+
+
+def _text(value: object, most: int = MOST_TEXT) -> str:
+    """The text of a field, which is a string or a list of lines; without what terminals obey."""
+    parts = value if isinstance(value, list) else [value]
+    text = "".join(part for part in parts if isinstance(part, str))
+    text = _CONTROL.sub("", _ESCAPES.sub("", text))
+    return text if len(text) <= most else text[:most] + "\n..."
+
+
+PAGE = 60
+"""Cards on one page."""
+
+MOST_BADGES = 4
+"""Frameworks that a card names."""
+
+LONGEST = 100
+"""Characters of a search."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a card says of an environment."""
+
+    environment: Environment
+    face: Markup
+    """Its logo, or the first letter of its name."""
+    badges: Markup
+    """What comes with it, and how many devices a server may have."""
+    text: str
+    """What it is, in a few words."""
+    now: str
+    """``3 of 8 GPUs free now``, and how long one waits otherwise."""
+    at_once: bool
+    """Whether a server would start at once."""
+    price: str
+    """For one device; empty where none fits."""
+    open: bool = True
+    """Whether whoever reads it may start it."""
+
+    @property
+    def slug(self) -> str:
+        return self.environment.slug
+
+    @property
+    def name(self) -> str:
+        return self.environment.display_name
+
+
+@dataclass(frozen=True, slots=True)
+class CardFilter:
+    """What somebody looks for."""
+
+    words: str = ""
+    gpu: str = ""
+    """``with`` or ``without`` a GPU; empty is either."""
+    framework: str = ""
+    at_once: bool = False
+    """Only what would start now."""
+
+    def __bool__(self) -> bool:
+        return bool(self.words or self.gpu or self.framework or self.at_once)
+
+    def takes(self, environment: Environment) -> bool:
+        """Whether an environment is what they look for, but for whether it starts now."""
+        if self.gpu and environment.cpu_only != (self.gpu == "without"):
+            return False
+        if self.framework and self.framework not in (f.name for f in environment.frameworks):
+            return False
+        text = _haystack(environment)
+        return all(word in text for word in self.words.casefold().split())
+
+
+def make_cards(
+    environments: Iterable[Environment],
+    overview: Overview,
+    outlooks: Mapping[str, Outlook],
+    now: datetime,
+    pages_url: str,
+    closed: Iterable[str] = (),
+) -> list[Card]:
+    """A card for each. ``outlooks`` are by slug; ``pages_url`` is where the catalog's pages are;
+    ``closed`` are the slugs that the reader sees and may not start."""
+    some = list(environments)
+    prices = PriceList(overview, some, now)
+    shut = frozenset(closed)
+    return [
+        Card(
+            environment=environment,
+            face=_face(environment, pages_url),
+            badges=_badges(environment),
+            text=first_words(environment.summary or environment.description),
+            now=said(outlooks[environment.slug], cpu_only=environment.cpu_only),
+            at_once=outlooks[environment.slug].at_once,
+            price=prices.of(environment),
+            open=environment.slug not in shut,
+        )
+        for environment in some
+    ]
+
+
+def usual_request(environment: Environment) -> Request:
+    """What most members ask for there: what a card tells of."""
+    if environment.cpu_only:
+        return Request()
+    return Request(
+        devices=max(1, environment.devices.default),
+        models=environment.models,
+        memory_bytes=environment.min_memory,
+    )
+
+
+def devices_of(environment: Environment) -> str:
+    """How many devices a server of it may have, in words."""
+    most = environment.devices.max
+    return f"up to {most} GPU{'s' if most > 1 else ''}" if most else "no GPU"
+
+
+def said(outlook: Outlook, *, cpu_only: bool = False) -> str:
+    """``3 of 8 GPUs free now, about 25 min wait``."""
+    if cpu_only:
+        return "Starts at once"
+    if not outlook.total:
+        return "No GPU here that fits"
+    plural = "" if outlook.total == 1 else "s"
+    free = f"{outlook.free} of {outlook.total} GPU{plural} free now"
+    waits = waiting(outlook)
+    return f"{free}, {waits}" if waits else free
+
+
+def waiting(outlook: Outlook) -> str:
+    """``about 25 min wait``; empty where it would start at once, or nobody can say."""
+    if outlook.at_once:
+        return ""
+    if outlook.likely is not None:
+        return f"about {_round(outlook.likely)} wait"
+    if outlook.most is not None:
+        return f"at most {_round(outlook.most)} wait"
+    return "others wait" if outlook.ahead else ""
+
+
+def frameworks_of(environments: Sequence[Environment]) -> list[str]:
+    """The names of all that come with any of them."""
+    return sorted({f.name for e in environments for f in e.frameworks}, key=str.casefold)
+
+
+def _round(wait: timedelta) -> str:
+    """Up to the minute, and to five of them where it is long."""
+    minutes = max(1, math.ceil(wait / timedelta(minutes=1)))
+    step = 1 if minutes <= 10 else 5
+    return format_time_left(timedelta(minutes=math.ceil(minutes / step) * step))
+
+
+# The same for everybody: made once.
+
+
+@lru_cache(maxsize=1024)
+def _face(environment: Environment, pages_url: str) -> Markup:
+    if not environment.logo:
+        letter = environment.display_name[:1].upper()
+        logo = Markup('<span class="gs-logo" aria-hidden="true">{}</span>').format(letter)
+    else:
+        beside = not environment.logo.startswith("/")
+        source = f"{pages_url}/{environment.slug}/logo" if beside else environment.logo
+        logo = Markup(
+            '<img class="gs-logo" src="{}" alt="" width="40" height="40" loading="lazy">'
+        ).format(source)
+    return Markup('<span class="gs-face">{}</span>').format(logo)
+
+
+@lru_cache(maxsize=1024)
+def _badges(environment: Environment) -> Markup:
+    of_one = Markup('<span class="badge text-bg-light border">{} {}</span>')
+    found = [of_one.format(f.name, f.version) for f in environment.frameworks[:MOST_BADGES]]
+    devices = Markup('<span class="badge text-bg-secondary">{}</span>')
+    return Markup(" ").join([*found, devices.format(devices_of(environment))])
+
+
+def _haystack(environment: Environment) -> str:
+    """All that a search looks at."""
+    names = (f"{f.name} {f.version}" for f in environment.frameworks)
+    parts = (
+        environment.slug,
+        environment.display_name,
+        environment.summary,
+        environment.description,
+        *names,
+    )
+    return " ".join(parts).casefold()
+
+
+T = TypeVar("T")
+
+MOST_PACKAGES = 1000
+"""Lines of the list of packages that are shown."""
+
+_PACKAGE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?\s*==\s*([^\s;\\]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """All of it as a template takes it; what is missing or cannot be read is empty."""
+
+    description: str
+    """Safe HTML."""
+    packages: tuple[tuple[str, str], ...]
+    """Names and versions."""
+    packages_left_out: int
+    changes: str
+    """Safe HTML."""
+    notebook: Notebook | None
+    limits: tuple[tuple[str, str], ...]
+    """What a server has and needs, in words."""
+    data: tuple[str, ...]
+    """Names of the datasets and folders that its servers have."""
+    troubles: tuple[str, ...]
+    """Files that cannot be read now, in sentences for an admin."""
+
+
+def read_details(catalog: Catalog, environment: Environment, groups: Collection[str]) -> Details:
+    """The details of an environment for a reader in these groups. Reads files."""
+    troubles: list[str] = []
+
+    def read(key: str, make: Callable[[str], T], otherwise: T) -> T:
+        name = getattr(environment, key)
+        if not name or catalog.folder is None:
+            return otherwise
+        try:
+            return make(files.read_text(catalog.folder, key, name))
+        except ValueError as error:
+            troubles.append(f"'{key}' of the environment {environment.slug!r} {error}")
+            return otherwise
+
+    none: list[tuple[str, str]] = []
+    packages = read("packages", read_packages, none)
+    return Details(
+        description=to_html(environment.description, 3),
+        packages=tuple(packages[:MOST_PACKAGES]),
+        packages_left_out=max(0, len(packages) - MOST_PACKAGES),
+        changes=read("changes", lambda text: to_html(text, 3), ""),
+        notebook=read("sample_notebook", read_notebook, None),
+        limits=tuple(_limits(environment)),
+        data=tuple(mount.name for mount in catalog.mounts_for(environment, groups)),
+        troubles=tuple(troubles),
+    )
+
+
+def read_packages(text: str) -> list[tuple[str, str]]:
+    """Names and versions in a list of packages, as ``pip freeze`` and lock files write it."""
+    found = (_PACKAGE.match(line.strip()) for line in text.splitlines())
+    return sorted({(m[1], m[2]) for m in found if m}, key=lambda p: (p[0].casefold(), p[1]))
+
+
+def logo_file(catalog: Catalog, environment: Environment) -> tuple[bytes, str]:
+    """The logo beside the catalog, and its media type. Raises ValueError when there is none."""
+    if not environment.logo or environment.logo.startswith("/") or catalog.folder is None:
+        raise ValueError("has no logo beside the catalog.")
+    content = files.read(catalog.folder, "logo", environment.logo)
+    return content, files.LOGO_TYPES[Path(environment.logo).suffix.lower()]
+
+
+def _limits(environment: Environment) -> list[tuple[str, str]]:
+    hours, memory = environment.hours.max, environment.min_memory
+    lines = [
+        ("GPUs", f"up to {environment.devices.max}" if environment.devices.max else "none"),
+        ("GPU models", ", ".join(environment.models)),
+        ("Memory of a GPU", f"at least {format_memory(memory)}" if memory else ""),
+        ("NVIDIA driver", f"{environment.min_driver} or later" if environment.min_driver else ""),
+        ("CUDA", f"{environment.min_cuda} or later" if environment.min_cuda else ""),
+        ("Session", f"up to {format_time_left(timedelta(hours=hours))}" if hours else ""),
+        ("Memory", format_memory(environment.mem_limit) if environment.mem_limit else ""),
+        ("Processor cores", f"{environment.cpu_limit:g}" if environment.cpu_limit else ""),
+        ("Shared memory", format_memory(environment.shm_size) if environment.shm_size else ""),
+    ]
+    return [(name, value) for name, value in lines if value]
+
+
+Ask = Callable[[Mapping[str, Request]], Mapping[str, Outlook]]
+
+
+def wait_tables(
+    environments: Sequence[Environment], counts: Sequence[int], models: Sequence[str], ask: Ask
+) -> Tables:
+    """A sentence for each choice, by ``gpus|model`` as the form has them.
+
+    ``ask`` tells how requests would fare (:meth:`gpuspawner.services.Broker.outlooks`).
+    """
+    alike: dict[Hashable, list[Environment]] = {}
+    for environment in environments:
+        if not environment.cpu_only:
+            terms = (environment.devices, environment.models, environment.min_memory)
+            alike.setdefault(terms, []).append(environment)
+    gpus = ["", *(str(count) for count in counts)]
+    if len(alike) * len(gpus) * (1 + len(models)) > MOST_CHOICES:
+        return Tables({}, ())
+    requests = {
+        f"{at}|{number}|{model}": _request(some[0], number, model)
+        for at, some in enumerate(alike.values())
+        for number, model in product(gpus, ["", *models])
+    }
+    outlooks = ask({name: request for name, request in requests.items() if request.devices})
+    tables: list[dict[str, str]] = [{} for _ in alike]
+    for name, outlook in outlooks.items():
+        at, _, choice = name.partition("|")
+        tables[int(at)][choice] = sentence(outlook)
+    return Tables(
+        {e.slug: at for at, some in enumerate(alike.values()) for e in some}, tuple(tables)
+    )
+
+
+def sentence(outlook: Outlook) -> str:
+    """``Expect to wait about 25 min in line.``; empty where no device fits at all."""
+    if outlook.at_once:
+        return "Starts at once."
+    if not outlook.total:
+        return ""
+    wait = waiting(outlook).removesuffix(" wait")
+    if wait.startswith(("about", "at most")):
+        return f"Not enough are free now: expect to wait {wait} in line."
+    return "Not enough are free now: you would wait in line."
+
+
+def _request(environment: Environment, number: str, model: str) -> Request:
+    count = int(number) if number else environment.devices.default
+    if not 0 < count <= environment.devices.max:
+        return Request()
+    return Request(
+        devices=count,
+        model=model or None,
+        models=environment.models,
+        memory_bytes=environment.min_memory,
+    )

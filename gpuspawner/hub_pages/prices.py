@@ -1,0 +1,217 @@
+"""What pages say of prices: by model and environment, and of each choice. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import product
+from typing import NamedTuple
+
+from ..catalog.models import Environment
+from ..core.units import format_credits
+from ..devices.models import model_matches
+from ..devices.placement import format_memory
+from ..devices.snapshots import ModelCount, Overview, clock
+from ..ledger.lots import lasts
+from ..ledger.models import Account
+from ..ledger.rules import format_time_left
+
+MOST_CHOICES = 4000
+"""Sentences of single choices in one page; with more, the table has to do."""
+
+MOST_NAMES = 4
+"""Environments named in one line of the table."""
+
+FREE = "free of charge"
+
+WITHOUT = f"Without a GPU: {FREE}."
+
+NAME = "{name}"
+"""In a sentence, for the environment's own name."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriceLine:
+    """What a device of one model costs, in some environments."""
+
+    label: str
+    free: int
+    total: int
+    where: str
+    """The environments, when not all cost the same; else empty."""
+    rate: int
+    """Microcredits per GPU-hour."""
+    lasts: str
+    """For how long the balance pays for one device; empty is for ever."""
+
+    @property
+    def price(self) -> str:
+        """Credits, for people."""
+        return format_credits(self.rate)
+
+
+class Tables(NamedTuple):
+    """What the form says of each choice. Environments on the same terms share a table."""
+
+    of: dict[str, int]
+    """The number of an environment's table, by slug."""
+    tables: tuple[dict[str, str], ...]
+    """Sentences by ``gpus|model|account`` as the form has them, with ``{name}`` for the
+    environment's. ``gpus`` is empty for what is usual there, ``model`` for any."""
+
+    def sentence(self, environment: Environment, choice: str) -> str:
+        """The sentence of one choice; empty where there is none."""
+        number = self.of.get(environment.slug)
+        found = "" if number is None else self.tables[number].get(choice, "")
+        return found.replace(NAME, environment.display_name)
+
+
+class PriceList:
+    """The prices of one moment for one member's form."""
+
+    def __init__(
+        self,
+        overview: Overview,
+        environments: Sequence[Environment],
+        now: datetime,
+        ending: Mapping[str, Sequence[tuple[datetime, int]]] | None = None,
+    ) -> None:
+        """``ending``: when credits of some accounts end, and how many microcredits, by name."""
+        self.overview = overview
+        self._ending = ending or {}
+        self.environments = [e for e in environments if not e.cpu_only]
+        self.now = now
+        self._cards = {e.slug: overview.rates.card(now, e.slug) for e in self.environments}
+        self._slots = {view.device.model: view.device.slots for view in overview.devices}
+
+    def rate(self, environment: Environment, count: ModelCount) -> int:
+        """Microcredits per hour of one device of a model in an environment."""
+        slots = self._slots.get(count.model, 1)
+        return self._cards[environment.slug].rate_of(count.model, slots)
+
+    def lines(self, account: Account) -> list[PriceLine]:
+        """A line for each model, and for each of its prices where environments differ."""
+        found = []
+        for count in self.overview.models:
+            by_rate: dict[int, list[str]] = {}
+            for environment in self._that_run_on(count):
+                rate = self.rate(environment, count)
+                by_rate.setdefault(rate, []).append(environment.display_name)
+            for rate, names in by_rate.items() or {count.rate: [""]}.items():
+                where = _join(names) if len(by_rate) > 1 else ""
+                left = self._lasts(account, rate)
+                found.append(
+                    PriceLine(model_label(count), count.free, count.total, where, rate, left)
+                )
+        return found
+
+    def until(self) -> str:
+        """When these prices change for new servers, as people read it; empty when they do not."""
+        change = self.overview.rates.next_change(self.now)
+        if change is None:
+            return ""
+        return (
+            f"{clock(change.replace(second=0, microsecond=0), self.now)} ({change.astimezone():%Z})"
+        )
+
+    def of(self, environment: Environment) -> str:
+        """What a device costs there now: ``1.00 to 4.00 credits a GPU-hour``, or ``free of
+        charge``; empty where no device fits."""
+        if environment.cpu_only:
+            return FREE
+        rates = sorted({self.rate(environment, count) for count in self._models_of(environment)})
+        if not rates:
+            return ""
+        return f"{_span(rates)} credits a GPU-hour" if rates[-1] else FREE
+
+    def tables(self, counts: Sequence[int], payers: Sequence[tuple[str, Account]]) -> Tables:
+        """A sentence for each choice that the form has.
+
+        ``payers`` are the accounts that can be chosen, with what the form calls each.
+        """
+        gpus = ["", *(str(count) for count in counts)]
+        models = ["", *(count.model for count in self.overview.models)]
+        alike: dict[Hashable, list[Environment]] = {}
+        for environment in self.environments:
+            alike.setdefault(self._terms(environment), []).append(environment)
+        if len(alike) * len(gpus) * len(models) * len(payers) > MOST_CHOICES:
+            return Tables({}, ())
+        found = tuple(
+            {
+                f"{number}|{model}|{payer}": self._sentence(some[0], number, model, account)
+                for number, model, (payer, account) in product(gpus, models, payers)
+            }
+            for some in alike.values()
+        )
+        return Tables({e.slug: at for at, some in enumerate(alike.values()) for e in some}, found)
+
+    def _terms(self, environment: Environment) -> Hashable:
+        """Environments of which this is the same have the same sentences."""
+        return (
+            environment.devices,
+            environment.cpu_variant,
+            *((c.model, self.rate(environment, c)) for c in self._models_of(environment)),
+        )
+
+    def _sentence(self, environment: Environment, number: str, model: str, account: Account) -> str:
+        gpus = int(number) if number else environment.devices.default
+        if not gpus:
+            return WITHOUT if environment.cpu_variant else f"{NAME} needs a GPU."
+        most = environment.devices.max
+        if gpus > most:
+            return f"{NAME} allows {most} GPU{'s' if most > 1 else ''}."
+        fitting = [c for c in self._models_of(environment) if model in ("", c.model)]
+        rates = sorted({gpus * self.rate(environment, count) for count in fitting})
+        if not rates:
+            return f"{NAME} does not run on that model."
+        what = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+        if not rates[-1]:
+            return f"{what}: {FREE}."
+        left = self._lasts(account, rates[-1])
+        return f"{what}: {_span(rates)} credits an hour. {_whose(account)} lasts {left}."
+
+    def _lasts(self, account: Account, rate: int) -> str:
+        """How long an account pays for that, with what ends before it is spent left out."""
+        ending = [(end - self.now, left) for end, left in self._ending.get(account.name, ())]
+        left = lasts(ending, account.available, rate)
+        return format_time_left(left) if left is not None else ""
+
+    def _that_run_on(self, count: ModelCount) -> list[Environment]:
+        return [e for e in self.environments if count in self._models_of(e)]
+
+    def _models_of(self, environment: Environment) -> list[ModelCount]:
+        """The devices that an environment may get."""
+        return [
+            count
+            for count in self.overview.models
+            if count.memory_bytes >= environment.min_memory
+            and (
+                not environment.models
+                or any(model_matches(model, count.model) for model in environment.models)
+            )
+        ]
+
+
+def model_label(count: ModelCount) -> str:
+    """A model with its memory, unless its name says that already (A100-SXM4-80GB)."""
+    memory = format_memory(count.memory_bytes)
+    said = memory.replace(" ", "") in count.model.replace(" ", "")
+    return count.model if said else f"{count.model}, {memory}"
+
+
+def _span(rates: Sequence[int]) -> str:
+    """``4.00``, or ``1.00 to 4.00``; ``rates`` are sorted."""
+    least, most = format_credits(rates[0]), format_credits(rates[-1])
+    return least if least == most else f"{least} to {most}"
+
+
+def _whose(account: Account) -> str:
+    kind, _, name = account.name.partition(":")
+    return f"The balance of the group {name}" if kind == "group" else "Your balance"
+
+
+def _join(names: Sequence[str]) -> str:
+    if len(names) > MOST_NAMES:
+        names = [*names[: MOST_NAMES - 1], f"{len(names) - MOST_NAMES + 1} others"]
+    return f"in {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f"in {names[0]}"

@@ -1,0 +1,1 @@
+"""Leases: granted, extended, released and reconciled."""

@@ -1,0 +1,346 @@
+"""The commands ``gpuspawner leases``, ``extend``, ``stop`` and ``release``.
+
+A device is free when its server is proved gone. So the engine is asked first, and what it
+cannot prove an admin has to insist on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from enum import Enum
+from typing import Any
+
+from ..cli.config import Settings
+from ..cli.output import (
+    confirmed,
+    count,
+    credits,
+    default_actor,
+    exact,
+    local,
+    note,
+    show,
+    table,
+    utc,
+)
+from ..core.errors import AnotherEngine, EngineUnavailable, GPUSpawnerError, Refused, UnknownLease
+from ..engines.base import Engine
+from ..engines.docker import DockerEngine, belongs_to, is_alive, sighting_of
+from ..engines.local import LocalEngine, process_ref
+from ..ledger import rules as ledger_rules
+from ..queue.commands import actor, line_broker
+from ..services import Broker
+from .models import Lease, LeaseState, ServerRef, Sighting
+
+
+def leases(arguments: argparse.Namespace, settings: Settings) -> int:
+    """List the open leases, or all of them."""
+    broker = settings.open_broker()
+    member = arguments.member
+    if not arguments.all:
+        found = broker.open_leases()
+    elif member is None:
+        found = broker.leases_of(None, arguments.limit)
+    else:
+        found = broker.leases_of(None, _EVERY)  # a group's account may have paid for some
+    if member is not None:
+        found = [lease for lease in found if lease.server.user == member]
+    if arguments.all:
+        found = found[: arguments.limit]
+    show(arguments.json, [plain(lease) for lease in found], _text(found, arguments))
+    return 0
+
+
+_EVERY = 2**31 - 1
+
+
+def devices_of(lease: Lease) -> str:
+    """The devices of a lease for people: ``2x A100 (0, 1)``."""
+    if not lease.devices:
+        return "no GPU"
+    models = sorted({device.model for device in lease.devices})
+    indices = ", ".join(str(device.index) for device in lease.devices)
+    return f"{len(lease.devices)}x {', '.join(models)} ({indices})"
+
+
+def plain(lease: Lease) -> dict[str, Any]:
+    """A lease for scripts."""
+    return {
+        "id": lease.id,
+        "member": lease.server.user,
+        "server": lease.server.name,
+        "account": lease.account,
+        "environment": lease.environment,
+        "devices": [asdict(device) for device in lease.devices],
+        "state": lease.state.value,
+        "rate": exact(lease.rate),
+        "hold": exact(lease.hold),
+        "held": exact(lease.held),
+        "charged": exact(lease.charged),
+        "engine": lease.engine,
+        "engine_ref": lease.engine_ref,
+        "granted_at": utc(lease.granted_at),
+        "started_at": utc(lease.started_at),
+        "seen_at": utc(lease.seen_at),
+        "warned_at": utc(lease.warned_at),
+        "when_dry": lease.when_dry,
+        "overdraft": exact(lease.overdraft),
+        "waived": exact(lease.waived),
+        "group": lease.group,
+        "ends_at": utc(lease.ends_at),
+        "claim_by": utc(lease.claim_by),
+        "outcome": lease.outcome,
+        "ended_at": utc(lease.ended_at),
+        "end_reason": lease.end_reason,
+    }
+
+
+def _text(found: Sequence[Lease], arguments: argparse.Namespace) -> str:
+    whose = f" of {arguments.member}" if arguments.member is not None else ""
+    if not found:
+        return f"No {'' if arguments.all else 'open '}leases{whose}."
+    headers = ["LEASE", "SERVER", "ENVIRONMENT", "DEVICES", "STATE", "GRANTED", "STARTED"]
+    headers += ["CREDITS/H", "CHARGED"]
+    headers += ["ENDED", "WHY"] if arguments.all else ["ENDS"]
+    rows = [_row(lease, arguments.all) for lease in found]
+    kind = "lease" if arguments.all else "open lease"
+    text = table(headers, rows, right=("CREDITS/H", "CHARGED"))
+    text += f"\n\n{count(len(found), kind)}{whose}"
+    if arguments.all and len(found) == arguments.limit:
+        text += f" (the newest; --limit shows more than {arguments.limit})"
+    return text
+
+
+def _row(lease: Lease, ended: bool) -> list[str]:
+    row = [
+        lease.id,
+        str(lease.server),
+        lease.environment or "-",
+        devices_of(lease),
+        "warned" if lease.warned_at and lease.state is LeaseState.RUNNING else lease.state.value,
+        local(lease.granted_at),
+        local(lease.started_at),
+        credits(lease.rate),
+        credits(lease.charged),
+    ]
+    if ended:
+        return [*row, local(lease.ended_at), lease.end_reason]
+    return [*row, local(lease.ends_at) if lease.started_at else "-"]
+
+
+class Fate(str, Enum):
+    """What the engine says of a lease's server."""
+
+    ALIVE = "alive"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseProof:
+    """What the engine says, in words too, and when the server ended if that is known."""
+
+    fate: Fate
+    text: str
+    ended_at: datetime | None = None
+
+
+def release(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Say what will happen, ask, and free the lease."""
+    broker = settings.open_broker()
+    lease = find_lease(broker, arguments.lease)
+    if lease.state is LeaseState.ENDED:
+        raise Refused(f"Lease {lease.id} ended already, at {local(lease.ended_at)}: nothing to do.")
+    proof = ask_engine(lease, settings, broker)
+    note(_intent(lease, proof, broker.clock()))
+    if proof.fate is not Fate.GONE and not arguments.force:
+        raise Refused(_refusal(lease, proof))
+    if not arguments.yes and not confirmed("Free it?"):
+        raise Refused("Nothing was changed.")
+    ended = broker.release(
+        lease.id,
+        ended_at=proof.ended_at,
+        stopped_at=broker.clock() if proof.fate is Fate.ALIVE else None,
+        reason=f"released by hand by {default_actor()} ({proof.fate.value})",
+    )
+    text = f"Lease {ended.id} ended: {credits(ended.charged)} credits charged in all."
+    show(arguments.json, {**plain(ended), "server_was": proof.fate.value}, text)
+    return 0
+
+
+def find_lease(broker: Broker, text: str) -> Lease:
+    """The lease with this id, or the one open lease whose id begins so."""
+    try:
+        return broker.lease(text)
+    except UnknownLease:
+        begin_so = [x for x in broker.open_leases() if text and x.id.startswith(text)]
+    if len(begin_so) == 1:
+        return begin_so[0]
+    if begin_so:
+        some = ", ".join(lease.id for lease in begin_so[:5])
+        raise UnknownLease(f"Several open leases begin with {text!r}: {some}.", lease=text)
+    raise UnknownLease(
+        f"There is no lease {text!r}. List the open ones with: gpuspawner leases", lease=text
+    )
+
+
+def ask_engine(lease: Lease, settings: Settings, broker: Broker) -> ReleaseProof:
+    """Whether the lease's server is alive, gone or unknown."""
+    if lease.engine == "docker":
+        return _ask_docker(lease, settings, broker)
+    if lease.engine == "local":
+        return _ask_local(lease)
+    return ReleaseProof(Fate.UNKNOWN, f"this command cannot ask the engine {lease.engine!r}.")
+
+
+def _ask_docker(lease: Lease, settings: Settings, broker: Broker) -> ReleaseProof:
+    from ..cli.hub import engine_client  # imports JupyterHub: slow, and needed here only
+
+    try:
+        connect = engine_client(settings.config)
+    except GPUSpawnerError as error:
+        return ReleaseProof(
+            Fate.UNKNOWN, f"the spawner's configuration does not load: {error.message}"
+        )
+    engine = DockerEngine(connect, lambda: broker.stamp_error)
+    try:
+        holders = engine.holders(lease)
+    except AnotherEngine:
+        return ReleaseProof(
+            Fate.UNKNOWN, "another Docker Engine answers than the one it was started on."
+        )
+    except EngineUnavailable:
+        return ReleaseProof(Fate.UNKNOWN, "the Docker Engine does not answer.")
+    if foreign := [each for each in holders if is_alive(each) and not belongs_to(each, lease)]:
+        name = foreign[0]["Name"].lstrip("/")
+        return ReleaseProof(
+            Fate.UNKNOWN, f"the container {name}, of no lease, was given one of its GPUs."
+        )
+    found = _first([sighting_of(each) for each in holders])
+    if found is None and lease.engine_ref:
+        died = engine.died_at(lease.engine_ref)
+        return _judged(lease, found, "container", died)
+    return _judged(lease, found, "container")
+
+
+def _ask_local(lease: Lease) -> ReleaseProof:
+    found = _mine(LocalEngine(), lease)
+    if found is None and lease.engine_ref:
+        if process_ref(_pid(lease.engine_ref)) == lease.engine_ref:
+            return ReleaseProof(Fate.ALIVE, f"its process {_pid(lease.engine_ref)} runs.")
+    elif found is None and os.geteuid() != 0:
+        return ReleaseProof(Fate.UNKNOWN, "other users' processes can be seen as root only.")
+    return _judged(lease, found, "process")
+
+
+def _mine(engine: Engine, lease: Lease) -> Sighting | None:
+    """What the engine knows of the lease's server: alive before exited."""
+    return _first([s for s in engine.sightings() if s.lease_id == lease.id])
+
+
+def _first(mine: Sequence[Sighting]) -> Sighting | None:
+    """One that is alive before those that have ended."""
+    return next((s for s in mine if s.alive), mine[0] if mine else None)
+
+
+def _judged(
+    lease: Lease, found: Sighting | None, noun: str, died: datetime | None = None
+) -> ReleaseProof:
+    if found is not None and found.alive:
+        return ReleaseProof(Fate.ALIVE, f"its {noun} {found.ref[:12]} is alive.")
+    if found is not None:
+        when = f" at {local(found.ended_at)}" if found.ended_at else ""
+        return ReleaseProof(Fate.GONE, f"its {noun} exited{when} ({found.detail}).", found.ended_at)
+    if lease.state is LeaseState.GRANTED and not lease.engine_ref:
+        return ReleaseProof(
+            Fate.UNKNOWN, f"it has no {noun} yet: the start may be under way (an image is pulled)."
+        )
+    when = f", ended at {local(died)}" if died else ""
+    return ReleaseProof(Fate.GONE, f"its {noun} is gone{when}.", died)
+
+
+def _intent(lease: Lease, proof: ReleaseProof, now: datetime) -> str:
+    until = now if proof.fate is Fate.ALIVE else proof.ended_at
+    until = until or lease.seen_at or lease.started_at or lease.granted_at
+    total = ledger_rules.owed(lease.rate, lease.started_at, until)
+    started = f"running since {local(lease.started_at)}" if lease.started_at else "never started"
+    frees = f"frees {devices_of(lease)} for others and " if lease.devices else ""
+    costs = f"charges {lease.account} {credits(total)} credits in all, up to {local(until)} "
+    costs += f"({credits(lease.charged)} of them are charged already)"
+    lines = [
+        f"Lease {lease.id} of {lease.server}: {devices_of(lease)}, {started}.",
+        f"The engine ({lease.engine or 'not known'}) says: {proof.text}",
+        f"Releasing it {frees}{costs if lease.started_at else 'costs nothing'}.",
+    ]
+    if proof.fate is Fate.ALIVE:
+        lines.append(
+            "Its server would go on using the devices until the accounting service ends it, "
+            "which it does when a server has no open lease."
+        )
+    elif proof.fate is Fate.UNKNOWN and lease.devices:
+        lines.append(
+            "If its server lives after all, the next member's server shares the devices with it."
+        )
+    return "\n".join(lines)
+
+
+def _refusal(lease: Lease, proof: ReleaseProof) -> str:
+    if proof.fate is Fate.ALIVE:
+        return (
+            f"Lease {lease.id} was not released: its server is alive. Stop it on the hub's admin "
+            "page, which releases the lease by itself, or insist with --force."
+        )
+    return (
+        f"Lease {lease.id} was not released: whether its server is gone is unknown, because "
+        f"{proof.text} Try again when that can be told, or insist with --force."
+    )
+
+
+def _pid(ref: str) -> int:
+    pid = ref.partition(":")[0]
+    return int(pid) if pid.isdigit() else 0
+
+
+def extend(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Begin a session's whole length anew, unless somebody would wait longer for that."""
+    broker = line_broker(settings)
+    lease = find_lease(broker, arguments.lease)
+    extended = broker.extend(lease.id, actor=actor())
+    if extended.seconds is None:
+        text = f"Lease {lease.id} of {lease.server} has no end: nothing changed."
+    else:
+        text = f"The session of {lease.server} ends at {local(extended.ends_at)}."
+    show(arguments.json, plain(extended), text)
+    return 0
+
+
+def stop(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Order the stop of a server, which the accounting service carries out."""
+    broker = settings.open_broker()
+    lease = _lease_of(broker, arguments.server)
+    ordered = broker.stop(lease.id, actor=actor(), reason=arguments.reason)
+    text = (
+        f"Lease {ordered.id} of {ordered.server} is to end: the accounting service asks the Hub "
+        "to stop the server until it is gone. Its member is told why, and keeps the files."
+    )
+    show(arguments.json, plain(ordered), text)
+    return 0
+
+
+def _lease_of(broker: Broker, text: str) -> Lease:
+    """The open lease of a server, or the lease of an id. Raises UnknownLease."""
+    user, _, name = text.partition("/")
+    if lease := broker.lease_of(ServerRef(user, name)):
+        return lease
+    try:
+        return find_lease(broker, text)
+    except UnknownLease as error:
+        others = [str(x.server) for x in broker.open_leases() if x.server.user == user]
+        if not others:
+            raise
+        running = f"{user} has {', '.join(others)}"
+        raise UnknownLease(f"{error.message} {running}.", lease=text) from None

@@ -1,0 +1,143 @@
+"""What to do when the store, the engines and the Hub do not say the same. Pure.
+
+Whoever died in between, the next look compares the open leases with what the engines
+run and what the Hub believes. Only an engine proves an end: an engine that did not
+answer leaves its leases as they are, because unknown is never free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import Enum
+
+from .models import Lease, LeaseState, ServerRef, Sighting
+
+
+class HubState(str, Enum):
+    """What the Hub says of a server."""
+
+    READY = "ready"
+    PENDING = "pending"
+    """Starting or stopping: leave it alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """The server is up, and nobody had written it down."""
+
+    lease: Lease
+    ref: str
+    started_at: datetime | None = None
+    """When the engine started it, by the wall clock; None when nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The server was proved alive."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The server is proved gone."""
+
+    lease: Lease
+    ended_at: datetime | None
+    """None when nobody knows: charge up to when it was last seen alive."""
+    reason: str
+    lost: bool = False
+    """Nothing of it was ever there: the hub went down before its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """A server that nobody owns any more holds devices: end it."""
+
+    engine: str
+    sighting: Sighting
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Nobody can say; the lease stays."""
+
+    lease: Lease
+    reason: str
+    is_stuck: bool = False
+    """Whether it stays so until an admin does something."""
+
+
+Action = Confirm | Seen | Release | Remove | Unknown
+
+
+def plan(
+    leases: Iterable[Lease],
+    sightings: Mapping[str, Sequence[Sighting] | None],
+    servers: Mapping[ServerRef, HubState] | None,
+    now: datetime,
+    grace: timedelta,
+    skew: timedelta = timedelta(),
+) -> list[Action]:
+    """What to do, lease by lease, then for servers without an open lease.
+
+    ``sightings`` maps an engine's name to what it runs, None when it did not answer.
+    ``servers`` holds the servers that the Hub has, None when the Hub did not answer.
+    Nothing younger than ``grace`` is ended only because the Hub does not name it: a
+    spawn may be on its way. ``skew``: wall clock less ``now``; an engine's times are of the wall
+    clock, before it was set or after.
+    """
+    latest = now + min(skew, timedelta())
+    actions: list[Action] = []
+    open_ids = set()
+    for lease in leases:
+        open_ids.add(lease.id)
+        actions.append(_of_lease(lease, sightings, servers, now, grace))
+    for engine, found in sightings.items():
+        for sighting in found or ():
+            old = sighting.created_at is None or latest - sighting.created_at >= grace
+            if sighting.alive and sighting.lease_id not in open_ids and old:
+                actions.append(Remove(engine, sighting, "its lease has ended"))
+    return actions
+
+
+def _of_lease(
+    lease: Lease,
+    sightings: Mapping[str, Sequence[Sighting] | None],
+    servers: Mapping[ServerRef, HubState] | None,
+    now: datetime,
+    grace: timedelta,
+) -> Action:
+    found = sightings.get(lease.engine)
+    if found is None:
+        return Unknown(lease, f"the engine {lease.engine!r} did not answer")
+    mine = [s for s in found if s.lease_id == lease.id]
+    alive = next((s for s in mine if s.alive and not s.unknown), None)
+    unknown = next((s.unknown for s in mine if s.unknown), "")
+    hub = servers.get(lease.server) if servers is not None else None
+    young = now - lease.granted_at < grace
+
+    if alive:
+        if servers is None or hub is HubState.PENDING:
+            return Seen(lease)
+        if hub is HubState.READY:
+            confirmed = lease.state is LeaseState.RUNNING
+            return Seen(lease) if confirmed else Confirm(lease, alive.ref, alive.started_at)
+        if young:
+            return Unknown(lease, "its server is on its way")
+        return Remove(lease.engine, alive, "the Hub does not know its server any more")
+    if unknown:
+        return Unknown(lease, unknown, is_stuck=True)
+    coming = servers is None or hub is HubState.PENDING or young
+    if lease.state is LeaseState.GRANTED and not mine and coming:
+        return Unknown(lease, "its server is on its way")  # an image may still be pulled
+    ended = max((s.ended_at for s in mine if s.ended_at), default=None)
+    seen_at = lease.seen_at or lease.granted_at
+    if ended is None and hub is not None and not mine and now - seen_at < grace:
+        return Unknown(lease, "the Hub knows when its server ended")
+    detail = next((s.detail for s in mine if s.detail), "")
+    reason = f"the server exited ({detail})" if detail else "the server was gone"
+    return Release(lease, ended, reason, lost=lease.state is LeaseState.GRANTED and not mine)

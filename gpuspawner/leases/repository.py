@@ -1,0 +1,394 @@
+"""Rows of leases and slots, and of devices that are kept for a server that restarts.
+
+A kept device is closed to new leases (see :mod:`gpuspawner.devices.closures`) by an actor that
+names the server. So nobody else is granted one, whoever is killed meanwhile, and an admin sees why
+and can end it; the grant to the server itself opens them, in its own transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from ..core.errors import NoDeviceFree, ServerHasLease, UnknownLease
+from ..db import hash_chain
+from ..db.schema import OPEN_LEASE, OPEN_PLACE, accounts, closures, lease_places, leases, lots
+from ..devices import closures as devices_closures
+from ..devices.closures import Closure, keeper, kept_for
+from ..monitoring import repository as monitoring_repository
+from ..queue.models import Ticket
+from .models import Lease, LeasedDevice, LeaseState, ServerRef, Slot
+
+_LEASE_FIELDS = tuple(n for n in Lease.__dataclass_fields__ if n not in ("server", "devices"))
+_PLACE_FIELDS = tuple(LeasedDevice.__dataclass_fields__)
+# A row has the server's two columns, then the lease's, then those of one place.
+_AT_ID = 2 + _LEASE_FIELDS.index("id")
+_AT_PLACE = 2 + len(_LEASE_FIELDS)
+
+_left = leases.c.hold - leases.c.charged
+# As one text and not as rows: a grant reads it, and hundreds of new objects each time make
+# Python collect garbage more often, with the hub standing still meanwhile.
+_place = lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text)
+PLACES = sa.select(sa.func.aggregate_strings(_place, " ")).where(OPEN_PLACE)
+CLOSED = sa.select(sa.func.aggregate_strings(closures.c.subject + ":0", " "))
+"""Together they are what :func:`places_taken` reads."""
+_PLACES = PLACES.add_columns(CLOSED.scalar_subquery())
+_TAKEN = sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(
+    OPEN_PLACE
+)
+_SELECTED = (
+    leases.c.user,
+    leases.c.server_name,
+    *(leases.c[name] for name in _LEASE_FIELDS),
+    *(lease_places.c[name] for name in _PLACE_FIELDS),
+)
+_LEASES = (
+    sa.select(*_SELECTED)
+    .select_from(leases.outerjoin(lease_places))
+    .order_by(leases.c.granted_at, leases.c.id, lease_places.c.index)
+)
+_ONE = _LEASES.where(leases.c.id == sa.bindparam("lease"))
+_ONE_LOCKED = _ONE.with_for_update(of=leases)
+_OPEN_OF_SERVER = _LEASES.where(
+    leases.c.user == sa.bindparam("member"),
+    leases.c.server_name == sa.bindparam("server"),
+    OPEN_LEASE,
+)
+_OPEN = _LEASES.where(OPEN_LEASE)
+_WITH_AN_END = _LEASES.where(OPEN_LEASE, (leases.c.outcome != "") | leases.c.seconds.isnot(None))
+PAYS = sa.and_(OPEN_LEASE, leases.c.started_at.isnot(None), leases.c.rate > 0)
+"""True of the leases that cost something while they run."""
+_PAYING = (
+    sa.select(*_SELECTED[:_AT_PLACE], accounts.c.balance)
+    .join(accounts, accounts.c.name == leases.c.account)
+    .where(PAYS)
+    .order_by(leases.c.granted_at, leases.c.id)
+)
+_SUMS = (
+    sa.select(
+        *(leases.c.account, accounts.c.balance, leases.c.rate, leases.c.charged),
+        leases.c.started_at,
+        leases.c.warned_at.isnot(None) | leases.c.told_dry.isnot(None),
+    )
+    .join(accounts, accounts.c.name == leases.c.account)
+    .where(PAYS)
+)
+_PAID_BY = _PAYING.where(leases.c.account == sa.bindparam("name"))
+_newest = sa.select(sa.func.max(lots.c.ends_at)).where(lots.c.account == leases.c.account)
+_ONE_TO_END = _ONE_LOCKED.add_columns(_newest.scalar_subquery())
+_PLACES_OF = (
+    sa.select(*_SELECTED[_AT_PLACE:])
+    .where(lease_places.c.lease_id == sa.bindparam("lease"))
+    .order_by(lease_places.c.index)
+)
+_INSERT = sa.insert(leases)
+_INSERT_PLACES = sa.insert(lease_places)
+_this = leases.c.id == sa.bindparam("lease")
+_CONFIRM = (
+    sa.update(leases)
+    .where(_this, leases.c.state == LeaseState.GRANTED.value)
+    .values(
+        state=LeaseState.RUNNING.value,
+        started_at=sa.bindparam("at"),
+        seen_at=sa.bindparam("at"),
+        answered_at=sa.bindparam("at"),
+        engine_ref=sa.case(
+            (sa.bindparam("ref", type_=sa.Text) == "", leases.c.engine_ref),
+            else_=sa.bindparam("ref", type_=sa.Text),
+        ),
+    )
+    .returning(*_SELECTED[:_AT_PLACE])
+)
+_BEGAN = (
+    sa.update(leases)
+    .where(_this)
+    .values(started_at=sa.bindparam("at"))
+    .returning(*_SELECTED[:_AT_PLACE])
+)
+_END = (
+    sa.update(leases)
+    .where(_this)
+    .values(
+        state=LeaseState.ENDED.value,
+        ended_at=sa.bindparam("at"),
+        end_reason=sa.bindparam("reason"),
+        charged=sa.bindparam("paid"),
+        waived=sa.bindparam("left"),
+    )
+    .returning(*hash_chain.TO_SEAL)
+)
+_FREE_PLACES = (
+    sa.update(lease_places)
+    .where(lease_places.c.lease_id == sa.bindparam("lease"), OPEN_PLACE)
+    .values(open=sa.false())
+)
+_HAD_ONE = (
+    sa.select(leases.c.id)
+    .where(
+        leases.c.user == sa.bindparam("member"),
+        leases.c.server_name == sa.bindparam("server"),
+        leases.c.ticket_id == sa.bindparam("ticket"),
+    )
+    .limit(1)
+)
+
+HELD = sa.select(sa.func.coalesce(sa.func.sum(sa.case((_left > 0, _left), else_=0)), 0)).where(
+    OPEN_LEASE
+)
+"""Microcredits set aside by open leases; whose, the caller adds."""
+_HELD_BY = HELD.where(leases.c.account == sa.bindparam("account"))
+
+
+def taken(connection: sa.Connection) -> dict[Slot, str]:
+    """Every place under an open lease, with the lease's id."""
+    return {Slot(uuid, slot): lease for uuid, slot, lease in connection.execute(_TAKEN)}
+
+
+def places_taken(connection: sa.Connection) -> frozenset[str]:
+    """The places of all open leases as texts, and the first place of all that is closed (the one
+    on "granting" for all)."""
+    found = connection.execute(_PLACES).one()
+    return frozenset(" ".join(filter(None, found)).split())
+
+
+def had_one(connection: sa.Connection, ticket: Ticket) -> bool:
+    """Whether a ticket ever led to a lease."""
+    server = {"member": ticket.server.user, "server": ticket.server.name}
+    return connection.execute(_HAD_ONE, {"ticket": ticket.id, **server}).first() is not None
+
+
+def insert(connection: sa.Connection, lease: Lease) -> None:
+    """Write a new lease with its places.
+
+    Raises ServerHasLease or NoDeviceFree when the database's own constraints forbid it; the
+    transaction is then to be given up.
+    """
+    places = [
+        {name: getattr(device, name) for name in _PLACE_FIELDS}
+        | {"lease_id": lease.id, "open": True}
+        for device in lease.devices
+    ]
+    try:
+        connection.execute(_INSERT, _row(lease))
+        if places:
+            connection.execute(_INSERT_PLACES, places)
+    except IntegrityError as error:
+        if "one_open_lease_a_slot" in str(error) or "lease_places.uuid" in str(error):
+            raise NoDeviceFree("The GPU was just taken by somebody else. Try again.") from None
+        if "one_open_lease_a_server" in str(error) or "leases.user" in str(error):
+            raise ServerHasLease() from None
+        raise
+
+
+def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Lease:
+    """One lease. ``lock`` keeps others from changing it until the transaction ends.
+
+    Raises UnknownLease.
+    """
+    found = _leases(connection.execute(_ONE_LOCKED if lock else _ONE, {"lease": lease_id}))
+    if not found:
+        raise UnknownLease(lease=lease_id)
+    return found[0]
+
+
+def get_to_end(connection: sa.Connection, lease_id: str) -> tuple[Lease, datetime | None]:
+    """One lease that is about to end, kept from others, and when the last lot of its account ends
+    (None when that never had one). Raises UnknownLease."""
+    rows = connection.execute(_ONE_TO_END, {"lease": lease_id}).all()
+    if not rows:
+        raise UnknownLease(lease=lease_id)
+    return _leases(row[:-1] for row in rows)[0], rows[0][-1]
+
+
+def open_of(connection: sa.Connection, server: ServerRef) -> Lease | None:
+    """The open lease of a server, if there is one."""
+    named = {"member": server.user, "server": server.name}
+    found = _leases(connection.execute(_OPEN_OF_SERVER, named))
+    return found[0] if found else None
+
+
+def open_leases(connection: sa.Connection) -> list[Lease]:
+    """All open leases, oldest first."""
+    return _leases(connection.execute(_OPEN))
+
+
+def with_an_end(connection: sa.Connection) -> list[Lease]:
+    """Open leases whose session ends some time, or whose stop was ordered; oldest first."""
+    return _leases(connection.execute(_WITH_AN_END))
+
+
+def paying(connection: sa.Connection, account: str | None = None) -> list[tuple[Lease, int]]:
+    """The running leases that cost something, oldest first, each with the balance of the account
+    (None: of any) that pays for it. Their devices are left out."""
+    if account is None:
+        found = connection.execute(_PAYING)
+    else:
+        found = connection.execute(_PAID_BY, {"name": account})
+    return [(from_row(row[:-1], []), row[-1]) for row in found]
+
+
+def sums(connection: sa.Connection) -> list[tuple[str, int, int, int, datetime, bool]]:
+    """Of each running lease that costs something: account, its balance, rate, charged, start, and
+    whether anything was told about its credits. Rows and no leases: there may be thousands."""
+    return [(*row[:5], bool(row[5])) for row in connection.execute(_SUMS)]
+
+
+def of_account(connection: sa.Connection, account: str | None, limit: int = 50) -> list[Lease]:
+    """The newest leases of an account (None: of everybody), newest first."""
+    newest = sa.select(leases.c.id).order_by(leases.c.granted_at.desc(), leases.c.id).limit(limit)
+    if account is not None:
+        newest = newest.where(leases.c.account == account)
+    found = where(connection, leases.c.id.in_(newest))
+    return sorted(found, key=lambda lease: lease.granted_at, reverse=True)
+
+
+def where(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[Lease]:
+    """The leases of which the condition is true, oldest first."""
+    return _leases(connection.execute(_LEASES.where(condition)))
+
+
+def ended_across(connection: sa.Connection, at: datetime) -> list[Lease]:
+    """The ended leases whose servers started before this time and ended after it."""
+    return where(connection, (leases.c.started_at <= at) & (leases.c.ended_at > at))
+
+
+def held(connection: sa.Connection, account: str) -> int:
+    """Microcredits set aside by the account's open leases."""
+    return int(connection.execute(_HELD_BY, {"account": account}).scalar_one())
+
+
+def update(connection: sa.Connection, lease_id: str, **values: Any) -> None:
+    """Change fields of an open lease."""
+    if isinstance(values.get("state"), LeaseState):
+        values["state"] = values["state"].value
+    connection.execute(sa.update(leases).where(leases.c.id == lease_id).values(values))
+
+
+def confirm(
+    connection: sa.Connection, lease_id: str, at: datetime, engine_ref: str
+) -> Sequence[Any] | None:
+    """Write that the server of a lease answered, and is charged: its row for :func:`from_row`,
+    and None when no lease of this id waits for that."""
+    asked = {"lease": lease_id, "at": at, "ref": engine_ref}
+    return connection.execute(_CONFIRM, asked).one_or_none()
+
+
+def began(connection: sa.Connection, lease_id: str, at: datetime) -> Sequence[Any]:
+    """Write from when the server of a lease is charged; the row as from :func:`confirm`."""
+    return connection.execute(_BEGAN, {"lease": lease_id, "at": at}).one()
+
+
+def devices_of(connection: sa.Connection, lease_id: str) -> tuple[LeasedDevice, ...]:
+    """The devices of a lease, open or ended; they never change."""
+    return tuple(LeasedDevice(*row) for row in connection.execute(_PLACES_OF, {"lease": lease_id}))
+
+
+def end(
+    connection: sa.Connection,
+    lease_id: str,
+    at: datetime,
+    reason: str,
+    charged: int,
+    waived: int = 0,
+    devices: Iterable[LeasedDevice] | None = None,
+) -> None:
+    """Close a lease, free its places and seal it.
+
+    ``devices`` are those of the lease, where they are known: they never change.
+    """
+    if devices is None:
+        devices = devices_of(connection, lease_id)
+    changes = {"at": at, "reason": reason, "paid": charged, "left": waived}
+    row = connection.execute(_END, {"lease": lease_id, **changes}).one()
+    connection.execute(_FREE_PLACES, {"lease": lease_id})
+    hash_chain.seal_row(connection, row, devices)
+
+
+def _leases(rows: Iterable[Sequence[Any]]) -> list[Lease]:
+    """Rows of leases, one for each place, put together again in the order in which they came."""
+    found: dict[str, tuple[Sequence[Any], list[LeasedDevice]]] = {}
+    for row in rows:
+        _, places = found.setdefault(row[_AT_ID], (row, []))
+        if row[_AT_PLACE] is not None:
+            places.append(LeasedDevice(*row[_AT_PLACE:]))
+    return [from_row(row, places) for row, places in found.values()]
+
+
+def _row(lease: Lease) -> dict[str, Any]:
+    row = {name: getattr(lease, name) for name in _LEASE_FIELDS}
+    row |= {"user": lease.server.user, "server_name": lease.server.name}
+    row["state"] = lease.state.value
+    return row
+
+
+def from_row(row: Sequence[Any], places: Sequence[LeasedDevice]) -> Lease:
+    """A lease of one row and its places."""
+    user, server_name, *values = row[:_AT_PLACE]
+    fields = dict(zip(_LEASE_FIELDS, values, strict=True))
+    fields["state"] = LeaseState(fields["state"])
+    return Lease(server=ServerRef(user, server_name), devices=tuple(places), **fields)
+
+
+OUTCOME = "restart"
+"""Of the lease that ends for it."""
+
+LEAST_SECONDS = 60
+"""A session that goes on is this long at least."""
+
+
+def kept_devices(connection: sa.Connection, server: ServerRef) -> list[Closure]:
+    """What is kept for a server."""
+    found = devices_closures.load(connection).values()
+    return [closure for closure in found if closure.actor == keeper(server)]
+
+
+def all_kept_devices(connection: sa.Connection) -> dict[ServerRef, list[Closure]]:
+    """Everything that is kept, by server."""
+    found: dict[ServerRef, list[Closure]] = {}
+    for closure in devices_closures.load(connection).values():
+        if server := kept_for(closure):
+            found.setdefault(server, []).append(closure)
+    return found
+
+
+def last_lease(connection: sa.Connection, server: ServerRef) -> Lease | None:
+    """The newest lease of a server that ended for a restart, or is about to."""
+    newest = (
+        sa.select(leases.c.id)
+        .where(leases.c.user == server.user, leases.c.server_name == server.name)
+        .where(leases.c.outcome == OUTCOME)
+        .order_by(leases.c.granted_at.desc(), leases.c.id)
+        .limit(1)
+    )
+    found = where(connection, leases.c.id.in_(newest))
+    return found[0] if found else None
+
+
+def ending(connection: sa.Connection) -> list[Lease]:
+    """The leases, ended or not, of all servers that start again."""
+    found = (last_lease(connection, server) for server in all_kept_devices(connection))
+    return [lease for lease in found if lease]
+
+
+def go_on_resting(connection: sa.Connection, lease: Lease) -> None:
+    """A server that starts again is as idle as it was: nobody gains time by that."""
+    before = last_lease(connection, lease.server)
+    watched = monitoring_repository.get_watched(connection, before.id) if before else None
+    if watched:
+        until = max(watched.judged_until, lease.granted_at)
+        monitoring_repository.put_watched(
+            connection, lease.id, replace(watched, judged_until=until)
+        )
+
+
+def left_of(connection: sa.Connection, server: ServerRef, now: datetime) -> int | None:
+    """How many seconds are left of the session that goes on; None when it has no end."""
+    before = last_lease(connection, server)
+    if before is None or before.ends_at is None:
+        return None
+    return max(LEAST_SECONDS, int((before.ends_at - now).total_seconds()))

@@ -1,0 +1,432 @@
+"""Pages and JSON of sessions: extend, stop, restart, postpone an idle stop, live figures.
+
+Nothing from before the lease is told: it was somebody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from tornado import web
+
+from ..core.errors import (
+    CannotExtend,
+    CannotSnooze,
+    CannotStop,
+    GPUSpawnerError,
+    InvalidRequest,
+    UnknownLease,
+)
+from ..devices.service import checked_reason
+from ..ledger.correction_views import needed_reason
+from ..monitoring.models import DeviceUse, Sample
+from ..monitoring.service import Resting
+from ..services import Broker
+from ..web import view_models
+from ..web.api import APIHandler, ChangingAPI, funds, instant, lease, leased
+from ..web.base import ServiceHandler, may_see_balance
+from ..web.pages import FormPage, MemberPage, device_names
+from ..web.view_models import lease_figures
+from .models import Lease, LeasedDevice, LeaseState
+
+
+class ExtendForm(MemberPage):
+    """The button on the member's page: the session begins its whole length anew."""
+
+    async def get(self, lease_id: str) -> None:
+        self.redirect(self.context.prefix)
+
+    @web.authenticated
+    async def post(self, lease_id: str) -> None:
+        await own_lease(self, lease_id)
+        try:
+            await self.broker.run(self.broker.extend, lease_id, actor=self.user)
+        except CannotExtend as refusal:
+            await self.show_mine(refusal)
+            return
+        self.redirect(f"{self.context.prefix}?extended={lease_id}", status=303)
+
+
+class ExtendAPI(APIHandler):
+    """The same for scripts; an admin may extend any session."""
+
+    for_servers = True
+
+    @web.authenticated
+    async def post(self, lease_id: str) -> None:
+        await own_lease(self, lease_id, or_admin=True)
+        extended = await self.read(self._extend, lease_id)
+        (told,) = view_models.lease_figures(self.broker, [extended], self.broker.clock())
+        self.answer(lease(told))
+
+    def _extend(self, lease_id: str) -> Lease:
+        return self.broker.extend(lease_id, actor=self.user)
+
+
+class StopPage(FormPage):
+    """The button that stops a server: a member's own, or any for an admin's reason. Asked once
+    more, then done."""
+
+    async def get(self, lease_id: str) -> None:
+        self.redirect(self.context.prefix)
+
+    @web.authenticated
+    async def post(self, lease_id: str) -> None:
+        lease = await own_lease(self, lease_id, or_admin=True)
+        if lease.state is LeaseState.ENDED:
+            raise web.HTTPError(409) from CannotStop(why="it has stopped already")
+        if lease.server.user == self.user:
+            await self._stop_own(lease)
+        else:
+            await self._order(lease)
+
+    async def _stop_own(self, lease: Lease) -> None:
+        name = lease.server.name or "My server"
+        if not self.confirmed:
+            self.ask(
+                f"Stop {name if lease.server.name else 'my server'}?",
+                [("Server", name), ("Environment", lease.environment or "the hub's own")],
+                action=f"leases/{lease.id}/stop",
+                button="Stop it",
+                back="",
+                note="What runs in it ends now. Your files stay, and it costs nothing more.",
+                danger=True,
+            )
+            return
+        await stop_own(self, lease)
+        self.go(f"?stopped={lease.id}")
+
+    async def _order(self, lease: Lease) -> None:
+        """An admin's order, which the service carries out until the server is gone."""
+        why = self.field("reason")
+        if not self.confirmed:
+            self._ask_why(lease, why)
+            return
+        try:
+            reason = checked_reason(why, needed=True)
+            await self.broker.run(self.broker.stop, lease.id, actor=self.actor, reason=reason)
+        except InvalidRequest as refusal:
+            self._ask_why(lease, why[:LONGEST_SHOWN], refusal)
+            return
+        except GPUSpawnerError as refusal:
+            raise web.HTTPError(refusal.status_code) from refusal
+        self.go(f"admin?stopped={lease.id}")
+
+    def _ask_why(self, lease: Lease, why: str, refusal: InvalidRequest | None = None) -> None:
+        if refusal:
+            self.set_status(refusal.status_code)
+        self.ask(
+            f"Stop the server of {lease.server.user}?",
+            [
+                ("Server", str(lease.server)),
+                ("Environment", lease.environment or "the hub's own"),
+                ("GPUs", device_names(lease.devices)),
+            ],
+            action=f"leases/{lease.id}/stop",
+            button="Stop it",
+            back="admin",
+            note="What runs in it ends now. The files stay, and it costs nothing more. Its member "
+            "is told the reason.",
+            danger=True,
+            why=why,
+            error=refusal.message if refusal else "",
+            here="admin",
+        )
+
+
+class StopAPI(ChangingAPI):
+    """Have any server stopped, for admins: ``{"reason": "the machine gets a new fan"}``."""
+
+    @web.authenticated
+    async def post(self, lease_id: str) -> None:
+        self.need_admin()
+        reason = needed_reason(self.sent("reason"))
+        ordered = await self.do(self.broker.stop, lease_id, reason=reason)
+        (told,) = view_models.lease_figures(self.broker, [ordered], self.broker.clock())
+        self.answer(lease(told))
+
+
+class EndAPI(APIHandler):
+    """Stop a server of one's own."""
+
+    for_servers = True
+
+    @web.authenticated
+    async def post(self, lease_id: str) -> None:
+        found = await own_lease(self, lease_id)
+        if found.state is LeaseState.ENDED:
+            raise web.HTTPError(409) from CannotStop(why="it has stopped already")
+        await stop_own(self, found)
+        found = await self.read(self.broker.lease, lease_id)
+        (told,) = view_models.lease_figures(self.broker, [found], self.broker.clock())
+        self.answer(lease(told))
+
+
+def goes_on(lease: Lease) -> bool:
+    """Whether there is a stop to order."""
+    return lease.state is not LeaseState.ENDED and not lease.outcome
+
+
+async def own_lease(handler: ServiceHandler, lease_id: str, *, or_admin: bool = False) -> Lease:
+    """A lease of the one who asks; of anybody else's, only an admin hears that it exists."""
+    found: Lease = await handler.read(handler.broker.lease, lease_id)
+    own = found.server.user == handler.user and handler.concerns(found.server)
+    if not own and not (or_admin and handler.admin):
+        raise web.HTTPError(404) from UnknownLease(lease=lease_id)
+    return found
+
+
+async def stop_own(handler: ServiceHandler, lease: Lease) -> None:
+    """Have the Hub stop a member's own server, as its own button does. Raises HTTPError."""
+    hub = handler.context.hub
+    if hub is None:
+        raise web.HTTPError(503) from CannotStop(why="the Hub cannot be asked just now")
+    try:
+        await hub.stop_server(lease.server)
+    except GPUSpawnerError as error:
+        raise web.HTTPError(error.status_code, "%s", error.message) from error
+
+
+LONGEST_SHOWN = 1000
+"""Characters of a reason that are shown again."""
+
+SESSION_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("leases/([0-9a-f]{1,64})/stop", StopPage),
+    ("api/leases/([0-9a-f]{1,64})/stop", StopAPI),
+    ("api/leases/([0-9a-f]{1,64})/end", EndAPI),
+    ("leases/([0-9a-f]+)/extend", ExtendForm),
+    ("api/leases/([0-9a-f]+)/extend", ExtendAPI),
+]
+
+
+class RestartPage(FormPage):
+    """The button on the member's page. Asked once more, then done."""
+
+    async def get(self, lease_id: str) -> None:
+        self.redirect(self.context.prefix)
+
+    @web.authenticated
+    async def post(self, lease_id: str) -> None:
+        found = await own_lease(self, lease_id)
+        if not self.confirmed:
+            self._ask(found)
+            return
+        try:
+            await self.broker.run(self.broker.restart, lease_id, actor=self.user)
+        except GPUSpawnerError as refusal:
+            raise web.HTTPError(refusal.status_code) from refusal
+        self.context.poke()
+        self.go(f"?restarted={lease_id}")
+
+    def _ask(self, found: Lease) -> None:
+        name = found.server.name or "My server"
+        same = "the same GPU" if len(found.devices) == 1 else "the same GPUs"
+        self.ask(
+            f"Restart {found.server.name or 'my server'} with {same}?",
+            [
+                ("Server", name),
+                ("Environment", found.environment or "the hub's own"),
+                ("GPUs", device_names(found.devices)),
+            ],
+            action=f"leases/{found.id}/restart",
+            button="Restart it",
+            back="",
+            note="What runs in it ends now. Your files stay. It starts by itself in a moment, for "
+            "the hours that are left, at the prices of now.",
+            danger=True,
+        )
+
+
+class RestartAPI(APIHandler):
+    """The same for scripts; an admin may do it for any server that lost its GPUs."""
+
+    @web.authenticated
+    async def post(self, lease_id: str) -> None:
+        await own_lease(self, lease_id, or_admin=True)
+        ordered = await self.read(self._restart, lease_id)
+        self.context.poke()
+        (told,) = lease_figures(self.broker, [ordered], self.broker.clock())
+        self.answer(lease(told))
+
+    def _restart(self, lease_id: str) -> Lease:
+        return self.broker.restart(lease_id, actor=self.actor)
+
+
+GPU_LOSS_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("leases/([0-9a-f]{1,64})/restart", RestartPage),
+    ("api/leases/([0-9a-f]{1,64})/restart", RestartAPI),
+]
+
+
+class SnoozeForm(MemberPage):
+    """The button on the member's page."""
+
+    async def get(self, lease_id: str) -> None:
+        self.redirect(self.context.prefix)
+
+    @web.authenticated
+    async def post(self, lease_id: str) -> None:
+        await own_lease(self, lease_id)
+        try:
+            await self.broker.run(self.broker.snooze, lease_id)
+        except CannotSnooze as refusal:
+            await self.show_mine(refusal)
+            return
+        self.redirect(f"{self.context.prefix}?snoozed={lease_id}", status=303)
+
+
+class SnoozeAPI(APIHandler):
+    """The same for scripts; an admin may do it for any server."""
+
+    for_servers = True
+
+    @web.authenticated
+    async def post(self, lease_id: str) -> None:
+        await own_lease(self, lease_id, or_admin=True)
+        snoozed: Any = await self.read(self.broker.snooze, lease_id)
+        (told,) = lease_figures(self.broker, [snoozed], self.broker.clock())
+        self.answer(lease(told))
+
+
+IDLE_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("leases/([0-9a-f]{1,64})/snooze", SnoozeForm),
+    ("api/leases/([0-9a-f]{1,64})/snooze", SnoozeAPI),
+]
+
+
+CURVE = timedelta(hours=1)
+"""How far back the curve goes."""
+
+SMOOTH = 5
+"""Samples whose mean is the use now: a single second says little."""
+
+FRESH = timedelta(seconds=30)
+"""How old the newest sample may be to tell of now."""
+
+Recent = Mapping[str, Sequence[Sample]]
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """A running server, its account, its devices' last hour, and what comes."""
+
+    at: datetime
+    lease: view_models.LeaseFigures
+    funds: view_models.Funds
+    minutes: tuple[DeviceUse, ...]
+    ending: bool
+    """Whether its session ends so soon that its member is warned."""
+    resting: Resting | None
+    lost: bool
+    """Whether the server does not reach its devices any more."""
+    sick: bool
+    """Whether one of its devices fell sick since it had it."""
+
+
+def look(
+    broker: Broker,
+    it: Lease,
+    warn_minutes: Sequence[float],
+    session_warn_minutes: Sequence[float],
+) -> Now:
+    """All of it from the store. Blocks: use :meth:`Broker.run`."""
+    now = broker.clock()
+    since = max(now - CURVE, it.started_at or it.granted_at)
+    minutes = broker.use_between(since, now, uuids=it.uuids) if it.devices else []
+    opened = broker.open_leases()
+    account = broker.account(it.account)
+    paying = view_models.ending_of(broker, account.name)
+    (told,) = view_models.lease_figures(broker, [it], now)
+    user = it.server.user
+    return Now(
+        at=now,
+        lease=told,
+        funds=view_models.funds(account, opened, now, warn_minutes, paying),
+        minutes=tuple(minutes),
+        ending=view_models.ends_soon(told, now, session_warn_minutes),
+        resting=next((r for r in broker.resting(user) if r.lease.id == it.id), None),
+        lost=any(lease.id == it.id for lease in broker.lost_of(user)),
+        sick=any(found.lease.id == it.id for found in broker.sick_of(user)),
+    )
+
+
+class NowAPI(APIHandler):
+    """For the member, by whatever token, and for the server itself."""
+
+    for_servers = True
+
+    @web.authenticated
+    async def get(self, lease_id: str) -> None:
+        it = await own_lease(self, lease_id)
+        warn, session_warn = self.context.warn_minutes, self.context.session_warn_minutes
+        found: Now = await self.read(look, self.broker, it, warn, session_warn)
+        recent = self.context.recent()
+        mine = may_see_balance(self, it.account)
+        self.answer(
+            {
+                "as_of": instant(found.at),
+                "page": self.context.prefix,
+                "lease": lease(found.lease),
+                "account": funds(found.funds) if mine else None,
+                "devices": [device(each, found, recent) for each in it.devices],
+                "warnings": warnings(found, mine),
+            }
+        )
+
+
+def device(it: LeasedDevice, found: Now, recent: Recent) -> dict[str, Any]:
+    """A device now and in the last hour."""
+    minutes = [minute for minute in found.minutes if minute.uuid == it.uuid]
+    since = max(found.lease.since, found.at - FRESH)
+    samples = [some for some in recent.get(it.uuid, ()) if some.at >= since]
+    uses = [some.use for some in samples[-SMOOTH:] if some.use is not None]
+    newest = samples[-1] if samples else None
+    return {
+        **leased(it),
+        "use_percent": sum(uses) / len(uses) if uses else None,
+        "busy": newest.busy if newest else None,
+        "used_bytes": newest.used_bytes if newest else None,
+        "error": newest.error if newest else "",
+        "minutes": [
+            {
+                "at": instant(minute.since),
+                "use_percent": minute.use,
+                "used_bytes": minute.memory_max if minute.known else None,
+            }
+            for minute in minutes
+        ],
+    }
+
+
+def warnings(found: Now, may_see_funds: bool) -> list[dict[str, Any]]:
+    """What is to be told now, each under a key that stays while it is the same warning."""
+    told = []
+    it = found.lease.lease
+    if it.outcome or it.ended_at:
+        return []
+    if found.lost:
+        told.append(_warning("lost", "lost", None))
+    if found.sick:
+        told.append(_warning("sick", "sick", None))
+    if (resting := found.resting) is not None:
+        key = f"idle:{resting.stops_at.timestamp():.0f}" if resting.stops_at else "idle"
+        told.append(_warning("idle", key, resting.stops_at, resting.snooze_minutes))
+    if found.ending and it.ends_at is not None:
+        told.append(_warning("session", f"session:{it.ends_at.timestamp():.0f}", it.ends_at))
+    if found.lease.stops_at is not None:
+        told.append(_warning("credits", "credits:dry", found.lease.stops_at))
+    elif it.rate and may_see_funds and found.funds.warning is not None:
+        told.append(_warning("credits", f"credits:{found.funds.warning:g}", found.funds.dry_at))
+    return told
+
+
+def _warning(kind: str, key: str, at: datetime | None, snooze: float = 0.0) -> dict[str, Any]:
+    return {"kind": kind, "key": key, "at": instant(at), "snooze_minutes": snooze}
+
+
+LEASE_NOW_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("api/leases/([0-9a-f]{1,64})/now", NowAPI),
+]

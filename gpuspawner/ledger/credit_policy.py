@@ -1,0 +1,227 @@
+"""What becomes of servers whose account runs dry: warned of, then by policy. Pure.
+
+A policy is fixed in the lease at the grant, like its price: ``stop`` after a grace, let the
+planned ``session`` end, or go on into an ``overdraft``, whose bound no charge ever passes. What
+is due follows from the lease, from the account at that moment, and from what was told before;
+so nothing is lost or said twice when the service is killed anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from ..core.errors import ConfigError
+from ..core.units import format_credits, parse_credits
+from ..leases.models import Lease, LeaseState
+from . import rules
+from .lots import lasts
+
+STOP, SESSION, OVERDRAFT = "stop", "session", "overdraft"
+
+DEFAULT = "*"
+"""The group of everybody whom no other policy is for."""
+
+_MOMENT = timedelta(microseconds=1)
+
+_SKEW = timedelta(minutes=1)
+"""By which clocks may differ, or be set right, without a word."""
+
+MOST_OVERDRAFT = 1_000_000_000
+"""Credits; more is a slip of the pen."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditPolicy:
+    """What is to be done when an account runs dry."""
+
+    when_dry: str = STOP
+    overdraft: int = 0
+    """Microcredits."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditPolicies:
+    """The policies of groups, in the order of the configuration."""
+
+    groups: Mapping[str, CreditPolicy]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> CreditPolicies:
+        """Of ``{"*": "stop", "course": "session", "lab": {"overdraft": 20}}``.
+
+        Raises ConfigError naming the group.
+        """
+        return cls({str(group): _policy(group, value) for group, value in config.items()})
+
+    def of(self, account: str, groups: Collection[str]) -> CreditPolicy:
+        """What holds for a server of a member of these groups, when this account pays.
+
+        A group's own account goes by the group; a member's by the first group of the
+        configuration that the member is in.
+        """
+        kind, _, name = account.partition(":")
+        mine = [name] if kind == "group" else [each for each in self.groups if each in groups]
+        usual = self.groups.get(DEFAULT, CreditPolicy())
+        return self.groups.get(mine[0], usual) if mine else usual
+
+
+@dataclass(frozen=True, slots=True)
+class Purse:
+    """An account and the running leases that it pays for, at one moment."""
+
+    balance: int
+    """Microcredits, less all that is owed up to this moment; an overdraft bounds it not."""
+    rate: int
+    """Microcredits per hour of all of them together."""
+    ending: tuple[tuple[timedelta, int], ...] = ()
+    """In how long some of the balance ends, and how many microcredits."""
+
+    @classmethod
+    def of(
+        cls,
+        balance: int,
+        leases: Iterable[Lease],
+        now: datetime,
+        ending: Iterable[tuple[datetime, int]] = (),
+    ) -> Purse:
+        """``balance`` is the account's in the books, ``leases`` those that it pays for."""
+        due = rate = 0
+        for lease in leases:
+            if lease.state is LeaseState.RUNNING:
+                due += rules.charge_due(lease, now)
+                rate += lease.rate
+        return cls(balance - due, rate, tuple((end - now, left) for end, left in ending))
+
+    def lasts(self, lease: Lease) -> timedelta | None:
+        """How long it pays for a lease, its overdraft included; None for ever."""
+        return lasts(self.ending, self.balance + lease.overdraft, self.rate)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyStep:
+    """One thing that is due about a lease."""
+
+    event: str
+    """``low``: a warning. ``dry``: nothing is left. ``back``: there are credits again.
+    ``stop``: it is to be stopped. ``quiet``: credits came or others ended, and nothing is said."""
+    minutes: float | None = None
+    """Of ``low`` and ``quiet``: the warning that counts as given."""
+
+
+def shares(leases: Iterable[Lease], balance: int, until: datetime) -> dict[str, int]:
+    """What can be charged for each running lease with an overdraft up to a moment, by its id.
+
+    ``leases`` are all that an account pays for, ``balance`` is the account's in the books. What
+    all of them owe is paid in the order of time, whoever asks how often: they share what there is
+    up to the moment when it is used up, and what comes after is not charged. A lease with a
+    greater overdraft goes on alone from there.
+    """
+    running = [x for x in leases if x.state is LeaseState.RUNNING and x.started_at and x.rate > 0]
+    bounded = [lease for lease in running if lease.when_dry == OVERDRAFT]
+    found: dict[str, int] = {}
+    at = min((x.started_at for x in running if x.started_at), default=until)
+    for bound in sorted({lease.overdraft for lease in bounded}):
+        going_on = [lease for lease in running if lease.id not in found]
+        spendable = balance + bound - sum(found.values())
+        at = _paid_until(going_on, spendable, min(at, until), until)
+        for lease in going_on:
+            if lease.when_dry == OVERDRAFT and lease.overdraft == bound:
+                found[lease.id] = rules.charge_due(lease, at)
+    return found
+
+
+def _paid_until(
+    leases: Sequence[Lease], spendable: int, since: datetime, until: datetime
+) -> datetime:
+    """Up to when so many microcredits pay for all of these."""
+    if _owed(leases, until) <= spendable:
+        return until
+    low, high = 0, (until - since) // _MOMENT
+    while low + 1 < high:
+        middle = (low + high) // 2
+        enough = _owed(leases, since + middle * _MOMENT) <= spendable
+        low, high = (middle, high) if enough else (low, middle)
+    return since + low * _MOMENT
+
+
+def _owed(leases: Iterable[Lease], at: datetime) -> int:
+    return sum(rules.charge_due(lease, at) for lease in leases)
+
+
+def next_step(
+    lease: Lease, purse: Purse, now: datetime, grace: timedelta, warn_minutes: Sequence[float]
+) -> PolicyStep | None:
+    """What is due now about a running lease that costs something; None when nothing is."""
+    if lease.state is not LeaseState.RUNNING or lease.rate <= 0 or lease.outcome:
+        return None
+    if purse.balance > 0 and lease.warned_at is not None:
+        return PolicyStep("back")
+    if _must_stop(lease, purse, now, grace):
+        return PolicyStep("stop")
+    if purse.balance <= 0 and not _was_told(lease, now):
+        return PolicyStep("dry")
+    return _warning(lease, purse, warn_minutes)
+
+
+def stops_at(lease: Lease, purse: Purse, now: datetime, grace: timedelta) -> datetime | None:
+    """When a lease ends of which it was told that the account is dry; None when it was not."""
+    if lease.warned_at is None or lease.state is LeaseState.ENDED:
+        return None
+    if lease.when_dry == OVERDRAFT:
+        return rules.runs_dry_at(purse.balance + lease.overdraft, purse.rate, now)
+    if lease.when_dry == SESSION and lease.ends_at:
+        return lease.ends_at
+    return lease.warned_at + grace
+
+
+def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | None:
+    """The smallest of ``minutes`` that covers the time left; None when none does."""
+    if left is None:
+        return None
+    return min((m for m in minutes if left <= timedelta(minutes=m)), default=None)
+
+
+def _was_told(lease: Lease, now: datetime) -> bool:
+    """Whether the member knows; who was told in a time to come, before the clock was set back,
+    is told anew: else the grace would last until then."""
+    return lease.warned_at is not None and lease.warned_at <= now + _SKEW
+
+
+def _must_stop(lease: Lease, purse: Purse, now: datetime, grace: timedelta) -> bool:
+    if lease.when_dry == OVERDRAFT:
+        return purse.balance <= -lease.overdraft
+    if lease.when_dry == SESSION and lease.ends_at:
+        return False  # its end comes anyway
+    return purse.balance <= 0 and lease.warned_at is not None and now - lease.warned_at >= grace
+
+
+def _warning(lease: Lease, purse: Purse, warn_minutes: Sequence[float]) -> PolicyStep | None:
+    """Each warning once on the way down; one that was passed on the way up can come again."""
+    if purse.balance <= 0 and lease.when_dry != OVERDRAFT:
+        return None  # what was told then is all that there is to tell
+    due = due_warning(warn_minutes, purse.lasts(lease))
+    if due == lease.told_dry:
+        return None
+    lower = due is not None and (lease.told_dry is None or due < lease.told_dry)
+    return PolicyStep("low" if lower else "quiet", due)
+
+
+def _policy(group: object, value: object) -> CreditPolicy:
+    """One policy of the configuration; ConfigError naming the group when it is none."""
+    if value in (STOP, SESSION):
+        return CreditPolicy(str(value))
+    if not isinstance(value, Mapping) or list(value) != [OVERDRAFT]:
+        what = f"Broker.when_dry[{group!r}] is {value!r}; write 'stop', 'session' or"
+        raise ConfigError(what=f"{what} {{'overdraft': 20}}")
+    try:
+        bound = value[OVERDRAFT]
+        amount = 0 if isinstance(bound, bool) else parse_credits(bound)
+    except ValueError as error:
+        raise ConfigError(what=f"Broker.when_dry[{group!r}]: {error}") from None
+    if not 0 < amount <= parse_credits(MOST_OVERDRAFT):
+        said = f"an overdraft of {bound!r} credits"
+        limits = f"above 0 and up to {format_credits(parse_credits(MOST_OVERDRAFT), 0)}"
+        raise ConfigError(what=f"Broker.when_dry[{group!r}] is {said}; it is {limits}")
+    return CreditPolicy(OVERDRAFT, amount)

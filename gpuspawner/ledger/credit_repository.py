@@ -1,0 +1,272 @@
+"""Rows of lots and of recurring refills."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..core.errors import UnknownRefill
+from ..db.schema import (
+    APART,
+    OPEN_LOT,
+    accounts,
+    leases,
+    lots,
+    postings,
+    refill_runs,
+    refills,
+    transfers,
+)
+from ..leases.models import LeaseState
+from .lots import Lot, LotFlow, LotUse
+from .models import Account, TransferKind
+from .refills import Mode, Recurrence, Refill
+from .rules import reversal_key
+
+_FIELDS = (
+    "transfer_id",
+    "account",
+    "amount",
+    "starts_at",
+    "ends_at",
+    "cancelled_at",
+    "closed_at",
+    "taken",
+    "takes",
+)
+_account = lots.c.account == sa.bindparam("account")
+_FIRST_DUE = sa.select(sa.func.min(lots.c.ends_at)).where(_account, OPEN_LOT)
+_NEWEST_CLOSED = sa.select(sa.func.max(lots.c.ends_at)).where(
+    _account, lots.c.closed_at.isnot(None)
+)
+_DUE = sa.select(lots.c.account).where(OPEN_LOT, lots.c.ends_at <= sa.bindparam("now")).distinct()
+
+
+def insert_lot(connection: sa.Connection, lot: Lot) -> None:
+    """Write a lot, in the transaction of its grant."""
+    row = {name: getattr(lot, name) for name in _FIELDS[1:5]}
+    connection.execute(sa.insert(lots), {"transfer_id": lot.id, **row})
+
+
+def lots_of_account(connection: sa.Connection, account: str) -> list[Lot]:
+    """Every lot that the account ever had, the one that ends first being first."""
+    query = (
+        sa.select(*(lots.c[name] for name in _FIELDS))
+        .where(lots.c.account == account)
+        .order_by(lots.c.ends_at, lots.c.starts_at, lots.c.transfer_id)
+    )
+    return [_lot(row) for row in connection.execute(query)]
+
+
+def lots_of_transfer(connection: sa.Connection, transfer: str) -> Lot | None:
+    """The lot that a transfer gave, if it gave one."""
+    query = sa.select(*(lots.c[name] for name in _FIELDS)).where(lots.c.transfer_id == transfer)
+    row = connection.execute(query).first()
+    return _lot(row) if row else None
+
+
+def update_lot(connection: sa.Connection, lot: str, **values: Any) -> None:
+    """Change fields of a lot."""
+    connection.execute(sa.update(lots).where(lots.c.transfer_id == lot).values(values))
+
+
+def lots_due(connection: sa.Connection, now: datetime) -> list[str]:
+    """The accounts with a lot whose end has come and is not written down yet."""
+    return list(connection.execute(_DUE, {"now": now}).scalars())
+
+
+def first_lot_due(connection: sa.Connection, account: str) -> datetime | None:
+    """When the first lot of an account ends whose end is not written down yet."""
+    found: datetime | None = connection.execute(_FIRST_DUE, {"account": account}).scalar()
+    return found
+
+
+def lots_closed_since(connection: sa.Connection, account: str, since: datetime) -> bool:
+    """Whether the account has a lot that ended after that and whose end is written down."""
+    newest = connection.execute(_NEWEST_CLOSED, {"account": account}).scalar()
+    return newest is not None and newest > since
+
+
+def flow_of_account(connection: sa.Connection, account: str) -> LotFlow:
+    """What moved and moves on an account beside its lots.
+
+    What a lease costs is told by its times, but for what an admin gave back: of its charges, one
+    a minute, none is read.
+    """
+    back = transfers.c.key.like("refund:%")
+    query = (
+        sa.select(transfers.c.at, postings.c.amount, transfers.c.lease_id, back)
+        .join(postings, postings.c.transfer_id == transfers.c.id)
+        .outerjoin(lots, lots.c.transfer_id == transfers.c.id)
+        .where(
+            postings.c.account == account,
+            APART,
+            lots.c.transfer_id.is_(None),
+            transfers.c.key.not_in(_reversals(connection, account)),
+            transfers.c.kind != TransferKind.EXPIRY.value,
+        )
+        .order_by(postings.c.id)
+    )
+    rows = connection.execute(query).all()
+    refunded: dict[str, int] = {}
+    for _, amount, lease, is_back in rows:
+        if is_back:
+            refunded[lease] = refunded.get(lease, 0) + amount
+    return LotFlow(_uses(connection, account, refunded), [(row[0], row[1]) for row in rows])
+
+
+def _reversals(connection: sa.Connection, account: str) -> list[str]:
+    """The keys of the reversals of lots: they are the lots' own end."""
+    query = sa.select(lots.c.transfer_id).where(
+        lots.c.account == account, lots.c.cancelled_at.isnot(None)
+    )
+    return [reversal_key(name) for name in connection.execute(query).scalars()]
+
+
+def _uses(connection: sa.Connection, account: str, refunded: dict[str, int]) -> list[LotUse]:
+    query = sa.select(
+        leases.c.id,
+        leases.c.rate,
+        leases.c.started_at,
+        leases.c.ended_at,
+        leases.c.state,
+        leases.c.charged,
+    ).where(leases.c.account == account, leases.c.rate > 0, leases.c.started_at.isnot(None))
+    return [
+        LotUse(
+            rate,
+            started_at,
+            ended_at,
+            None if state != LeaseState.ENDED.value else charged + refunded.get(name, 0),
+        )
+        for name, rate, started_at, ended_at, state, charged in connection.execute(query)
+    ]
+
+
+def _lot(row: Any) -> Lot:
+    values = dict(zip(_FIELDS, row, strict=True))
+    return Lot(id=values.pop("transfer_id"), **values)
+
+
+@dataclass(frozen=True, slots=True)
+class RefillRun:
+    """An occurrence that was given."""
+
+    occurrence: datetime
+    at: datetime
+    """When it was given: later than the occurrence when the service was down."""
+    accounts: int
+    """How many got something."""
+    total: int
+    """Microcredits together."""
+
+
+def insert_refill(connection: sa.Connection, refill: Refill) -> None:
+    """Write a new refill."""
+    recurrence = refill.recurrence
+    row = {
+        "id": refill.id,
+        "rule": recurrence.rule,
+        "zone": recurrence.zone,
+        "starts_at": recurrence.starts_at,
+        "mode": refill.mode.value,
+        "amount": refill.amount,
+        "cap": refill.cap,
+        "audience": json.dumps(refill.audience),
+        "keep_seconds": None if refill.keep is None else round(refill.keep.total_seconds()),
+        "reason": refill.reason,
+        "made_at": refill.made_at,
+        "made_by": refill.made_by,
+        "next_at": refill.next_at,
+    }
+    connection.execute(sa.insert(refills).values(row))
+
+
+def find_refill(connection: sa.Connection, refill_id: str, *, lock: bool = False) -> Refill | None:
+    """One refill, if there is one of this id."""
+    query = sa.select(refills).where(refills.c.id == refill_id)
+    row = connection.execute(query.with_for_update() if lock else query).mappings().first()
+    return _refill(row) if row is not None else None
+
+
+def get_refill(connection: sa.Connection, refill_id: str, *, lock: bool = False) -> Refill:
+    """One refill. Raises UnknownRefill."""
+    if found := find_refill(connection, refill_id, lock=lock):
+        return found
+    raise UnknownRefill(refill=refill_id)
+
+
+def all_refills(connection: sa.Connection, *, ended: bool = False) -> list[Refill]:
+    """Every refill, the oldest first; those that an admin ended only when asked for."""
+    query = sa.select(refills).order_by(refills.c.made_at, refills.c.id)
+    if not ended:
+        query = query.where(refills.c.ended_at.is_(None))
+    return [_refill(row) for row in connection.execute(query).mappings()]
+
+
+def refills_due(connection: sa.Connection, now: datetime) -> list[Refill]:
+    """The refills of which an occurrence has come, the one that waits longest being first."""
+    query = (
+        sa.select(refills)
+        .where(refills.c.ended_at.is_(None), refills.c.next_at <= now)
+        .order_by(refills.c.next_at, refills.c.id)
+    )
+    return [_refill(row) for row in connection.execute(query).mappings()]
+
+
+def end_refill(connection: sa.Connection, refill_id: str, at: datetime) -> None:
+    """Give no further occurrence."""
+    connection.execute(sa.update(refills).where(refills.c.id == refill_id).values(ended_at=at))
+
+
+def note_refill_run(
+    connection: sa.Connection, refill_id: str, run: RefillRun, next_at: datetime | None
+) -> None:
+    """Write that an occurrence was given, and which one is next."""
+    row = {name: getattr(run, name) for name in RefillRun.__dataclass_fields__}
+    connection.execute(sa.insert(refill_runs).values(refill_id=refill_id, **row))
+    connection.execute(sa.update(refills).where(refills.c.id == refill_id).values(next_at=next_at))
+
+
+def runs_of_refill(connection: sa.Connection, refill_id: str, limit: int = 20) -> list[RefillRun]:
+    """The newest occurrences that were given, newest first."""
+    query = (
+        sa.select(*(refill_runs.c[name] for name in RefillRun.__dataclass_fields__))
+        .where(refill_runs.c.refill_id == refill_id)
+        .order_by(refill_runs.c.occurrence.desc())
+        .limit(limit)
+    )
+    return [RefillRun(*row) for row in connection.execute(query)]
+
+
+def open_refill_run(connection: sa.Connection) -> Sequence[tuple[Account, datetime]]:
+    """Every account but the ledger's own, with when it was opened, by name; no holds are said."""
+    query = sa.select(accounts).order_by(accounts.c.name)
+    return [
+        (Account(name=row["name"], balance=row["balance"]), row["opened_at"])
+        for row in connection.execute(query).mappings()
+        if not row["name"].startswith("system:")
+    ]
+
+
+def _refill(row: Any) -> Refill:
+    keep = row["keep_seconds"]
+    return Refill(
+        id=row["id"],
+        recurrence=Recurrence(row["rule"], row["zone"], row["starts_at"]),
+        mode=Mode(row["mode"]),
+        amount=row["amount"],
+        audience=tuple(json.loads(row["audience"])),
+        cap=row["cap"],
+        keep=None if keep is None else timedelta(seconds=keep),
+        reason=row["reason"],
+        made_at=row["made_at"],
+        made_by=row["made_by"],
+        next_at=row["next_at"],
+        ended_at=row["ended_at"],
+    )

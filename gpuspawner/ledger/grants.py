@@ -1,0 +1,392 @@
+"""Grants to many accounts: recurring refills, and grants from a table.
+
+An occurrence is given once, whoever looks and however late: it is given to all of its accounts in
+one transaction, which writes it down under a key that the database takes once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from itertools import islice
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from ..core.errors import InvalidRequest, UnknownRefill
+from ..core.units import format_credits
+from ..devices.service import checked_reason
+from ..members import repository as members_repository
+from . import credit_repository, grant_files, repository
+from .credit_repository import RefillRun
+from .grant_files import GrantRow, Problem
+from .models import Account, member_account
+from .refills import Mode, Recurrence, Refill, check_amounts, check_audience
+from .rules import ACTOR_ACCOUNTING
+from .service import Giving
+
+
+class Refills(Giving):
+    """The part of the broker that gives credits again and again."""
+
+    def add_refill(self, plan: Refill) -> Refill:
+        """Make a refill that was planned; what is over when it is made is not given.
+
+        One that was planned with the same key is made once. Raises InvalidRequest when the key
+        was used for another one.
+        """
+        try:
+            with self.store.write() as connection:
+                if known := credit_repository.find_refill(connection, plan.id):
+                    return _same(known, plan)
+                credit_repository.insert_refill(connection, plan)
+                subject, now = f"refill {plan.id}", self.clock()
+                self._note(connection, plan.made_by, "refill_add", subject, _told(plan), now)
+        except IntegrityError:  # somebody was quicker with the same key
+            return _same(self.refill(plan.id), plan)
+        return plan
+
+    def plan_refill(
+        self,
+        rule: str,
+        *,
+        amount: int,
+        audience: Iterable[str],
+        actor: str,
+        reason: str,
+        zone: str = "UTC",
+        starts_at: datetime | None = None,
+        mode: Mode = Mode.ADD,
+        cap: int | None = None,
+        keep: timedelta | None = None,
+        key: str = "",
+    ) -> Refill:
+        """A refill for :meth:`add_refill`; nothing is written.
+
+        ``starts_at`` is the rule's beginning and gives its occurrences their time of day; it is
+        the first one itself if the rule allows it. Without it, that is the next full minute.
+        ``key``: what the same actor plans with it is the same refill.
+        Raises InvalidRequest for a rule that never comes or comes too often, and for amounts and
+        names that make no sense.
+        """
+        now = self.clock().astimezone(timezone.utc)
+        try:
+            recurrence = Recurrence.parse(rule, zone, starts_at or _next_minute(now))
+        except ValueError as error:
+            raise InvalidRequest(str(error), field="rule") from None
+        check_amounts(mode, amount, cap, keep)
+        first = next(recurrence.after(now, inclusive=True), None)
+        if first is None:
+            raise InvalidRequest(
+                f"{recurrence.rule} has no occurrence that is still to come. Name a later end.",
+                field="rule",
+            )
+        names = check_audience(audience)
+        self.store.run(lambda connection: self._must_be_known(connection, names))
+        return Refill(
+            id=_id(actor, key) if key else secrets.token_hex(4),
+            recurrence=recurrence,
+            mode=mode,
+            amount=amount,
+            audience=names,
+            cap=cap,
+            keep=keep,
+            reason=checked_reason(reason, needed=True),
+            made_at=now,
+            made_by=actor,
+            next_at=first,
+        )
+
+    def end_refill(self, refill_id: str, *, actor: str, reason: str = "") -> Refill:
+        """Give no further occurrence; what was given stays. Raises UnknownRefill."""
+        now, reason = self.clock(), checked_reason(reason)
+        with self.store.write() as connection:
+            refill = credit_repository.get_refill(connection, refill_id, lock=True)
+            if refill.ended_at is not None:
+                raise InvalidRequest(
+                    f"The refill {refill_id} was ended already. Nothing was changed.",
+                    field="refill",
+                )
+            credit_repository.end_refill(connection, refill_id, now)
+            detail = f"{_told(refill)}{': ' if reason else ''}{reason}"
+            self._note(connection, actor, "refill_end", f"refill {refill_id}", detail, now)
+            return credit_repository.get_refill(connection, refill_id)
+
+    def refills(self, *, ended: bool = False) -> list[Refill]:
+        """Every refill, the oldest first; those that an admin ended only when asked for."""
+        return self.store.run(
+            lambda connection: credit_repository.all_refills(connection, ended=ended)
+        )
+
+    def refill(self, refill_id: str) -> Refill:
+        """One refill; of its id the first letters are enough. Raises UnknownRefill."""
+        named = [x for x in self.refills(ended=True) if refill_id and x.id.startswith(refill_id)]
+        if len(named) != 1:
+            raise UnknownRefill(refill=refill_id[:60])
+        return named[0]
+
+    def refill_runs(self, refill_id: str, limit: int = 20) -> list[RefillRun]:
+        """The newest occurrences of a refill that were given, newest first."""
+        return self.store.run(
+            lambda connection: credit_repository.runs_of_refill(connection, refill_id, limit)
+        )
+
+    def preview_refill(
+        self, refill: Refill, members: Mapping[str, Collection[str]] | None = None, count: int = 5
+    ) -> tuple[list[datetime], list[tuple[Account, int]]]:
+        """The next occurrences of a refill, and what the first of them would give to whom if it
+        came now. ``members`` are those of each of its groups."""
+        now = self.clock()
+        if refill.next_at is None or refill.ended_at is not None:
+            return [], []
+        coming = refill.recurrence.after(refill.next_at, inclusive=True)
+        known = self.store.run(_of_members)
+        chosen = refill.accounts(known, members or {}, max(now, refill.next_at))
+        return list(islice(coming, count)), [(each, refill.gift(each.balance)) for each in chosen]
+
+    # What the accounting service does.
+
+    def due_refills(self) -> list[Refill]:
+        """The refills of which an occurrence has come and was not given."""
+        now = self.clock()
+        return self.store.run(lambda connection: credit_repository.refills_due(connection, now))
+
+    def give_refill(
+        self, refill_id: str, members: Mapping[str, Collection[str]] | None = None
+    ) -> RefillRun | None:
+        """Give the next occurrence of a refill that is due; None when none is.
+
+        ``members`` are those of each of the refill's groups, as the Hub knows them now.
+        """
+        now = self.clock().astimezone(timezone.utc)
+        with self.store.write() as connection:
+            refill = credit_repository.get_refill(connection, refill_id, lock=True)
+            occurrence = refill.next_at
+            if refill.ended_at is not None or occurrence is None or now < occurrence:
+                return None
+            gifts = self._give_occurrence(connection, refill, occurrence, members or {}, now)
+            run = RefillRun(occurrence, now, len(gifts), sum(gifts))
+            credit_repository.note_refill_run(
+                connection, refill_id, run, refill.recurrence.next(occurrence)
+            )
+            detail = (
+                f"{format_credits(run.total)} credits to {run.accounts} accounts, of "
+                f"{occurrence:%Y-%m-%d %H:%M} UTC: {refill.reason}"
+            )
+            subject = f"refill {refill_id}"
+            self._note(connection, ACTOR_ACCOUNTING, "refill", subject, detail, now)
+        self.log.info("Refill %s: %s", refill_id, detail)
+        return run
+
+    # Steps of the above.
+
+    def _give_occurrence(
+        self,
+        connection: sa.Connection,
+        refill: Refill,
+        occurrence: datetime,
+        members: Mapping[str, Collection[str]],
+        now: datetime,
+    ) -> list[int]:
+        """The amounts that were given; who is full gets nothing."""
+        for name in credit_repository.lots_due(connection, now):
+            self._settle_lots(connection, name, now)
+        gifts = []
+        for account in refill.accounts(_of_members(connection), members, occurrence):
+            amount = refill.gift(account.balance)
+            if not amount:
+                continue
+            self._give(
+                connection,
+                account.name,
+                amount,
+                now,
+                actor=ACTOR_ACCOUNTING,
+                reason=refill.reason,
+                key=refill.key(occurrence, account.name),
+                since=occurrence,
+                until=None if refill.keep is None else occurrence + refill.keep,
+            )
+            gifts.append(amount)
+        return gifts
+
+    def _must_be_known(self, connection: sa.Connection, audience: Collection[str]) -> None:
+        """Raises InvalidRequest for an account that is not there: most likely a slip."""
+        known = {account.name for account, _ in credit_repository.open_refill_run(connection)}
+        for name in audience:
+            if name.startswith(("member:", "group:")) and name not in known:
+                raise InvalidRequest(
+                    f"There is no account {name!r}. A member's opens at their first sign-in; "
+                    "`gpuspawner grant ACCOUNT AMOUNT --open` opens one now.",
+                    field="audience",
+                )
+
+
+def _of_members(connection: sa.Connection) -> list[tuple[Account, datetime]]:
+    """Every account but those of former members, which stay as they are until they come back."""
+    former = {member_account(known.user) for known in members_repository.former_members(connection)}
+    return [
+        each for each in credit_repository.open_refill_run(connection) if each[0].name not in former
+    ]
+
+
+def _id(actor: str, key: str) -> str:
+    return hashlib.sha256(f"{actor}:{key}".encode()).hexdigest()[:8]
+
+
+def _same(known: Refill, plan: Refill) -> Refill:
+    """The refill that was made, if it is as planned. Raises InvalidRequest."""
+    its_own = {
+        name: getattr(known, name) for name in ("recurrence", "made_at", "next_at", "ended_at")
+    }
+    rules = {(some.recurrence.rule, some.recurrence.zone) for some in (known, plan)}
+    if replace(plan, **its_own) != known or len(rules) > 1:
+        raise InvalidRequest(
+            f"The refill {known.id} was made with the same key, and is another one. Nothing was "
+            "changed.",
+            field="key",
+        )
+    return known
+
+
+def _next_minute(now: datetime) -> datetime:
+    whole = now.replace(second=0, microsecond=0)
+    return whole if whole == now else whole + timedelta(minutes=1)
+
+
+def _told(refill: Refill) -> str:
+    """A refill in a line, for the trail."""
+    verb = "add" if refill.mode is Mode.ADD else "top up to"
+    cap = "" if refill.cap is None else f", at most {format_credits(refill.cap)}"
+    keep = "" if refill.keep is None else f", kept for {refill.keep.days} days"
+    return (
+        f"{refill.recurrence.rule} ({refill.recurrence.zone}): {verb} "
+        f"{format_credits(refill.amount)}{cap}{keep}, for {', '.join(refill.audience)}: "
+        f"{refill.reason}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Gift:
+    """What a line did, or would do."""
+
+    row: GrantRow
+    before: int
+    """The balance in microcredits."""
+    after: int
+    opened: bool = False
+    """Whether the account is opened by this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bulk:
+    """What a file did, or would do."""
+
+    gifts: tuple[Gift, ...]
+    problems: tuple[Problem, ...]
+    """With one of these nothing was granted to anybody."""
+    done: bool
+    """Whether it was granted now."""
+
+    @property
+    def total(self) -> int:
+        """Microcredits of all lines."""
+        return sum(gift.row.amount for gift in self.gifts)
+
+
+class BulkGrants(Refills):
+    """The part of the broker that grants from a file."""
+
+    def grant_file(
+        self,
+        data: bytes,
+        *,
+        actor: str,
+        reason: str = "",
+        dry_run: bool = False,
+        open_accounts: bool = False,
+        again: bool = False,
+        until: datetime | None = None,
+    ) -> Bulk:
+        """Grant what a CSV file says, or say what that would do.
+
+        The same grants are given once, ``again`` gives them once more. ``reason`` is for lines
+        without one. ``open_accounts``: members who never signed in get an account, and its
+        opening grant. Raises InvalidRequest for an end that cannot be.
+        """
+        reason, now = checked_reason(reason), self.clock()
+        rows, problems = grant_files.parse(data, reason)
+        key = f"bulk:{grant_files.digest(rows)}"
+        again_key = f"{key}:{secrets.token_hex(8)}"
+        if dry_run or problems:
+            with self.store.read() as connection:
+                found = [] if again else self._granted_before(connection, rows, key)
+                gifts, unknown = self._foresee(connection, rows, open_accounts)
+            return Bulk(tuple(gifts), _sorted(problems, found, unknown), done=False)
+        with self.store.write() as connection:
+            found = [] if again else self._granted_before(connection, rows, key)
+            gifts, unknown = self._foresee(connection, rows, open_accounts)
+            if found or unknown:
+                return Bulk(tuple(gifts), _sorted(found, unknown), done=False)
+            for row in rows:
+                self._open_account(connection, row.account, now)
+                self._give(
+                    connection,
+                    row.account,
+                    row.amount,
+                    now,
+                    actor=actor,
+                    reason=row.reason,
+                    key=f"{again_key if again else key}:{row.account}",
+                    until=until,
+                )
+            done = Bulk(tuple(gifts), (), done=True)
+            detail = f"{format_credits(done.total)} credits to {len(rows)} accounts: {reason}"
+            self._note(connection, actor, "grant_file", key, detail.rstrip(": "), now)
+        return done
+
+    # Steps of the above.
+
+    def _foresee(
+        self, connection: sa.Connection, rows: Sequence[GrantRow], open_accounts: bool
+    ) -> tuple[list[Gift], list[Problem]]:
+        """What each line would do, and those whose accounts are not there."""
+        gifts, problems = [], []
+        known = {account.name: account.balance for account in repository.all_accounts(connection)}
+        for row in rows:
+            if row.account in known:
+                before = known[row.account]
+                gifts.append(Gift(row, before, before + row.amount))
+            elif open_accounts:
+                before = self._opening_amount() if row.account.startswith("member:") else 0
+                gifts.append(Gift(row, before, before + row.amount, opened=True))
+            else:
+                problems.append(Problem(row.number, _unknown(row.account, known)))
+        return gifts, problems
+
+    def _granted_before(
+        self, connection: sa.Connection, rows: Sequence[GrantRow], key: str
+    ) -> list[Problem]:
+        earlier = repository.of_key(connection, f"{key}:{rows[0].account}") if rows else None
+        if earlier is None:
+            return []
+        sentence = (
+            f"The same grants were given at {earlier.at:%Y-%m-%d %H:%M} UTC by {earlier.actor}: "
+            "nothing is given twice unless you say so (--again)."
+        )
+        return [Problem(0, sentence)]
+
+
+def _sorted(*some: Sequence[Problem]) -> tuple[Problem, ...]:
+    return tuple(sorted((p for each in some for p in each), key=lambda problem: problem.number))
+
+
+def _unknown(account: str, known: dict[str, int]) -> str:
+    owners = {name.partition(":")[2]: name for name in known}
+    near = difflib.get_close_matches(account.partition(":")[2], owners, n=2)
+    meant = f" Did you mean {' or '.join(owners[name] for name in near)}?" if near else ""
+    return f"there is no account {account!r}.{meant} --open opens it."

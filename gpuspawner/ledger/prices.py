@@ -1,0 +1,244 @@
+"""What GPU time costs: the configuration's rates, and those that admins set meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any
+
+import sqlalchemy as sa
+from traitlets import Dict, List, Unicode
+from traitlets.config import LoggingConfigurable
+
+from ..core.errors import ConfigError, InvalidRequest
+from ..core.units import format_credits
+from ..db.engine import Store
+from ..devices import closures
+from . import pricing, repository
+from .pricing import ANY, Rate, RateCard, Rates, WeekHours, open_zone
+
+QUOTED = timedelta(minutes=10)
+"""How long the price that a form showed holds for whoever has it open."""
+
+
+class PriceSettings(LoggingConfigurable):
+    """What an admin can set of prices, as ``c.Broker.NAME``."""
+
+    gpu_rates = Dict(
+        {"*": 1},
+        config=True,
+        help="""
+        Credits per GPU-hour by device model; the longest pattern that fits wins.
+
+        A rate is copied into the lease at the grant: a change holds for new servers only.
+        Example::
+
+            c.Broker.gpu_rates = {"*": 1, "A100": 4, "T4": "0.5"}
+        """,
+    )
+
+    special_rates = List(
+        Dict(),
+        config=True,
+        help="""
+        Rates that hold in one ``environment``, at some ``hours`` of the week, ``from`` a date on,
+        or for one of the ``slots`` of a shared device. Each has a ``rate``, and maybe a ``model``.
+
+        Of all that fit, the environment's own goes first, then the one of the longest model, then
+        share, hours and date; ``gpu_rates`` are for the rest. A server keeps the rate that it
+        starts with, day and night. Example::
+
+            c.Broker.special_rates = [
+                {"model": "A100", "hours": "Mon-Fri 20-8, Sat, Sun", "rate": 2},
+                {"environment": "course", "rate": 0, "from": "2026-10-01"},
+                {"model": "A100", "slots": 4, "rate": "1.2"},
+            ]
+        """,
+    )
+
+    rate_zone = Unicode(
+        "UTC",
+        config=True,
+        help="""
+        The time zone of the hours and dates of rates, by its name. Example::
+
+            c.Broker.rate_zone = "Europe/Vienna"
+        """,
+    )
+
+    def read_rates(self) -> Rates:
+        """The rates of the configuration. Raises ConfigError naming a bad one."""
+        try:
+            open_zone(self.rate_zone)
+        except ValueError as error:
+            raise ConfigError(what=f"Broker.rate_zone: {error}") from None
+        special = pricing.special_rates(self.special_rates, self.rate_zone)
+        return Rates.of(special, pricing.rates_by_model(self.gpu_rates))
+
+
+class PriceService(PriceSettings):
+    """The part of the broker that knows what GPU time costs."""
+
+    store: Store
+    clock: Callable[[], datetime]
+    configured: Rates
+    """The rates of the configuration, read once."""
+
+    @property
+    def rates(self) -> RateCard:
+        """What holds now, where no environment has a rate of its own. Reads the store."""
+        return self.all_rates().card(self.clock())
+
+    def all_rates(self) -> Rates:
+        """Every rate that holds or will, of the store and of the configuration."""
+        return self.store.run(self.rates_in)
+
+    def rates_in(self, connection: sa.Connection) -> Rates:
+        """The same, in the caller's transaction."""
+        found = repository.load_rates(connection)
+        return Rates.of(found, self.configured.rates) if found else self.configured
+
+    def set_rate(
+        self,
+        amount: object,
+        *,
+        model: str = ANY,
+        environment: str = ANY,
+        slots: int | None = None,
+        hours: str = "",
+        zone: str = "",
+        since: str = "",
+        actor: str,
+        reason: str = "",
+    ) -> Rate:
+        """Have servers that start from ``since`` on (nothing: from now) pay so many credits an
+        hour; those that run keep their price.
+
+        All as an admin writes it: ``hours`` and ``since`` by the clock of ``zone`` (nothing:
+        ``rate_zone``). Raises InvalidRequest naming the field of what cannot be.
+        """
+        now = self.clock()
+        zone = _checked("zone", _zone, zone or self.rate_zone)
+        begins = _checked("from", pricing.parse_moment, since, zone) if since else now
+        if begins < now:
+            raise InvalidRequest(
+                f"The rate cannot hold from {_local(begins, zone)}: that is over, and what ran "
+                "then keeps its price. Leave the date out for a rate from now on.",
+                field="from",
+            )
+        rate = Rate(
+            amount=_checked("rate", pricing.parse_rate, amount),
+            model=_checked("model", pricing.check_model, model),
+            environment=_checked("environment", pricing.check_environment, environment),
+            slots=_checked("slots", pricing.check_slots, slots),
+            hours=_checked("hours", WeekHours.parse, hours, zone) if hours else None,
+            since=begins,
+            set_at=now,
+            actor=actor,
+            reason=reason,
+        )
+        with self.store.write() as connection:
+            if same := next(
+                (x for x in repository.load_rates(connection) if x.subject == rate.subject), None
+            ):
+                raise InvalidRequest(
+                    f"Rate {same.id} is for the same from the same moment on: "
+                    f"{format_credits(same.amount, 6)} credits an hour. Remove it first.",
+                    field="from",
+                )
+            rate = repository.insert_rate(connection, rate, zone)
+            self._note_rate(connection, "set rate", rate, actor, reason, now)
+        self.log.info("%s set rate %s: %s", actor, rate.id, words(rate, zone))
+        return rate
+
+    def remove_rate(self, rate_id: int, *, actor: str, reason: str = "") -> Rate:
+        """Have one of an admin's rates hold no more for new servers.
+
+        Those that it had taken the place of do not come back. Raises InvalidRequest when there
+        is none of this number.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            found = repository.load_rates(connection)
+            rate = next((each for each in found if each.id == rate_id), None)
+            if rate is None:
+                raise InvalidRequest(
+                    f"There is no rate {rate_id} that an admin set; `gpuspawner rates` lists them. "
+                    "Those of the configuration are changed there.",
+                    field="id",
+                )
+            for each in [x for x in found if _takes_the_place(rate, x, now)]:
+                repository.remove_rate(connection, each.id or 0, now)
+            self._note_rate(connection, "remove rate", rate, actor, reason, now)
+        self.log.info("%s removed rate %s", actor, rate.id)
+        return rate
+
+    def _note_rate(
+        self,
+        connection: sa.Connection,
+        action: str,
+        rate: Rate,
+        actor: str,
+        reason: str,
+        now: datetime,
+    ) -> None:
+        detail = words(rate, rate.hours.zone if rate.hours else self.rate_zone)
+        closures.note(
+            connection,
+            at=now,
+            actor=actor,
+            action=action,
+            subject=f"rate {rate.id}",
+            detail=f"{detail}: {reason}" if reason else detail,
+        )
+
+
+def priced_at(now: datetime, shown_at: datetime | None) -> tuple[datetime, ...]:
+    """The moments whose prices a start may go by, the lowest of which it pays: this one, and
+    that of the form, unless it is too old or has not come."""
+    if shown_at is None or not now - QUOTED <= shown_at <= now:
+        return (now,)
+    return (now, shown_at)
+
+
+def words(rate: Rate, zone: str) -> str:
+    """A rate as people read it: ``4.00 credits an hour for A100 in pytorch from ...``."""
+    parts = [f"{format_credits(rate.amount)} credits an hour for {_what(rate)}"]
+    if rate.environment != ANY:
+        parts.append(f"in {rate.environment}")
+    if rate.hours:
+        parts.append(f"at {rate.hours.text} ({rate.hours.zone})")
+    if rate.since:
+        parts.append(f"from {_local(rate.since, zone)}")
+    return " ".join(parts)
+
+
+def _what(rate: Rate) -> str:
+    model = "any model" if rate.model == ANY else rate.model
+    return f"one of {rate.slots} slots of {model}" if rate.slots else model
+
+
+def _local(moment: datetime, zone: str) -> str:
+    return f"{moment.astimezone(open_zone(zone)):%Y-%m-%d %H:%M %Z}"
+
+
+def _takes_the_place(rate: Rate, other: Rate, now: datetime) -> bool:
+    """Whether a rate is the other one, or began to hold after it for the same."""
+    if rate.since is None or other.since is None:
+        return rate.id == other.id
+    same = replace(rate, since=None).subject == replace(other, since=None).subject
+    return rate.id == other.id or (same and other.since <= rate.since <= now)
+
+
+def _zone(name: str) -> str:
+    open_zone(name)
+    return name
+
+
+def _checked(field: str, check: Callable[..., Any], *values: object) -> Any:
+    """What ``check`` makes of it. Raises InvalidRequest naming the field."""
+    try:
+        return check(*values)
+    except ValueError as error:
+        raise InvalidRequest(f"The field {field!r} is not valid: {error}", field=field) from None

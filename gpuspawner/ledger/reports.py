@@ -1,0 +1,165 @@
+"""What pages and reports tell of the past: statements, receipts, who used what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import sqlalchemy as sa
+
+from ..db import search
+from ..db.engine import Store
+from ..db.search import Accounts, Leases, Trail
+from ..leases import repository as leases_repository
+from ..leases.models import Lease
+from ..monitoring import repository as monitoring_repository
+from . import repository, rules, statements, totals
+from .models import Transfer
+from .statements import EntryPage, Items
+from .totals import Moved, TotalUse
+from .usage import LeaseUse
+
+MOST_LEFT = 1000
+"""Leases that have ended and are read one by one, until somebody adds them up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """A session, and some of what it paid."""
+
+    lease: Lease
+    items: Items
+
+
+class Reports:
+    """Questions about the past; each one is answered from one consistent view."""
+
+    store: Store
+    clock: Callable[[], datetime]
+
+    def statement_page(
+        self, account: str, before: int | None = None, limit: int = 50, *, folded: bool = False
+    ) -> EntryPage:
+        """Lines of an account, newest first; ``folded``: a session's charges as one.
+
+        Raises UnknownAccount.
+        """
+        read = statements.folded if folded else statements.page
+        return self.store.run(lambda connection: read(connection, account, before, limit))
+
+    def statement_pages(self, account: str) -> Iterator[EntryPage]:
+        """The whole statement in large pages, newest first, from one consistent view."""
+        with self.store.read() as connection:
+            yield from statements.every_line(connection, account)
+
+    def receipt(self, lease_id: str, after: int = 0, limit: int = 100) -> Receipt:
+        """What a session cost, item by item, oldest first. Raises UnknownLease."""
+
+        def read(connection: sa.Connection) -> Receipt:
+            lease = leases_repository.get(connection, lease_id)
+            return Receipt(
+                lease,
+                statements.items_of_account(connection, lease_id, lease.account, after, limit),
+            )
+
+        return self.store.run(read)
+
+    def reversal_of(self, transfer_id: str) -> Transfer | None:
+        """The transfer by which another one was undone, if it was."""
+        key = rules.reversal_key(transfer_id)
+        return self.store.run(lambda connection: repository.of_key(connection, key))
+
+    def find_accounts(
+        self,
+        text: str = "",
+        after: str = "",
+        limit: int = 50,
+        among: Collection[str] | None = None,
+    ) -> Accounts:
+        """Members' and groups' accounts with this text in their names, by name."""
+        return self.store.run(
+            lambda connection: search.find_accounts(connection, text, after, limit, among)
+        )
+
+    def find_leases(
+        self,
+        *,
+        user: str | None = None,
+        account: str | None = None,
+        before: str | None = None,
+        limit: int = 50,
+    ) -> Leases:
+        """The newest leases, of a member's servers or paid by an account. Raises UnknownLease."""
+        return self.store.run(
+            lambda connection: search.find_leases(
+                connection, user=user, account=account, before=before, limit=limit
+            )
+        )
+
+    def find_changes(self, text: str = "", before: int | None = None, limit: int = 50) -> Trail:
+        """What admins changed, with this text in it, newest first."""
+        return self.store.run(
+            lambda connection: search.find_changes(connection, text, before, limit)
+        )
+
+    # Who used what.
+
+    def use_of_account(self, account: str, bounds: Sequence[datetime]) -> list[LeaseUse]:
+        """What an account paid for, between each two of the moments: sessions, and what jobs
+        beside servers used and cost."""
+        found = [_sum(used.values()) for used in self.use_by(bounds, "account", account)]
+        beside = self.store.run(
+            lambda c: monitoring_repository.job_use_between(c, bounds, "account", account)
+        )
+        for at, jobs in enumerate(beside):
+            found[at] = found[at].plus(_sum(jobs.values())._replace(sessions=0))
+        return found
+
+    def use_of_jobs(self, bounds: Sequence[datetime], by: str) -> list[dict[str, LeaseUse]]:
+        """What jobs beside servers used between each two of the moments, by one of the names of a
+        kind; a job counts as a session."""
+        return self.store.run(
+            lambda connection: monitoring_repository.job_use_between(connection, bounds, by)
+        )
+
+    def use_of_all_jobs(self) -> dict[str, monitoring_repository.JobUse]:
+        """What all jobs beside servers ever used, by model."""
+        return self.store.run(monitoring_repository.all_job_use)
+
+    def use_by(
+        self, bounds: Sequence[datetime], by: str, name: str | None = None
+    ) -> list[dict[str, LeaseUse]]:
+        """What was used between each two of the moments, by one of the names of a kind, such as
+        ``user``; with ``name`` only what has this one."""
+        self._catch_up()
+        now = self.clock()
+        return self.store.run(
+            lambda connection: totals.use_between(connection, bounds, by, now, name)
+        )
+
+    def until_now(self) -> tuple[Moved, TotalUse, list[Lease]]:
+        """All credits that ever moved, all use of leases that have ended, and the open ones."""
+        self._catch_up()
+        now = self.clock()
+        with self.store.read() as connection:
+            used = totals.all_used(connection, now)
+            return totals.all_moved(connection), used, leases_repository.open_leases(connection)
+
+    def add_up(self) -> int:
+        """Add some leases that have ended to the totals; how many there were."""
+        return self.store.run(totals.add_up, write=True)
+
+    def _catch_up(self) -> None:
+        """Nobody reads leases by the thousand, not even after an upgrade of a site of years."""
+        if self.store.run(lambda connection: totals.left(connection, MOST_LEFT)) < MOST_LEFT:
+            return
+        while self.add_up() == totals.LEASES_AT_ONCE:
+            pass
+
+
+def _sum(uses: Iterable[LeaseUse]) -> LeaseUse:
+    total = LeaseUse()
+    for use in uses:
+        total = total.plus(use)
+    return total

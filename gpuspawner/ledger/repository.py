@@ -1,0 +1,557 @@
+"""Rows of accounts, transfers, postings, payers and rates, and the charges of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DataError, IntegrityError
+
+from ..core.errors import LedgerError, UnknownAccount
+from ..db import hash_chain
+from ..db.schema import (
+    OPEN_LEASE,
+    OPEN_PLACE,
+    accounts,
+    lease_places,
+    leases,
+    payers,
+    postings,
+    rates,
+    transfers,
+)
+from ..leases import repository as leases_repository
+from ..leases.models import Lease, LeaseState, ServerRef
+from . import rules
+from .credit_policy import OVERDRAFT
+from .models import MAX_AMOUNT, Account, Posting, Transfer, TransferKind, is_system
+from .pricing import Rate, WeekHours
+
+_HOLD_OF_ACCOUNT = leases_repository.HELD.where(
+    leases.c.account == accounts.c.name
+).scalar_subquery()
+_ACCOUNT = sa.select(accounts.c.balance, _HOLD_OF_ACCOUNT).where(
+    accounts.c.name == sa.bindparam("account")
+)
+_OPEN = sa.insert(accounts)
+# A key that is there already is found by its own index, and not by a question before.
+_NEW = {
+    "sqlite": sqlite.insert(transfers).on_conflict_do_nothing(),
+    "postgresql": postgresql.insert(transfers).on_conflict_do_nothing(),
+}
+_INSERT_MANY = _NEW["postgresql"].returning(transfers.c.id)
+# The newest link of the chain comes with the answer, which spares one transfer a question of its
+# own. With many it would be looked up for each.
+_INSERT_ONE = {
+    name: insert.returning(transfers.c.id, hash_chain.NEWEST_LINK[name])
+    for name, insert in _NEW.items()
+}
+_NEWEST_LINK = {name: sa.select(link) for name, link in hash_chain.NEWEST_LINK.items()}
+_INSERT_POSTINGS = sa.insert(postings)
+_WITHOUT_POSTINGS = sa.select(transfers.c.id).where(
+    transfers.c.id.in_(sa.bindparam("ids", expanding=True)),
+    ~sa.exists().where(postings.c.transfer_id == transfers.c.id),
+)
+AT_ONCE = 500
+"""SQLite takes so many parameters, and not many more."""
+_THERE = sa.select(accounts.c.name).where(
+    accounts.c.name.in_(sa.bindparam("names", expanding=True))
+)
+_MOVE = (
+    sa.update(accounts)
+    .where(accounts.c.name == sa.bindparam("account"))
+    .values(balance=accounts.c.balance + sa.bindparam("amount", type_=accounts.c.balance.type))
+)
+_AMOUNT_TOO_LARGE = "{name} would have more than an account can hold; use a smaller amount"
+_OF_KEY = (
+    sa.select(postings.c.account, postings.c.amount)
+    .join(transfers, transfers.c.id == postings.c.transfer_id)
+    .where(transfers.c.key == sa.bindparam("key"))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StatementLine:
+    """One line of an account's statement."""
+
+    at: datetime
+    kind: str
+    reason: str
+    actor: str
+    amount: int
+    """Microcredits into (minus: out of) the account."""
+    balance: int
+    """The balance after it."""
+    lease_id: str | None
+    transfer_id: str = ""
+
+
+def open_account(connection: sa.Connection, name: str, at: datetime) -> bool:
+    """Open the account unless it is there. True when it is new."""
+    if find_account(connection, name):
+        return False
+    connection.execute(_OPEN, {"name": name, "balance": 0, "opened_at": at})
+    return True
+
+
+def find_account(connection: sa.Connection, name: str) -> Account | None:
+    """Balance and holds of one account, if there is one of that name."""
+    row = connection.execute(_ACCOUNT, {"account": name}).one_or_none()
+    return Account(name=name, balance=row[0], held=int(row[1])) if row else None
+
+
+def get_account(connection: sa.Connection, name: str) -> Account:
+    """Balance and holds of one account. Raises UnknownAccount."""
+    if found := find_account(connection, name):
+        return found
+    raise UnknownAccount(account=name)
+
+
+def all_accounts(connection: sa.Connection) -> list[Account]:
+    """Every account but the ledger's own, by name."""
+    held: dict[str, int] = {}
+    for lease in leases_repository.open_leases(connection):
+        held[lease.account] = held.get(lease.account, 0) + lease.held
+    rows = connection.execute(sa.select(accounts).order_by(accounts.c.name)).mappings()
+    return [
+        Account(name=row["name"], balance=row["balance"], held=held.get(row["name"], 0))
+        for row in rows
+        if not row["name"].startswith("system:")
+    ]
+
+
+def post(connection: sa.Connection, transfer: Transfer) -> bool:
+    """Write a transfer and move the balances. False when its key was posted before.
+
+    The same key with other postings raises LedgerError: it names another event.
+    """
+    (is_new,) = post_many(connection, [transfer])
+    return is_new
+
+
+def post_many(
+    connection: sa.Connection, some: Sequence[Transfer], too_much: str = _AMOUNT_TOO_LARGE
+) -> list[bool]:
+    """Post transfers, in their order, with as many statements as one takes; which are new.
+
+    Raises what :func:`post` does; ``too_much`` says that an account would overflow.
+    """
+    if not some:
+        return []
+    rows = [_row(transfer) for transfer in some]
+    dialect = connection.dialect.name
+    if len(rows) == 1:
+        # Of a list SQLAlchemy makes another statement each time, which takes longer than this one.
+        inserted = connection.execute(_INSERT_ONE[dialect], rows[0]).all()
+        written, before = {row[0] for row in inserted}, inserted[0][1] if inserted else None
+    else:
+        written = _insert_many(connection, rows)
+        before = connection.execute(_NEWEST_LINK[dialect]).scalar()
+    are_new = []
+    for transfer in some:
+        are_new.append(transfer.id in written)
+        written.discard(transfer.id)  # the same one again is not new
+    new = [transfer for transfer, is_new in zip(some, are_new, strict=True) if is_new]
+    if new:
+        _move(connection, new, too_much)
+        connection.execute(_INSERT_POSTINGS, _lines(new, hash_chain.link_transfers(before, new)))
+    for transfer, is_new in zip(some, are_new, strict=True):
+        if not is_new:
+            _check_known(connection, transfer)
+    return are_new
+
+
+def statement(connection: sa.Connection, name: str, limit: int = 100) -> list[StatementLine]:
+    """The newest lines of an account, newest first. Raises UnknownAccount."""
+    balance = get_account(connection, name).balance
+    query = (
+        sa.select(transfers, postings.c.amount)
+        .join(postings, postings.c.transfer_id == transfers.c.id)
+        .where(postings.c.account == name)
+        .order_by(postings.c.id.desc())
+        .limit(limit)
+    )
+    lines = []
+    for row in connection.execute(query).mappings():
+        lines.append(
+            StatementLine(
+                at=row["at"],
+                kind=row["kind"],
+                reason=row["reason"],
+                actor=row["actor"],
+                amount=row["amount"],
+                balance=balance,
+                lease_id=row["lease_id"],
+                transfer_id=row["id"],
+            )
+        )
+        balance -= row["amount"]
+    return lines
+
+
+def of_key(connection: sa.Connection, key: str) -> Transfer | None:
+    """The transfer with this idempotency key, if it was posted."""
+    return next(iter(_transfers(connection, transfers.c.key == key)), None)
+
+
+def transfers_like(connection: sa.Connection, beginning: str, most: int = 2) -> list[Transfer]:
+    """The transfers whose ids begin so; nothing begins with nothing."""
+    if not beginning:
+        return []
+    like = transfers.c.id.startswith(beginning, autoescape=True)
+    return _transfers(connection, like, most)
+
+
+def reversed_of_lease(connection: sa.Connection, lease_id: str, account: str) -> int:
+    """Microcredits that reversals of a lease's transfers moved into (minus: out of) an account."""
+    query = (
+        sa.select(sa.func.coalesce(sa.func.sum(postings.c.amount), 0))
+        .join(transfers, transfers.c.id == postings.c.transfer_id)
+        .where(
+            transfers.c.lease_id == lease_id,
+            transfers.c.kind == TransferKind.REVERSAL.value,
+            postings.c.account == account,
+        )
+    )
+    return int(connection.execute(query).scalar_one())
+
+
+def _transfers(
+    connection: sa.Connection, condition: sa.ColumnElement[bool], most: int = 2
+) -> list[Transfer]:
+    rows = connection.execute(
+        sa.select(transfers).where(condition).order_by(transfers.c.id).limit(most)
+    ).mappings()
+    found = []
+    for row in rows.all():
+        lines = sa.select(postings.c.account, postings.c.amount).order_by(postings.c.id)
+        mine = connection.execute(lines.where(postings.c.transfer_id == row["id"])).all()
+        values = {name: row[name] for name in row if name != "kind"}
+        moved = tuple(Posting(account, amount) for account, amount in mine)
+        found.append(Transfer(**values, kind=TransferKind(row["kind"]), postings=moved))
+    return found
+
+
+def all_transfers(connection: sa.Connection) -> list[Transfer]:
+    """The whole ledger, oldest first: for checks and exports."""
+    lines: dict[str, list[Posting]] = {}
+    for row in connection.execute(sa.select(postings).order_by(postings.c.id)).mappings():
+        posting = Posting(row["account"], row["amount"])
+        lines.setdefault(row["transfer_id"], []).append(posting)
+    rows = connection.execute(sa.select(transfers).order_by(transfers.c.at)).mappings()
+    return [
+        Transfer(
+            **{name: row[name] for name in row if name != "kind"},
+            kind=TransferKind(row["kind"]),
+            postings=tuple(lines[row["id"]]),
+        )
+        for row in rows
+    ]
+
+
+def _insert_many(connection: sa.Connection, rows: Sequence[dict[str, Any]]) -> set[str]:
+    """Insert transfers whose keys are not there; the ids of those that were written."""
+    if connection.dialect.name != "sqlite":
+        return set(connection.execute(_INSERT_MANY, rows).scalars())
+    # A batch of rows of which nothing is to be returned is one call of SQLite's driver.
+    ids = [row["id"] for row in rows]
+    if connection.execute(_NEW["sqlite"], rows).rowcount == len(rows):
+        return set(ids)
+    written = set[str]()  # what was there before has postings
+    for start in range(0, len(ids), AT_ONCE):
+        part = {"ids": ids[start : start + AT_ONCE]}
+        written.update(connection.execute(_WITHOUT_POSTINGS, part).scalars())
+    return written
+
+
+def _row(transfer: Transfer) -> dict[str, Any]:
+    return {
+        "id": transfer.id,
+        "key": transfer.key,
+        "kind": transfer.kind.value,
+        "at": transfer.at,
+        "actor": transfer.actor,
+        "reason": transfer.reason,
+        "lease_id": transfer.lease_id,
+    }
+
+
+def _lines(new: Iterable[Transfer], link: str) -> list[dict[str, Any]]:
+    """Return the rows of these transfers' postings; the last one carries the link."""
+    rows: list[dict[str, Any]] = []
+    for transfer in new:
+        name, apart = transfer.id, transfer.apart
+        for posting in transfer.postings:
+            row = {"transfer_id": name, "account": posting.account, "amount": posting.amount}
+            row["apart"], row["link"] = apart, None
+            rows.append(row)
+    rows[-1]["link"] = link
+    return rows
+
+
+def _move(connection: sa.Connection, new: Sequence[Transfer], too_much: str) -> None:
+    """Add postings to the balances; the ledger's own accounts open by themselves."""
+    sums: dict[str, int] = {}
+    for transfer in new:
+        for posting in transfer.postings:
+            sums[posting.account] = sums.get(posting.account, 0) + posting.amount
+    if any(abs(amount) > MAX_AMOUNT for amount in sums.values()):
+        raise _overflow(sums, too_much)
+    if _add(connection, sums, too_much) == len(sums):
+        return
+    if missing := _missing(connection, list(sums)):
+        for name in missing:
+            if not is_system(name):
+                raise UnknownAccount(account=name)
+            connection.execute(_OPEN, {"name": name, "balance": 0, "opened_at": new[0].at})
+        _add(connection, {name: sums[name] for name in missing}, too_much)
+
+
+def _add(connection: sa.Connection, sums: dict[str, int], too_much: str) -> int:
+    """Add these sums to balances; how many of the accounts are there."""
+    moves = [{"account": name, "amount": amount} for name, amount in sums.items()]
+    try:
+        return connection.execute(_MOVE, moves).rowcount
+    except (IntegrityError, DataError):
+        raise _overflow(sums, too_much) from None
+
+
+def _missing(connection: sa.Connection, names: list[str]) -> list[str]:
+    """Those of the accounts that are not there."""
+    there: set[str] = set()
+    for start in range(0, len(names), AT_ONCE):
+        part = {"names": names[start : start + AT_ONCE]}
+        there.update(connection.execute(_THERE, part).scalars())
+    return [name for name in names if name not in there]
+
+
+def _overflow(sums: Iterable[str], too_much: str) -> LedgerError:
+    """An account of these cannot hold so much: most likely not the ledger's own."""
+    names = sorted(sums, key=is_system)
+    return LedgerError(what=too_much.format(name=names[0]))
+
+
+def _check_known(connection: sa.Connection, transfer: Transfer) -> None:
+    """Raises LedgerError unless what was posted with the transfer's key are its postings."""
+    known = sorted(
+        (name, amount) for name, amount in connection.execute(_OF_KEY, {"key": transfer.key})
+    )
+    if known != sorted((p.account, p.amount) for p in transfer.postings):
+        what = f"the key {transfer.key!r} was used for another amount or account"
+        raise LedgerError(what=what)
+
+
+_SELECTED = (
+    leases.c.id,
+    leases.c.user,
+    leases.c.server_name,
+    leases.c.account,
+    leases.c.rate,
+    leases.c.charged,
+    leases.c.started_at,
+)
+_bounded = leases.c.when_dry == OVERDRAFT
+"""Whose charges have a bound, one by one."""
+_costs = sa.and_(
+    OPEN_LEASE,
+    leases.c.state == LeaseState.RUNNING.value,
+    leases.c.rate > 0,
+)
+_RUNNING = sa.select(*_SELECTED).where(_costs, ~_bounded)
+_MODELS = sa.select(lease_places.c.lease_id, lease_places.c.model).where(OPEN_PLACE)
+_CHARGED = sa.update(leases).where(leases.c.id == sa.bindparam("lease"))
+_CHARGE_TOO_LARGE = "an account would have more than an account can hold; refund what was charged"
+
+# A portion: leases of which a period has begun that they were not charged in. Each counts its
+# periods from its own start, so that those of many leases begin at many moments. Only what is
+# looked at depends on this, to the millisecond; what is owed is worked out exactly, as ever.
+_until = sa.bindparam("until", type_=leases.c.started_at.type)
+_period = sa.bindparam("period", type_=sa.BigInteger)
+_RAN: dict[str, sa.ColumnElement[Any]] = {
+    "sqlite": (sa.func.julianday(_until) - sa.func.julianday(leases.c.started_at))
+    * sa.literal_column("86400000")
+    + sa.literal_column("0.5"),  # a cast cuts off there
+    "postgresql": sa.extract("epoch", _until - leases.c.started_at) * sa.literal_column("1000"),
+}
+"""Milliseconds since the start."""
+_PAID: sa.ColumnElement[Any] = (
+    (leases.c.charged + sa.literal_column("1.0"))
+    * sa.literal_column("3600000.0")
+    / sa.func.nullif(leases.c.rate, sa.literal_column("0"))
+)
+"""Milliseconds from the start up to which nothing more is owed than was charged."""
+_BEGUN = {
+    name: sa.cast(ran, sa.BigInteger) // _period > sa.cast(_PAID, sa.BigInteger) // _period
+    for name, ran in _RAN.items()
+}
+_PORTION = {}
+_ACCOUNTS = {}
+for _name, _begun in _BEGUN.items():
+    _some = sa.select(leases.c.id).where(_costs, ~_bounded, _begun)
+    _PORTION[_name] = (
+        sa.select(*_SELECTED, lease_places.c.model)
+        .select_from(leases.outerjoin(lease_places))
+        .where(leases.c.id.in_(_some.limit(sa.bindparam("most", type_=sa.Integer))))
+    )
+    _ACCOUNTS[_name] = sa.select(leases.c.account).where(_costs, _bounded, _begun).distinct()
+
+
+class DueCharge(NamedTuple):
+    """What one lease is to be charged."""
+
+    lease_id: str
+    account: str
+    charged: int
+    """Microcredits so far."""
+    amount: int
+    reason: str
+
+
+def charges_due(connection: sa.Connection, until: datetime) -> list[DueCharge]:
+    """What every running lease without an overdraft owes, less what it was charged."""
+    models: dict[str, list[str]] = {}
+    for lease_id, model in connection.execute(_MODELS):
+        models.setdefault(lease_id, []).append(model)
+    rows = connection.execute(_RUNNING).all()
+    return _owing(((row, models.get(row[0], ())) for row in rows), until)
+
+
+def portion_of_charges(
+    connection: sa.Connection, until: datetime, every: timedelta, most: int
+) -> tuple[list[DueCharge], list[Lease]]:
+    """The same of the leases that were not charged in their period that goes on, ``most`` of
+    them; and, whole, those with an overdraft of the accounts of which one was not."""
+    period = max(1, every // timedelta(milliseconds=1))
+    asked = {"until": until, "period": period}
+    name = connection.dialect.name
+    found: dict[str, tuple[Sequence[Any], list[str]]] = {}
+    for row in connection.execute(_PORTION[name], {**asked, "most": most}):
+        _, models = found.setdefault(row[0], (row[:-1], []))
+        if row[-1] is not None:
+            models.append(row[-1])
+    paying = connection.execute(_ACCOUNTS[name], asked).scalars().all()
+    whole = bounded(connection, paying) if paying else []
+    return _owing(found.values(), until), whole
+
+
+def bounded(connection: sa.Connection, accounts: Sequence[str] | None = None) -> list[Lease]:
+    """The open leases with an overdraft (of these accounts; None: of all), whose charges depend
+    on what is left; oldest first."""
+    some = OPEN_LEASE & _bounded
+    if accounts is not None:
+        some &= leases.c.account.in_(accounts)
+    return leases_repository.where(connection, some)
+
+
+def _owing(some: Iterable[tuple[Sequence[Any], Sequence[str]]], until: datetime) -> list[DueCharge]:
+    """What rows of leases, each with the models of its devices, owe."""
+    found = []
+    for (lease_id, user, name, account, rate, charged, started), models in some:
+        amount = rules.owed(rate, started, until) - charged
+        if amount > 0:
+            reason = rules.charge_reason(models, ServerRef(user, name))
+            found.append(DueCharge(lease_id, account, charged, amount, reason))
+    return found
+
+
+def charge_leases(connection: sa.Connection, found: Sequence[DueCharge], until: datetime) -> None:
+    """Post these charges: a transfer and two postings each, and what they make of the sums.
+
+    One that was posted before is taken once. Raises LedgerError when it was of another amount, or
+    an account would have more than it can hold; then the transaction is to be given up.
+    """
+    if not found:
+        return
+    made = [
+        rules.charge_transfer(one.lease_id, one.account, one.charged, one.amount, until, one.reason)
+        for one in found
+    ]
+    post_many(connection, made, _CHARGE_TOO_LARGE)
+    sums = [{"lease": one.lease_id, "charged": one.charged + one.amount} for one in found]
+    connection.execute(_CHARGED, sums)
+
+
+_OF = sa.select(payers.c.account).where(payers.c.user == sa.bindparam("member"))
+
+
+def get_payer(connection: sa.Connection, user: str) -> str:
+    """The account that the member keeps as the usual one; nothing when they keep none."""
+    return connection.execute(_OF, {"member": user}).scalar_one_or_none() or ""
+
+
+def all_payers(connection: sa.Connection) -> dict[str, str]:
+    """The usual account of everybody who keeps one."""
+    return {
+        row[0]: row[1] for row in connection.execute(sa.select(payers.c.user, payers.c.account))
+    }
+
+
+def put_payer(connection: sa.Connection, user: str, account: str, at: datetime) -> None:
+    """Keep an account as the usual one; nothing: none any more."""
+    connection.execute(sa.delete(payers).where(payers.c.user == user))
+    if account:
+        connection.execute(sa.insert(payers).values(user=user, account=account, at=at))
+
+
+_COLUMNS = (
+    *(rates.c.amount, rates.c.model, rates.c.environment, rates.c.slots, rates.c.hours),
+    *(rates.c.zone, rates.c.since, rates.c.id, rates.c.set_at, rates.c.actor, rates.c.reason),
+)
+HOLDS = rates.c.removed_at.is_(None)
+"""True of the rates that were not removed."""
+_RATES_IN_FORCE = sa.select(*_COLUMNS).where(HOLDS).order_by(rates.c.id)
+
+
+def load_rates(connection: sa.Connection) -> list[Rate]:
+    """The rates that hold or will, in the order in which they were set."""
+    return [_rate(row) for row in connection.execute(_RATES_IN_FORCE)]
+
+
+def insert_rate(connection: sa.Connection, rate: Rate, zone: str) -> Rate:
+    """Write a new rate; the one that comes back has its id. ``zone`` is the admin's."""
+    row = {
+        "amount": rate.amount,
+        "model": rate.model,
+        "environment": rate.environment,
+        "slots": rate.slots,
+        "hours": rate.hours.text if rate.hours else "",
+        "zone": zone,
+        "since": rate.since,
+        "set_at": rate.set_at,
+        "actor": rate.actor,
+        "reason": rate.reason,
+    }
+    connection.execute(sa.insert(rates).values(row))
+    return load_rates(connection)[-1]
+
+
+def remove_rate(connection: sa.Connection, rate_id: int, at: datetime) -> None:
+    """Have a rate hold no more."""
+    changed = sa.update(rates).where(rates.c.id == rate_id).values(removed_at=at)
+    connection.execute(changed)
+
+
+def _rate(row: Sequence[Any]) -> Rate:
+    amount, model, environment, slots, hours, zone, since, rate_id, set_at, actor, reason = row
+    return Rate(
+        amount=amount,
+        model=model,
+        environment=environment,
+        slots=slots,
+        hours=_hours(hours, zone) if hours else None,
+        since=since,
+        id=rate_id,
+        set_at=set_at,
+        actor=actor,
+        reason=reason,
+    )
+
+
+@lru_cache(maxsize=256)
+def _hours(text: str, zone: str) -> WeekHours:
+    return WeekHours.parse(text, zone)

@@ -1,0 +1,471 @@
+"""Credits that are granted, taken back, refunded and reversed, and who pays for a server.
+
+Nothing in the ledger is ever changed: a correction is one transfer more, with its reason. What an
+admin does is in the audit trail too, in the same transaction.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..base_service import Core
+from ..core.errors import InvalidRequest, NotAllowed
+from ..core.units import format_credits
+from ..db import hash_chain
+from ..devices import closures
+from ..devices.service import checked_reason
+from ..leases import repository as leases_repository
+from ..leases.models import Lease, LeaseState
+from . import credit_repository, lots, repository, rules, totals
+from .lots import Lot
+from .models import Account, Transfer, TransferKind, check_account, group_account, member_account
+from .rules import accounts_of, check_payer
+
+REFUNDED = "refunded"
+"""The outcome of a lease whose charges an admin gave back."""
+
+
+class Giving(Core):
+    """The part of the broker that moves credits for an admin."""
+
+    def grant(
+        self,
+        account: str,
+        amount: int,
+        *,
+        actor: str,
+        reason: str,
+        key: str = "",
+        until: datetime | None = None,
+    ) -> bool:
+        """Give microcredits to an account, or take some with an amount below zero.
+
+        ``until`` is when they end: what is left then is taken back. False when ``key`` was used
+        for it before. Raises UnknownAccount, LedgerError, or InvalidRequest for an end that
+        cannot be.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            done = self._give(
+                connection,
+                account,
+                amount,
+                now,
+                actor=actor,
+                reason=reason,
+                key=key or f"grant:{secrets.token_hex(8)}",
+                until=until,
+            )
+            if done:
+                ends = f", until {_utc(until)}" if until else ""
+                detail = f"{_signed(amount)} credits{ends}: {reason}"
+                self._note(connection, actor, "grant", account, detail, now)
+        return done
+
+    def open_group_account(self, group: str, *, actor: str) -> bool:
+        """Open a group's account, which is empty. False when it is there."""
+        name, now = group_account(group), self.clock()
+        with self.store.write() as connection:
+            opened = repository.open_account(connection, name, now)
+            if opened:
+                self._note(connection, actor, "open_account", name, "", now)
+        return opened
+
+    def refund(
+        self, lease_id: str, amount: int | None = None, *, actor: str, reason: str, key: str = ""
+    ) -> Lease:
+        """Give back so many microcredits of what a lease was charged, or all that is left of it:
+        its device was sick, say.
+
+        Never more than was charged, whatever came back before. The same ``key`` is done once.
+        Raises UnknownLease, InvalidRequest for a lease that goes on, that nothing was charged
+        for, or of which less is left, and LedgerError for a key that was used for another amount.
+        """
+        reason, now = checked_reason(reason, needed=True), self.clock()
+        with self.store.write() as connection:
+            lease = leases_repository.get(connection, lease_id, lock=True)
+            key = rules.refund_key(lease.id, key or secrets.token_hex(8))
+            if repository.of_key(connection, key) is None:
+                amount = _refundable(connection, lease, amount)
+            elif amount is None:
+                return lease
+            self._refund(connection, lease, amount, key, now, actor=actor, reason=reason)
+            return leases_repository.get(connection, lease.id)
+
+    def transfer(self, transfer_id: str) -> Transfer:
+        """One transfer of the ledger; of an id its first letters are enough when no other has
+        them. Raises InvalidRequest."""
+        return self.store.run(lambda connection: _transfer(connection, transfer_id))
+
+    def reverse(self, transfer_id: str, *, actor: str, reason: str) -> Transfer:
+        """Undo a transfer by its opposite; the reversal is returned.
+
+        Once a transfer: a reversal can be reversed itself. Raises InvalidRequest for a transfer
+        that is not there or was reversed before.
+        """
+        reason, now = checked_reason(reason, needed=True), self.clock()
+        with self.store.write() as connection:
+            transfer = _transfer(connection, transfer_id)
+            key = rules.reversal_key(transfer.id)
+            if earlier := repository.of_key(connection, key):
+                raise InvalidRequest(
+                    f"Transfer {transfer.id} was reversed already, by {earlier.actor} at "
+                    f"{_utc(earlier.at)}: {earlier.reason}. Nothing was changed.",
+                    field="transfer",
+                )
+            _must_be_reversible(connection, transfer)
+            opposite = rules.reversal(transfer, key=key, at=now, actor=actor, reason=reason)
+            repository.post(connection, opposite)
+            if lot := credit_repository.lots_of_transfer(connection, transfer.id):
+                credit_repository.update_lot(connection, lot.id, cancelled_at=now)
+                self._settle_lots(connection, lot.account, now)
+            moved = ", ".join(
+                f"{_signed(posting.amount)} to {posting.account}"
+                for posting in opposite.postings
+                if not posting.account.startswith("system:")
+            )
+            subject = f"transfer {transfer.id}"
+            self._note(connection, actor, "reverse", subject, f"{moved}: {reason}", now)
+        return opposite
+
+    # Credits that end.
+
+    def lots_of(self, account: str) -> list[tuple[Lot, int]]:
+        """The lots of an account that have not ended, the one that is spent first being first,
+        and the microcredits that are left of each. Raises UnknownAccount."""
+        now = self.clock()
+        with self.store.read() as connection:
+            repository.get_account(connection, account)
+            return self._lots_left(connection, account, now)
+
+    def ending_of(self, accounts: Collection[str]) -> dict[str, tuple[tuple[datetime, int], ...]]:
+        """When credits of these accounts end, and how many microcredits are left of them; of
+        accounts that have none of these, nothing."""
+        now = self.clock()
+        with self.store.read() as connection:
+            found = {name: self._ending(connection, name, now) for name in accounts}
+        return {name: ending for name, ending in found.items() if ending}
+
+    def end_lots(self) -> int:
+        """Take back what is left of credits that have ended; how many accounts had some.
+
+        It may come late, or twice: what is left follows from times that are in the store.
+        """
+        now = self.clock()
+        names = self.store.run(lambda connection: credit_repository.lots_due(connection, now))
+        for name in names:
+            with self.store.write() as connection:
+                self._settle_lots(connection, name, now)
+        return len(names)
+
+    # Steps of the above, and of others.
+
+    def _refund(
+        self,
+        connection: sa.Connection,
+        lease: Lease,
+        amount: int,
+        key: str,
+        now: datetime,
+        *,
+        actor: str,
+        reason: str,
+    ) -> None:
+        """Give back so much of what a lease was charged, which has ended, once for the key."""
+        transfer = rules.refund(lease, amount, key=key, at=now, actor=actor, reason=reason)
+        if not repository.post(connection, transfer):
+            return
+        left = lease.charged - amount
+        outcome = lease.outcome if left else REFUNDED
+        changes = {"charged": left, "refunded": lease.refunded + amount, "outcome": outcome}
+        totals.take_out(connection, lease)
+        leases_repository.update(connection, lease.id, **changes)
+        hash_chain.seal_lease(connection, lease.id)
+        subject = f"lease {lease.id} of {lease.server}"
+        detail = f"{format_credits(amount)} credits to {lease.account}: {reason}"
+        self._note(connection, actor, "refund", subject, detail, now)
+
+    def _give(
+        self,
+        connection: sa.Connection,
+        account: str,
+        amount: int,
+        now: datetime,
+        *,
+        actor: str,
+        reason: str,
+        key: str,
+        since: datetime | None = None,
+        until: datetime | None = None,
+    ) -> bool:
+        """Post a grant, with its lot when it ends. ``since``: from when a lot counts."""
+        make: Callable[..., Transfer] = rules.grant if amount > 0 else rules.adjustment
+        transfer = make(account, amount, key=key, at=now, actor=actor, reason=reason)
+        since = since or now
+        if until is not None:
+            _must_end_later(amount, since, until)
+        if not repository.post(connection, transfer):
+            return False
+        if until is not None:
+            lot = Lot(
+                id=transfer.id, account=account, amount=amount, starts_at=since, ends_at=until
+            )
+            credit_repository.insert_lot(connection, lot)
+            # It may have been spent already, before others that were thought to be.
+            if until <= now or credit_repository.lots_closed_since(connection, account, since):
+                self._settle_lots(connection, account, now)
+        return True
+
+    def _lots_left(
+        self, connection: sa.Connection, account: str, now: datetime
+    ) -> list[tuple[Lot, int]]:
+        known = credit_repository.lots_of_account(connection, account)
+        if not known:
+            return []
+        left = lots.left_of(known, credit_repository.flow_of_account(connection, account), now)
+        return [(lot, left[lot.id]) for lot in known if lot.starts_at <= now < lot.over_at]
+
+    def _ending(
+        self, connection: sa.Connection, account: str, now: datetime
+    ) -> tuple[tuple[datetime, int], ...]:
+        """When credits of an account end, and what is left of them. Quick where none do."""
+        if credit_repository.first_lot_due(connection, account) is None:
+            return ()
+        found = self._lots_left(connection, account, now)
+        return tuple((lot.ends_at, left) for lot, left in found if left)
+
+    def _settle_lots(self, connection: sa.Connection, account: str, now: datetime) -> None:
+        """Bring what was taken back from the account's lots in line with what is known now."""
+        known = credit_repository.lots_of_account(connection, account)
+        if not known:
+            return
+        left = lots.left_of(known, credit_repository.flow_of_account(connection, account), now)
+        for lot in known:
+            if now < lot.over_at:
+                continue
+            taken = 0 if lot.cancelled_at else left[lot.id]
+            changes: dict[str, Any] = {} if lot.closed_at else {"closed_at": now}
+            if transfer := lots.expiry(lot, taken, now if lot.closed_at else lot.over_at):
+                repository.post(connection, transfer)
+                changes |= {"taken": taken, "takes": lot.takes + 1}
+            if changes:
+                credit_repository.update_lot(connection, lot.id, **changes)
+
+    def _end_due_lots(self, connection: sa.Connection, account: str, now: datetime) -> None:
+        """Before a balance is relied on: nobody starts on credits that have ended."""
+        due = credit_repository.first_lot_due(connection, account)
+        if due is not None and due <= now:
+            self._settle_lots(connection, account, now)
+
+    def _settle_lots_since(
+        self, connection: sa.Connection, lease: Lease, now: datetime, newest: datetime | None
+    ) -> None:
+        """A lease has ended, maybe before lots ended that it was believed to spend from; the
+        ``newest`` of its account is the one that ends last."""
+        if newest is not None and lease.started_at is not None and lease.started_at < newest:
+            self._settle_lots(connection, lease.account, now)
+
+    def _note(
+        self,
+        connection: sa.Connection,
+        actor: str,
+        action: str,
+        subject: str,
+        detail: str,
+        now: datetime,
+    ) -> None:
+        closures.note(
+            connection, at=now, actor=actor, action=action, subject=subject, detail=detail
+        )
+
+
+def refundable(connection: sa.Connection, lease: Lease) -> int:
+    """Microcredits that are left of what a lease was charged."""
+    reversed_ = repository.reversed_of_lease(connection, lease.id, lease.account)
+    return max(0, min(lease.charged, lease.charged - reversed_))
+
+
+def _refundable(connection: sa.Connection, lease: Lease, amount: int | None) -> int:
+    """What is given back of what a lease was charged; None asks for all that is left of it.
+
+    Raises InvalidRequest.
+    """
+    _must_be_refundable(lease)
+    left = refundable(connection, lease)
+    if not left:
+        raise InvalidRequest(
+            f"All that lease {lease.id} of {lease.server} was charged came back already: there is "
+            "nothing to refund.",
+            field="lease",
+        )
+    if amount is None:
+        return left
+    if not 0 < amount <= left:
+        raise InvalidRequest(
+            f"{format_credits(amount, 6)} credits cannot be given back for lease {lease.id} of "
+            f"{lease.server}: write more than 0 and at most {format_credits(left, 6)}, which is "
+            "what is left of its charges.",
+            field="amount",
+        )
+    return amount
+
+
+def _must_be_refundable(lease: Lease) -> None:
+    """Raises InvalidRequest."""
+    if lease.outcome == REFUNDED:
+        raise InvalidRequest(
+            f"Lease {lease.id} was refunded already. Nothing was changed.", field="lease"
+        )
+    if lease.state is not LeaseState.ENDED:
+        raise InvalidRequest(
+            f"Lease {lease.id} of {lease.server} goes on: stop its server first, then refund it.",
+            field="lease",
+        )
+    if not lease.charged:
+        raise InvalidRequest(
+            f"Nothing was charged for lease {lease.id} of {lease.server}: there is nothing to "
+            "refund.",
+            field="lease",
+        )
+
+
+def _must_be_reversible(connection: sa.Connection, transfer: Transfer) -> None:
+    """Raises InvalidRequest for what came back already."""
+    if transfer.lease_id is None or transfer.kind is not TransferKind.CHARGE:
+        return
+    lease = leases_repository.get(connection, transfer.lease_id, lock=True)
+    if lease.outcome == REFUNDED:
+        raise InvalidRequest(
+            f"Lease {transfer.lease_id} was refunded: nothing is left to reverse.",
+            field="transfer",
+        )
+    left = lease.charged - repository.reversed_of_lease(connection, lease.id, lease.account)
+    if -transfer.amount_for(lease.account) > left:
+        raise InvalidRequest(
+            f"Of what lease {lease.id} of {lease.server} was charged, "
+            f"{format_credits(max(0, left), 6)} credits are left, and this charge is more: refund "
+            "what is left of the lease instead.",
+            field="transfer",
+        )
+
+
+def _must_end_later(amount: int, since: datetime, until: datetime) -> None:
+    """Raises InvalidRequest for an end that credits cannot have."""
+    if amount <= 0:
+        raise InvalidRequest("What is taken back has no end: leave the end out.", field="until")
+    if until <= since:
+        raise InvalidRequest(
+            f"These credits would end at {_utc(until)}, which is over already. Name a later end.",
+            field="until",
+        )
+
+
+def _transfer(connection: sa.Connection, transfer_id: str) -> Transfer:
+    found = repository.transfers_like(connection, transfer_id)
+    if len(found) == 1:
+        return found[0]
+    what = "More than one transfer begins" if found else "There is no transfer that begins"
+    raise InvalidRequest(
+        f"{what} with {transfer_id[:60]!r}. `gpuspawner statement MEMBER --json` names the "
+        "transfers of an account.",
+        field="transfer",
+    )
+
+
+def _utc(moment: datetime) -> str:
+    return f"{moment.astimezone(timezone.utc):%Y-%m-%d %H:%M} UTC"
+
+
+def _signed(amount: int) -> str:
+    return f"{'+' if amount > 0 else ''}{format_credits(amount, 6).rstrip('0').rstrip('.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Payers:
+    """The accounts that a member may draw on."""
+
+    accounts: tuple[Account, ...]
+    """Those that are open, the member's own first."""
+    usual: str
+    """The name of the one that pays when the member does not say it."""
+
+
+class Paying(Core):
+    """The part of the broker that knows who pays."""
+
+    def payers(self, user: str, groups: Collection[str]) -> Payers:
+        """Whom a member of these groups may let pay, and who does so usually."""
+        with self.store.read() as connection:
+            found = [
+                repository.find_account(connection, name) for name in accounts_of(user, groups)
+            ]
+            usual = self._usual_payer(connection, user, groups)
+        known = tuple(account for account in found if account)
+        if not known or known[0].name != member_account(user):  # not open yet
+            known = (Account(name=member_account(user)), *known)
+        return Payers(known, usual)
+
+    def keep_payer(
+        self, user: str, account: str, *, actor: str, groups: Collection[str] | None = None
+    ) -> None:
+        """Let this account pay for the member from now on, unless they say another one.
+
+        An account of a group pays only as long as the member is in that group; their own is
+        the default of whoever kept none. ``groups``: those of the member, None when nobody
+        can say (then it is asked at each start). Raises NotAllowed or UnknownAccount.
+        """
+        now = self.clock()
+        if groups is not None:
+            check_payer(account, user, groups)
+        elif account != member_account(user) and not check_account(account).startswith("group:"):
+            raise NotAllowed(
+                f"{account} cannot pay for {user}: a member's own account can, or group:NAME.",
+                field="account",
+            )
+        with self.store.write() as connection:
+            own = account == member_account(user)
+            if not own:
+                repository.get_account(connection, account)
+            if repository.get_payer(connection, user) == ("" if own else account):
+                return
+            repository.put_payer(connection, user, "" if own else account, now)
+            if actor != user:
+                closures.note(
+                    connection,
+                    at=now,
+                    actor=actor,
+                    action="payer",
+                    subject=member_account(user),
+                    detail=f"{account} pays for them",
+                )
+
+    def _payer(self, user: str, groups: Collection[str], asked: str, *, free: bool) -> str:
+        """The account that pays for a server. Raises NotAllowed for one that may not.
+
+        ``free``: the server costs nothing, and needs no budget of a group.
+        """
+        own = member_account(user)
+        if asked:
+            check_payer(asked, user, groups)
+        if asked == own or not groups or (free and not asked):
+            return own
+        with self.store.read() as connection:
+            if not asked:
+                return self._usual_payer(connection, user, groups)
+            if repository.find_account(connection, asked):
+                return asked
+        raise NotAllowed(
+            f"The field 'account' names {asked!r}, which has no credits yet: an admin gives it "
+            f"some. Until then write {own}, or leave it out.",
+            field="account",
+        )
+
+    def _usual_payer(self, connection: sa.Connection, user: str, groups: Collection[str]) -> str:
+        kept = repository.get_payer(connection, user)
+        return kept if kept in accounts_of(user, groups) else member_account(user)

@@ -1,0 +1,244 @@
+"""What came and went on an account, page by page, however long it is.
+
+A page begins at a posting and goes back in time; the next one begins where it ended. So a page
+costs the same at the beginning and at the end, and what is posted meanwhile moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..db.schema import postings, transfers
+from . import repository
+from .models import TransferKind
+
+USE = (TransferKind.CHARGE.value, TransferKind.REFUND.value)
+"""The kinds of lines that a lease makes, one a minute."""
+
+MOST_READ = 5000
+"""Postings that are put together to one page for people, at the most."""
+
+AT_FIRST = 200
+"""Of these, those that are read before it is known how many are needed."""
+
+_JOINED = postings.join(transfers, transfers.c.id == postings.c.transfer_id)
+_account = postings.c.account == sa.bindparam("account")
+# Hidden from the index of accounts: a lease has few transfers, an account many.
+_of_account = sa.func.coalesce(postings.c.account, "") == sa.bindparam("account")
+_SELECTED = (
+    postings.c.id,
+    transfers.c.id.label("transfer"),
+    transfers.c.at,
+    transfers.c.kind,
+    transfers.c.reason,
+    transfers.c.actor,
+    postings.c.amount,
+    transfers.c.lease_id,
+)
+_PAGE = (
+    sa.select(*_SELECTED)
+    .select_from(_JOINED)
+    .where(_account, postings.c.id < sa.bindparam("before"))
+    .order_by(postings.c.id.desc())
+    .limit(sa.bindparam("most", type_=sa.Integer))
+)
+_MARKS = (
+    sa.select(postings.c.id, postings.c.amount, transfers.c.kind, transfers.c.lease_id)
+    .select_from(_JOINED)
+    .where(_account, postings.c.id < sa.bindparam("before"))
+    .order_by(postings.c.id.desc())
+    .limit(sa.bindparam("most", type_=sa.Integer))
+)
+_SINCE = sa.select(sa.func.coalesce(sa.func.sum(postings.c.amount), 0)).where(
+    _account, postings.c.id >= sa.bindparam("before")
+)
+_LEASE = sa.and_(transfers.c.lease_id == sa.bindparam("lease"), _of_account)
+_OF_LEASE = (
+    sa.select(*_SELECTED)
+    .select_from(_JOINED)
+    .where(_LEASE, postings.c.id > sa.bindparam("after"))
+    .order_by(postings.c.id)
+    .limit(sa.bindparam("most", type_=sa.Integer))
+)
+_upto = sa.case((postings.c.id <= sa.bindparam("after"), postings.c.amount), else_=0)
+_SUMS_OF_LEASE = (
+    sa.select(
+        sa.func.count(),
+        sa.func.coalesce(sa.func.sum(postings.c.amount), 0),
+        sa.func.coalesce(sa.func.sum(_upto), 0),
+    )
+    .select_from(_JOINED)
+    .where(_LEASE)
+)
+
+NEWEST = 2**62
+"""A posting that is after all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatementEntry:
+    """One line of a statement; for people, all charges of a lease between two other events."""
+
+    id: int
+    """Of its posting, the oldest one of those put together."""
+    transfer: str
+    """The newest one of those put together."""
+    at: datetime
+    kind: str
+    reason: str
+    actor: str
+    amount: int
+    """Microcredits into (minus: out of) the account."""
+    balance: int
+    """The balance after it."""
+    lease_id: str | None
+    count: int = 1
+    """How many lines it stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPage:
+    """Some lines, newest first."""
+
+    entries: tuple[StatementEntry, ...]
+    older: int | None
+    """What the next page comes before; None on the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Some of what a lease paid, oldest first, and the sum of all."""
+
+    entries: tuple[StatementEntry, ...]
+    """``balance`` is what the lease cost up to and with this one."""
+    newer: int | None
+    """What the next page comes after; None on the last one."""
+    count: int
+    total: int
+    """Microcredits that the lease cost: its charges less its refunds."""
+
+
+def page(
+    connection: sa.Connection, account: str, before: int | None = None, limit: int = 50
+) -> EntryPage:
+    """Each line of an account by itself. Raises UnknownAccount."""
+    balance = _balance_before(connection, account, before)
+    values = {"account": account, "before": before or NEWEST, "most": limit + 1}
+    rows = connection.execute(_PAGE, values).all()
+    entries = []
+    for row in rows[:limit]:
+        entries.append(_entry(row, balance))
+        balance -= row[6]
+    return EntryPage(tuple(entries), entries[-1].id if len(rows) > limit else None)
+
+
+def folded(
+    connection: sa.Connection, account: str, before: int | None = None, limit: int = 50
+) -> EntryPage:
+    """The lines as people read them: the charges of each minute, one line a lease.
+
+    Only charges with no other event between them are put together, and every balance is the
+    one below it plus the amount, as in the statement itself. Raises UnknownAccount.
+    """
+    balance = _balance_before(connection, account, before)
+    groups, cut = _together(_marks(connection, account, before or NEWEST), limit)
+    newest = _details(connection, [group[0][0] for group in groups])
+    entries = []
+    for group in groups:
+        amount = sum(mark[1] for mark in group)
+        line = _entry(newest[group[0][0]], balance)
+        entries.append(replace(line, id=group[-1][0], amount=amount, count=len(group)))
+        balance -= amount
+    oldest = min((entry.id for entry in entries), default=None)
+    if oldest is not None and not cut:  # there are no more of them, or too many were read
+        values = {"account": account, "before": oldest, "most": 1}
+        cut = connection.execute(_MARKS, values).first() is not None
+    return EntryPage(tuple(entries), oldest if cut else None)
+
+
+def items_of_account(
+    connection: sa.Connection, lease_id: str, account: str, after: int = 0, limit: int = 100
+) -> Items:
+    """What a lease paid from its account, and got back."""
+    named = {"lease": lease_id, "account": account, "after": after}
+    count, total, upto = connection.execute(_SUMS_OF_LEASE, named).one()
+    rows = connection.execute(_OF_LEASE, {**named, "most": limit + 1}).all()
+    cost = -int(upto)
+    entries = []
+    for row in rows[:limit]:
+        cost -= row[6]
+        entries.append(_entry(row, cost))
+    newer = entries[-1].id if len(rows) > limit else None
+    return Items(tuple(entries), newer, int(count), -int(total))
+
+
+def every_line(connection: sa.Connection, account: str, size: int = 2000) -> Iterator[EntryPage]:
+    """The whole statement, newest first, in pages that memory can hold."""
+    before: int | None = None
+    while True:
+        found = page(connection, account, before, size)
+        yield found
+        before = found.older
+        if before is None:
+            return
+
+
+def _balance_before(connection: sa.Connection, account: str, before: int | None) -> int:
+    """The balance after the newest line of the page."""
+    balance = repository.get_account(connection, account).balance
+    if before is None:
+        return balance
+    values = {"account": account, "before": before}
+    return balance - int(connection.execute(_SINCE, values).scalar_one())
+
+
+def _entry(row: Sequence[Any], balance: int) -> StatementEntry:
+    posting, transfer, at, kind, reason, actor, amount, lease_id = row
+    return StatementEntry(posting, transfer, at, kind, reason, actor, amount, balance, lease_id)
+
+
+def _marks(connection: sa.Connection, account: str, before: int) -> Iterator[Sequence[Any]]:
+    """What lines are put together from, newest first, as long as somebody asks for more."""
+    size, left = AT_FIRST, MOST_READ
+    while left:
+        most = min(size, left)
+        values = {"account": account, "before": before, "most": most}
+        rows = connection.execute(_MARKS, values).all()
+        yield from rows
+        if len(rows) < most:
+            return
+        before, left, size = rows[-1][0], left - most, 4 * size
+
+
+def _together(marks: Iterable[Sequence[Any]], limit: int) -> tuple[list[list[Sequence[Any]]], bool]:
+    """The postings of each line, newest line first, and whether there are more lines.
+
+    A stretch of nothing but use is one line for each of its leases, in the order of their
+    newest charges. It is cut off in the middle when there would be more lines than ``limit``.
+    """
+    groups: list[list[Sequence[Any]]] = []
+    stretch: dict[str | None, list[Sequence[Any]]] = {}
+    for mark in marks:
+        _, _, kind, lease_id = mark
+        use = kind in USE
+        if not use:
+            stretch = {}
+        if use and lease_id in stretch:
+            stretch[lease_id].append(mark)
+            continue
+        if len(groups) == limit:
+            return groups, True
+        groups.append([mark])
+        if use:
+            stretch[lease_id] = groups[-1]
+    return groups, False
+
+
+def _details(connection: sa.Connection, ids: Sequence[int]) -> dict[int, Sequence[Any]]:
+    query = sa.select(*_SELECTED).select_from(_JOINED).where(postings.c.id.in_(ids))
+    return {row[0]: tuple(row) for row in connection.execute(query)}

@@ -1,0 +1,633 @@
+"""Pages and JSON of accounts, statements and receipts."""
+
+from __future__ import annotations
+
+import csv
+import io
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from tornado import web
+
+from ..core.errors import (
+    GPUSpawnerError,
+    InvalidRequest,
+    LedgerError,
+    NotAllowed,
+    UnknownAccount,
+    UnknownLease,
+)
+from ..core.scopes import READ_ACCOUNTS
+from ..core.units import format_credits
+from ..db.search import LONGEST, Accounts
+from ..devices.service import LONGEST_REASON, checked_reason
+from ..leases.models import Lease, LeaseState
+from ..leases.views import goes_on
+from ..monitoring.models import DeviceUse
+from ..queue.views import refusals
+from ..web import base as web_base
+from ..web import view_models
+from ..web.api import APIHandler, ChangingAPI, amount, entry, funds, instant, lease
+from ..web.base import ServiceHandler
+from ..web.fields import (
+    LAST,
+    MOST_LINES,
+    account_of,
+    amount_of,
+    date_of,
+    exact_amount,
+    instant_of,
+    key_of,
+    text_of,
+    whole,
+)
+from ..web.pages import FormPage, MemberPage, Page, credit, exactly, part
+from .correction_views import refundable
+from .models import member_account
+from .statements import StatementEntry
+
+ITEMS = 100
+"""Items of a receipt on a page."""
+
+COLUMNS = (
+    "at",
+    "kind",
+    "amount",
+    "balance",
+    "reason",
+    "actor",
+    "lease",
+    "transfer",
+)
+"""Of a statement as CSV."""
+
+ITEM_COLUMNS = ("at", "kind", "amount", "cost", "reason", "transfer")
+"""Of a receipt as CSV."""
+
+NOT_YOUR_SESSION = "This session is not yours: its receipt is for its member, and for admins."
+
+
+class StatementPage(Page):
+    """One page of a statement: my own, or of an account that I may see."""
+
+    @web.authenticated
+    async def get(self, name: str = "") -> None:
+        account = account_of(name) if name else member_account(self.user)
+        await web_base.must_read(self, account)
+        text = self.get_query_argument("before", "")
+        before = whole(text, "before", 1, LAST) if text else None
+        if name:
+            await self.read(self.broker.account, account)  # which must be there
+        own = account == member_account(self.user)
+        self.show(
+            "statement.html",
+            user=self.user,
+            admin=self.admin,
+            account=account,
+            own=own,
+            base="statement" if own and not name else f"accounts/{part(account)}/statement",
+            now=self.broker.clock(),
+            page=await self.read(view_models.account_statement, self.broker, account, before),
+            first=before is None,
+        )
+
+
+class CSVHandler(Page):
+    """A table that is sent line by line, however long it is."""
+
+    def begin(self, name: str) -> None:
+        """Headers of a file to save."""
+        safe = "".join(c if c.isalnum() and c.isascii() else "-" for c in name)
+        self.set_header("Content-Type", "text/csv; charset=utf-8")
+        self.set_header("Content-Disposition", f'attachment; filename="{safe}.csv"')
+
+    async def send(self, columns: Sequence[str], rows: Iterator[list[Sequence[str]]]) -> None:
+        """Send the table; the rows come in portions, each read off the event loop."""
+        self.write(table([columns]))
+        while True:
+            portion = await self.broker.report(next, rows, None)
+            if portion is None:
+                return
+            self.write(table(portion))
+            await self.flush()
+
+
+class StatementCSV(CSVHandler):
+    """The whole statement, every charge by itself."""
+
+    @web.authenticated
+    async def get(self, name: str = "") -> None:
+        account = account_of(name) if name else member_account(self.user)
+        await web_base.must_read(self, account)
+        if name:
+            await self.read(self.broker.account, account)
+        self.begin(f"statement-{account}")
+        await self.send(COLUMNS, self._rows(account))
+
+    def _rows(self, account: str) -> Iterator[list[Sequence[str]]]:
+        before: int | None = None
+        while True:  # a transaction each: a slow reader keeps none open
+            try:
+                page = self.broker.statement_page(account, before, 2000)
+            except UnknownAccount:
+                return
+            yield [line(entry) for entry in page.entries]
+            before = page.older
+            if before is None:
+                return
+
+
+class ReceiptPage(Page):
+    """One session: its devices, times and rate, and each charge and refund."""
+
+    @web.authenticated
+    async def get(self, lease_id: str) -> None:
+        await may_see(self, lease_id)
+        text = self.get_query_argument("after", "0")
+        after = whole(text, "after", 0, LAST)
+        receipt = await self.read(self.broker.receipt, lease_id, after, ITEMS)
+        now = self.broker.clock()
+        (some,) = view_models.lease_figures(self.broker, [receipt.lease], now)
+        use = await self.read(self.broker.session_use, receipt.lease)
+        self.show(
+            "receipt.html",
+            user=self.user,
+            admin=self.admin,
+            now=now,
+            some=some,
+            items=receipt.items,
+            use=use,
+            first=after == 0,
+            back=receipt.lease.charged + receipt.lease.refunded - receipt.items.total,
+            ended=receipt.lease.state is LeaseState.ENDED,
+            refundable=self.admin and refundable(receipt.lease),
+            goes_on=self.admin and goes_on(receipt.lease),
+            refunded=self.get_query_argument("refunded", ""),
+            xsrf=self.xsrf,
+            account_page=f"accounts/{part(receipt.lease.account)}",
+        )
+
+
+class ReceiptCSV(CSVHandler):
+    """Each charge and refund of one session."""
+
+    @web.authenticated
+    async def get(self, lease_id: str) -> None:
+        await may_see(self, lease_id)
+        self.begin(f"receipt-{lease_id}")
+        await self.send(ITEM_COLUMNS, self._rows(lease_id))
+
+    def _rows(self, lease_id: str) -> Iterator[list[Sequence[str]]]:
+        after: int | None = 0
+        while after is not None:
+            items = self.broker.receipt(lease_id, after, 2000).items
+            yield [item(entry) for entry in items.entries]
+            after = items.newer
+
+
+class PayerForm(MemberPage):
+    """Which account pays for me when I do not say it."""
+
+    async def get(self) -> None:
+        self.redirect(self.context.prefix)
+
+    @web.authenticated
+    async def post(self) -> None:
+        keep = partial(
+            self.broker.keep_payer,
+            self.user,
+            str(self.get_body_argument("account", ""))[:300],
+            actor=self.user,
+            groups=self.groups,
+        )
+        try:
+            await self.broker.run(keep)
+        except LedgerError:  # not even the name of an account
+            await self.show_mine(InvalidRequest("Choose one of the accounts.", field="account"))
+            return
+        except GPUSpawnerError as refusal:
+            await self.show_mine(refusal)
+            return
+        self.redirect(f"{self.context.prefix}?kept=1", status=303)
+
+
+async def may_see(handler: ServiceHandler, lease_id: str) -> Lease:
+    """A session of the one who asks, or of an account whose statement they may see.
+
+    Whether there is a session of this id, nobody else hears.
+    """
+    lease: Lease | None = None
+    try:
+        lease = await handler.broker.read(handler.broker.lease, lease_id)
+    except UnknownLease as error:
+        if handler.reach(READ_ACCOUNTS).everybody:
+            raise web.HTTPError(404) from error
+    if lease and not handler.is_service and lease.server.user == handler.user:
+        return lease
+    whom = handler.reach(READ_ACCOUNTS)
+    if lease and await web_base.reaches(handler, whom, lease.account):
+        return lease
+    raise web.HTTPError(403) from NotAllowed(NOT_YOUR_SESSION)
+
+
+# Lines of CSV.
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Rows as CSV. Text that a spreadsheet would take for a formula is not one any more."""
+    out = io.StringIO()
+    csv.writer(out).writerows([[_harmless(cell) for cell in row] for row in rows])
+    return out.getvalue()
+
+
+def line(entry: StatementEntry) -> Sequence[str]:
+    """A line of a statement."""
+    return (
+        _time(entry.at),
+        entry.kind,
+        amount(entry.amount),
+        amount(entry.balance),
+        entry.reason,
+        entry.actor,
+        entry.lease_id or "",
+        entry.transfer,
+    )
+
+
+def item(entry: StatementEntry) -> Sequence[str]:
+    """A line of a receipt; what the session paid is above zero."""
+    return (
+        _time(entry.at),
+        entry.kind,
+        amount(-entry.amount),
+        amount(entry.balance),
+        entry.reason,
+        entry.transfer,
+    )
+
+
+def _time(at: datetime) -> str:
+    return instant(at) or ""
+
+
+def _harmless(cell: str) -> str:
+    """An amount such as -1.5 stays one; other text that begins a formula gets an apostrophe."""
+    if cell[:1] in ("=", "+", "-", "@", "\t", "\r") and not _is_number(cell):
+        return "'" + cell
+    return cell
+
+
+def _is_number(cell: str) -> bool:
+    return cell.removeprefix("-").replace(".", "", 1).isdecimal()
+
+
+_LEASE = "([0-9a-f]{1,64})"
+
+STATEMENT_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("payer", PayerForm),
+    ("statement", StatementPage),
+    (r"statement\.csv", StatementCSV),
+    (f"leases/{_LEASE}", ReceiptPage),
+    (rf"leases/{_LEASE}\.csv", ReceiptCSV),
+    ("accounts/([^/]+)/statement", StatementPage),
+    (r"accounts/([^/]+)/statement\.csv", StatementCSV),
+]
+
+
+ROWS = 50
+"""Accounts on a page."""
+
+DONE = {
+    "granted": "The credits were given.",
+    "taken": "The credits were taken back.",
+    "nothing": "This was done before: nothing was changed.",
+    "opened": "The account is open.",
+}
+"""What a page says after a change."""
+
+
+class AccountsPage(Page):
+    """Every account, or those with a text in their names."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        self.need_admin()
+        text = text_of(self.get_query_argument("search", ""), "search", LONGEST)
+        after = self.get_query_argument("after", "")[:300]
+        found = await self.read(self.broker.find_accounts, text, after, ROWS)
+        opened = await self.read(self.broker.open_leases)
+        now = self.broker.clock()
+        minutes = self.context.warn_minutes
+        self.show(
+            "accounts.html",
+            user=self.user,
+            admin=True,
+            now=now,
+            search=text,
+            accounts=await self.read(
+                view_models.all_funds, self.broker, found.found, opened, now, minutes
+            ),
+            following=found.following,
+            first=not after,
+        )
+
+
+class AccountPage(FormPage):
+    """One account: what is left, who used it, and the form that gives credits.
+
+    Whose account it is, and who may draw on a group's, sees it too, without the forms.
+    """
+
+    @web.authenticated
+    async def get(self, name: str) -> None:
+        account = account_of(name)
+        if account == member_account(self.user) and not self.admin:
+            self.go("")
+            return
+        await web_base.must_read(self, account)
+        await self.show_account(account)
+
+    async def show_account(
+        self, account: str, refusal: GPUSpawnerError | None = None, **typed: str
+    ) -> None:
+        """Send the page; ``typed`` is what a refused form had in it."""
+        if refusal:
+            self.set_status(refusal.status_code)
+        minutes = self.context.warn_minutes
+        funds = await self.read(view_models.funds_of, self.broker, account, minutes)
+        overview = await self.read(self.broker.overview)
+        kind, _, owner = account.partition(":")
+        members = await web_base.members_of(self, owner) if kind == "group" else frozenset()
+        self.show(
+            "account.html",
+            user=self.user,
+            admin=self.admin,
+            now=self.broker.clock(),
+            account=account,
+            path=f"accounts/{part(account)}",
+            funds=funds,
+            members=sorted(members) if kind == "group" else None,
+            lasting=view_models.lasting(funds, overview, self.broker.clock()),
+            running=await self.read(view_models.running_of, self.broker, account),
+            past=await self.read(view_models.credits_of_account, self.broker, account),
+            done=DONE.get(self.get_query_argument("done", ""), ""),
+            error=refusal.message if refusal else "",
+            typed={"amount": "", "reason": "", "until": "", **typed},
+            zone_name=self.broker.rate_zone,
+            longest=LONGEST_REASON,
+            xsrf=self.xsrf,
+        )
+
+
+class GrantForm(AccountPage):
+    """Credits given to an account, or taken back: shown first, then confirmed, then done once."""
+
+    async def get(self, name: str) -> None:
+        self.go(f"accounts/{part(account_of(name))}")
+
+    @web.authenticated
+    async def post(self, name: str) -> None:
+        account = account_of(name)
+        await web_base.must_grant(self, account)
+        names = ("amount", "reason", "until")
+        typed = {field: self.field(field)[: 2 * LONGEST_REASON] for field in names}
+        try:
+            amount = amount_of(typed["amount"])
+            if amount < 0:
+                web_base.must_take(self, account)
+            reason = checked_reason(self.field("reason"), needed=True)
+            until = date_of(typed["until"], "until", self.broker.rate_zone)
+            before = await self.broker.read(self.broker.account, account)
+            if not self.confirmed:
+                self._ask(account, amount, reason, before.balance, until)
+                return
+            key = key_of(self.field("key"))
+            done = await self.broker.run(
+                self.broker.grant,
+                account,
+                amount,
+                actor=self.actor,
+                reason=reason,
+                key=f"page:{self.actor}:{key}",
+                until=until,
+            )
+        except UnknownAccount as error:
+            raise web.HTTPError(404) from error
+        except GPUSpawnerError as refusal:
+            await self.show_account(account, refusal, **typed)
+            return
+        became = ("granted" if amount > 0 else "taken") if done else "nothing"
+        self.go(f"accounts/{part(account)}?done={became}")
+
+    def _ask(
+        self, account: str, amount: int, reason: str, balance: int, until: datetime | None
+    ) -> None:
+        giving = amount > 0
+        end = f"{exactly(until).striptags()} ({until.astimezone():%Z})" if until else "never"
+        self.ask(
+            f"Give credits to {account}?" if giving else f"Take credits back from {account}?",
+            [
+                ("Credits", credit(abs(amount))),
+                ("Reason", reason),
+                ("Balance now", credit(balance)),
+                ("Balance then", credit(balance + amount)),
+                *([("They end", end)] if giving else []),
+            ],
+            action=f"accounts/{part(account)}/grant",
+            button="Give them" if giving else "Take them back",
+            back=f"accounts/{part(account)}",
+            fields={
+                "amount": format_credits(amount, 6),
+                "reason": reason,
+                "until": until.isoformat() if until else "",
+            },
+            note="It stays in the statement, with your name and the reason.",
+            danger=not giving,
+            here="accounts",
+        )
+
+
+ACCOUNT_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("accounts", AccountsPage),
+    ("accounts/([^/]+)", AccountPage),
+    ("accounts/([^/]+)/grant", GrantForm),
+]
+
+
+NOT_ALL = (
+    f"The list of accounts is for admins and for whoever has the scope {READ_ACCOUNTS}. Your own "
+    "is at api/me."
+)
+
+
+class AccountsAPI(APIHandler):
+    """The accounts that I may see, by name: everybody's, for admins; those that my scopes reach."""
+
+    for_services = True
+
+    @web.authenticated
+    async def get(self) -> None:
+        whom = self.reach(READ_ACCOUNTS)
+        if not whom:
+            raise web.HTTPError(403) from NotAllowed(NOT_ALL)
+        among = None if whom.everybody else await web_base.accounts_of(self, whom)
+        limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
+        text = text_of(self.get_query_argument("search", ""), "search", LONGEST)
+        after = self.get_query_argument("after", "")
+
+        def find() -> Accounts:
+            return self.broker.find_accounts(text, after, limit, among)
+
+        found = await self.read(find)
+        opened = await self.read(self.broker.open_leases)
+        now, minutes = self.broker.clock(), self.context.warn_minutes
+        told = await self.read(
+            view_models.all_funds, self.broker, found.found, opened, now, minutes
+        )
+        self.answer(
+            {
+                "as_of": instant(now),
+                "accounts": [funds(each) for each in told],
+                "next": found.following,
+            }
+        )
+
+
+class AccountAPI(APIHandler):
+    """One account: mine, a group's that I may draw on, or one that my scopes reach."""
+
+    for_services = True
+
+    @web.authenticated
+    async def get(self, name: str) -> None:
+        account = account_of(name)
+        if not web_base.may_see_balance(self, account):
+            await web_base.must_read(self, account)
+        minutes = self.context.warn_minutes
+        found = await self.read(view_models.funds_of, self.broker, account, minutes)
+        self.answer({"as_of": instant(self.broker.clock()), **funds(found)})
+
+
+class StatementAPI(APIHandler):
+    """An account's statement, newest first, page by page."""
+
+    for_services = True
+
+    @web.authenticated
+    async def get(self, name: str) -> None:
+        account = account_of(name)
+        await web_base.must_read(self, account)
+        limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
+        text = self.get_query_argument("before", "")
+        before = whole(text, "before", 1, LAST) if text else None
+        page = await self.read(self.broker.statement_page, account, before, limit)
+        self.answer(
+            {
+                "account": account,
+                "as_of": instant(self.broker.clock()),
+                "entries": [entry(some) for some in page.entries],
+                "next": page.older,
+            }
+        )
+
+
+class GrantAPI(ChangingAPI):
+    """Give credits to an account: ``{"amount": "25", "reason": "week 3", "key": "week-3"}``.
+
+    The same key with the same amount is given once, however often it is sent. ``until`` is when
+    they end. An amount below zero takes back, which is for admins.
+    """
+
+    for_services = True
+
+    @web.authenticated
+    async def post(self, name: str) -> None:
+        account = account_of(name)
+        await web_base.must_grant(self, account)
+        sent = self.sent("amount", "reason", "key", "until")
+        with refusals():
+            micro = exact_amount(sent.get("amount"))
+            until = sent.get("until")
+            ends = None if until is None else instant_of(until, "until")
+            reason = checked_reason(sent["reason"], needed=True)
+            key = key_of(sent["key"]) if "key" in sent else secrets.token_hex(8)
+        if micro < 0:
+            web_base.must_take(self, account)
+        # Whose key it is: nobody uses up another's.
+        its_key = f"api:{self.actor}:{account}:{key}"
+        done = await self.do(
+            self.broker.grant, account, micro, reason=reason, key=its_key, until=ends
+        )
+        found = await self.read(self.broker.account, account)
+        self.answer(
+            {
+                "granted": done,
+                "account": account,
+                "amount": amount(micro),
+                "key": key,
+                "until": instant(ends),
+                "balance": amount(found.balance),
+            }
+        )
+
+
+class ReceiptAPI(APIHandler):
+    """What a session cost, item by item, oldest first."""
+
+    for_services = True
+
+    @web.authenticated
+    async def get(self, lease_id: str) -> None:
+        await may_see(self, lease_id)
+        limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
+        after = whole(self.get_query_argument("after", "0"), "after", 0, LAST)
+        receipt = await self.read(self.broker.receipt, lease_id, after, limit)
+        now = self.broker.clock()
+        (told,) = view_models.lease_figures(self.broker, [receipt.lease], now)
+        use = await self.read(self.broker.session_use, receipt.lease)
+        self.answer(
+            {
+                "as_of": instant(now),
+                "lease": lease(told),
+                "use": [_use(use[uuid]) for uuid in receipt.lease.uuids if uuid in use],
+                "total": amount(receipt.items.total),
+                "count": receipt.items.count,
+                "items": [_item(some) for some in receipt.items.entries],
+                "next": receipt.items.newer,
+            }
+        )
+
+
+def _use(device: DeviceUse) -> dict[str, Any]:
+    """What a device did in a session; percents are null where nothing tells them, as of MIG."""
+    return {
+        "uuid": device.uuid,
+        "mean_percent": None if device.use is None else round(device.use, 1),
+        "peak_percent": device.use_max if device.measured else None,
+        "memory_peak_bytes": device.memory_max,
+    }
+
+
+def _item(some: StatementEntry) -> dict[str, Any]:
+    """A charge is above zero, a refund below, and beside it stands the cost up to then."""
+    return {
+        "id": some.id,
+        "transfer": some.transfer,
+        "at": instant(some.at),
+        "kind": some.kind,
+        "reason": some.reason,
+        "amount": amount(-some.amount),
+        "cost": amount(some.balance),
+    }
+
+
+ACCOUNT_API_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("api/accounts", AccountsAPI),
+    ("api/accounts/([^/]+)", AccountAPI),
+    ("api/accounts/([^/]+)/statement", StatementAPI),
+    ("api/accounts/([^/]+)/grants", GrantAPI),
+    ("api/leases/([0-9a-f]{1,64})/receipt", ReceiptAPI),
+]

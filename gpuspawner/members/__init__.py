@@ -1,0 +1,1 @@
+"""Members: memberships and the roster."""

@@ -1,0 +1,180 @@
+"""The commands ``gpuspawner roster`` and ``gpuspawner members``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from ..cli.config import Settings
+from ..cli.output import changes_of, count, local, note, show, table, utc
+from ..ledger.commands import read_file
+from ..queue.commands import actor
+from ..services import Broker
+from .repository import Membership, RosterEntry
+from .roster import Import, RosterChange
+
+_FILE = "a CSV: name and, if you like, groups, course, starts, ends, mail (-: stdin)"
+_SAID = {"same": "as before", "ended": "not in the file: ends now"}
+
+
+def roster_grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
+    """``gpuspawner roster`` alone shows it, as ``show`` does."""
+    add = changes_of(command, common)
+    showing = add("show", roster, "List who is on the roster, and until when.")
+    for each in (command, showing):
+        each.add_argument(
+            "--former", action="store_true", help="list who is no member any more, and why"
+        )
+    command.set_defaults(former=False)
+    taking = add("import", take, "Write what a CSV says: all of it, or nothing.")
+    taking.add_argument("file", metavar="FILE", help=_FILE)
+    taking.add_argument("--dry-run", action="store_true", help="say line by line what would happen")
+    taking.add_argument(
+        "--whole",
+        action="store_true",
+        help="the file is all there is of its courses: who is on the roster for one of them, and "
+        "not in the file, is a member by it no more",
+    )
+    ending = add("end", end, "End a member's time on the roster now; files and credits stay.")
+    ending.add_argument("name", metavar="NAME", help="the member's name")
+    ending.add_argument("--course", metavar="NAME", help="in this course only (default: in all)")
+    ending.add_argument("--reason", default="", metavar="TEXT", help="why")
+
+
+def roster(arguments: argparse.Namespace, settings: Settings) -> int:
+    """List the roster, or who is no member any more."""
+    broker = settings.open_broker()
+    if arguments.former:
+        return _former(broker, arguments.json)
+    entries = broker.roster()
+    headers = ("NAME", "COURSE", "GROUPS", "STARTS", "ENDS", "MAIL", "NOW")
+    rows = [(*_cells(broker, entry), _now(broker, entry)) for entry in entries]
+    text = table(headers, rows) if rows else "Nobody is on the roster."
+    show(arguments.json, [plain_entry(broker, entry) for entry in entries], text)
+    return 0
+
+
+def take(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Import a file, or say what that would do."""
+    broker = settings.open_broker()
+    done = broker.import_roster(
+        read_file(arguments.file),
+        actor=actor(),
+        dry_run=arguments.dry_run,
+        whole=arguments.whole,
+    )
+    value = {
+        "done": done.done,
+        "lines": [_plain_change(broker, change) for change in done.changes],
+        "problems": [{"line": p.number or None, "what": p.sentence} for p in done.problems],
+    }
+    show(arguments.json, value, _told(broker, done))
+    for problem in done.problems:
+        note(str(problem))
+    if done.problems:
+        note("Nothing was changed.")
+    return 1 if done.problems else 0
+
+
+def end(arguments: argparse.Namespace, settings: Settings) -> int:
+    """End a member's time on the roster."""
+    broker = settings.open_broker()
+    ended = broker.end_on_roster(
+        arguments.name, actor=actor(), reason=arguments.reason, course=arguments.course
+    )
+    name = ended[0].user
+    where = f" for {arguments.course}" if arguments.course else ""
+    grace = f"{broker.membership_grace_minutes:g} min"
+    text = (
+        f"The time of {name} on the roster{where} is over now. Who is a member by it alone "
+        f"starts nothing more; what runs is warned, and stopped after {grace}. "
+        "Files and credits stay."
+    )
+    courses = [entry.course for entry in ended if entry.course]
+    show(arguments.json, {"name": name, "ended": len(ended), "courses": courses}, text)
+    return 0
+
+
+def plain_entry(broker: Broker, entry: RosterEntry) -> dict[str, Any]:
+    """An entry, for scripts."""
+    return {
+        "name": entry.user,
+        "course": entry.course,
+        "groups": list(entry.groups),
+        "mail": entry.mail,
+        "starts_at": utc(entry.starts_at),
+        "ends_at": utc(entry.ends_at),
+        "holds": entry.holds(broker.clock()),
+    }
+
+
+def _former(broker: Broker, as_json: bool) -> int:
+    found = broker.former_members()
+    headers = ("NAME", "SINCE", "WHY", "BY")
+    rows = [(each.user, local(each.ended_at), each.reason, each.actor) for each in found]
+    text = table(headers, rows) if rows else "Everybody who was a member still is."
+    show(as_json, [_plain_former(each) for each in found], text)
+    return 0
+
+
+def _plain_former(each: Membership) -> dict[str, Any]:
+    return {
+        "name": each.user,
+        "ended_at": utc(each.ended_at),
+        "reason": each.reason,
+        "actor": each.actor,
+    }
+
+
+def _cells(broker: Broker, entry: RosterEntry) -> tuple[str, ...]:
+    return (
+        entry.user,
+        entry.course or "-",
+        ", ".join(entry.groups) or "-",
+        broker.roster_day(entry.starts_at) or "-",
+        broker.roster_day(entry.ends_at, end=True) or "-",
+        entry.mail or "-",
+    )
+
+
+def _now(broker: Broker, entry: RosterEntry) -> str:
+    now = broker.clock()
+    if entry.holds(now):
+        return "holds"
+    return "over" if entry.ends_at and entry.ends_at <= now else "to come"
+
+
+def _told(broker: Broker, done: Import) -> str:
+    headers = ("LINE", "NAME", "COURSE", "GROUPS", "STARTS", "ENDS", "MAIL", "WHAT")
+    rows = [
+        (str(change.number or "-"), *_cells(broker, change.after), _what(broker, change))
+        for change in done.changes
+    ]
+    if not rows:
+        return "No line was understood."
+    new, changed, ended = (done.count(event) for event in ("new", "changed", "ended"))
+    verb = "Wrote" if done.done else "Would write"
+    total = f"{verb} {count(new, 'new line')}, {changed} changed, {ended} ended."
+    return f"{table(headers, rows, right=('LINE',))}\n\n{total}"
+
+
+def _what(broker: Broker, change: RosterChange) -> str:
+    if change.before is None or change.event != "changed":
+        return _SAID.get(change.event, change.event)
+    names = ("name", "course", "groups", "starts", "ends", "mail")
+    before, after = _cells(broker, change.before), _cells(broker, change.after)
+    differing = [
+        f"{name} was {old}"
+        for name, old, new in zip(names, before, after, strict=True)
+        if old != new
+    ]
+    return "; ".join(differing) or "changed"
+
+
+def _plain_change(broker: Broker, change: RosterChange) -> dict[str, Any]:
+    return {
+        "line": change.number or None,
+        "what": change.event,
+        **plain_entry(broker, change.after),
+    }

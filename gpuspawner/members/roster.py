@@ -1,0 +1,399 @@
+"""The roster: who is a member and for how long, imported from a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+import sqlalchemy as sa
+
+from ..core.errors import InvalidRequest, LedgerError
+from ..devices import closures
+from ..devices.service import checked_reason
+from ..ledger.grant_files import Problem, by_column, cells_of, decoded
+from ..ledger.models import check_account, group_account, member_account
+from ..ledger.pricing import open_zone, parse_moment
+from ..ledger.rules import ACTOR_ACCOUNTING
+from . import repository
+from .repository import RosterEntry
+from .service import Memberships
+
+LONGEST = 200
+"""Characters of a name, a course, a group or an address."""
+
+_COLUMNS = {
+    "name": "user",
+    "member": "user",
+    "user": "user",
+    "username": "user",
+    "login": "user",
+    "course": "course",
+    "group": "groups",
+    "groups": "groups",
+    "start": "starts_at",
+    "starts": "starts_at",
+    "from": "starts_at",
+    "end": "ends_at",
+    "ends": "ends_at",
+    "until": "ends_at",
+    "mail": "mail",
+    "email": "mail",
+    "e-mail": "mail",
+}
+_WRITE = "write name and, if you like, groups, course, starts, ends, mail"
+_MAIL = re.compile(r"[^\s@<>,;]+@[^\s@<>,;]+")
+_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A line of the table."""
+
+    number: int
+    """Of the line in the file, from 1."""
+    entry: RosterEntry
+
+
+def parse(data: bytes, zone: str) -> tuple[list[Listed], list[Problem]]:
+    """The entries of a file, and what is wrong with it. Days are those of ``zone``."""
+    try:
+        rows = list(cells_of(decoded(data)))
+        columns = _columns(rows)
+    except ValueError as error:
+        return [], [Problem(0, str(error))]
+    found: list[Listed] = []
+    problems: list[Problem] = []
+    for number, cells in rows[1:]:
+        try:
+            found.append(Listed(number, _entry(cells, columns, zone)))
+        except (ValueError, LedgerError) as error:
+            problems.append(Problem(number, str(error)))
+    if len(rows) < 2:
+        problems.append(Problem(0, "The file names no members."))
+    return found, sorted([*problems, *_twice(found)], key=lambda problem: problem.number)
+
+
+def _columns(rows: Sequence[tuple[int, list[str]]]) -> list[str]:
+    """What the columns are, by the first line. Raises ValueError."""
+    if not rows:
+        return []
+    number, first = rows[0]
+    names = [_COLUMNS.get(cell.lower(), "") for cell in first]
+    if "user" not in names:
+        raise ValueError(f"Line {number} has to name the columns: {_WRITE}.")
+    for cell, name in zip(first, names, strict=True):
+        if not name:
+            raise ValueError(
+                f"Line {number} has a column {cell[:60]!r} that a roster has not: take it out, or "
+                f"{_WRITE}."
+            )
+        if names.count(name) > 1:
+            raise ValueError(
+                f"Line {number} has two columns for the same ({cell[:60]!r} is one): take one out."
+            )
+    return names
+
+
+def _entry(cells: Sequence[str], columns: Sequence[str], zone: str) -> RosterEntry:
+    """Raises ValueError or LedgerError with a sentence."""
+    values = by_column(cells, columns, "put a text with commas in quotes.")
+    for name, text in values.items():
+        if len(text) > (LONGEST * 10 if name == "groups" else LONGEST) or not text.isprintable():
+            raise ValueError(f"{text[:40]!r}... is longer than anybody can read, or unreadable.")
+    user = values.get("user", "").lower()
+    if not user:
+        raise ValueError("it names no member.")
+    check_account(member_account(user))
+    starts_at, ends_at = _times(values, zone)
+    return RosterEntry(
+        user=user,
+        course=values.get("course", ""),
+        groups=_groups(values.get("groups", "")),
+        mail=_mail(values.get("mail", "")),
+        starts_at=starts_at,
+        ends_at=ends_at,
+    )
+
+
+def _times(values: Mapping[str, str], zone: str) -> tuple[datetime | None, datetime | None]:
+    """From when and until when: a day is meant from its beginning to its end."""
+    starts, ends = values.get("starts_at", ""), values.get("ends_at", "")
+    starts_at = parse_start(starts, zone) if starts else None
+    ends_at = parse_end(ends, zone) if ends else None
+    if starts_at and ends_at and ends_at <= starts_at:
+        raise ValueError(f"it ends ({ends}) before it starts ({starts}).")
+    return starts_at, ends_at
+
+
+def parse_start(text: str, zone: str) -> datetime:
+    """The first moment of a day, or a moment. Raises ValueError with a sentence."""
+    try:
+        return parse_moment(text, zone)
+    except ValueError as error:
+        raise ValueError(f"the start {error}") from None
+
+
+def parse_end(text: str, zone: str) -> datetime:
+    """The first moment after a day, or a moment. Raises ValueError with a sentence."""
+    try:
+        if not _DAY.fullmatch(text):
+            return parse_moment(text, zone)
+        parse_moment(text, zone)
+        after = datetime.fromisoformat(text) + timedelta(days=1)
+        return parse_moment(f"{after:%Y-%m-%d}", zone)
+    except OverflowError:
+        raise ValueError(f"the end {text!r} is too far away: leave it empty for none.") from None
+    except ValueError as error:
+        raise ValueError(f"the end {error}") from None
+
+
+def _groups(text: str) -> tuple[str, ...]:
+    names = [name.strip() for name in re.split(r"[,;|]", text)]
+    found = tuple(dict.fromkeys(name for name in names if name))
+    for name in found:
+        check_account(group_account(name))
+    return found
+
+
+def _mail(text: str) -> str:
+    if text and not _MAIL.fullmatch(text):
+        raise ValueError(f"{text[:60]!r} is no mail address: write it like ada@lab.example.")
+    return text
+
+
+def _twice(found: Sequence[Listed]) -> Iterator[Problem]:
+    lines: dict[tuple[str, str], int] = {}
+    for each in found:
+        key = (each.entry.user, each.entry.course)
+        if earlier := lines.get(key):
+            of = f" for {each.entry.course}" if each.entry.course else ""
+            yield Problem(
+                each.number, f"{each.entry.user} is on line {earlier} already{of}: leave one."
+            )
+        lines.setdefault(key, each.number)
+
+
+@dataclass(frozen=True, slots=True)
+class OnRoster:
+    """What the roster says of a name at one moment."""
+
+    member: bool
+    groups: frozenset[str] = frozenset()
+    """Of all entries that hold."""
+    until: datetime | None = None
+    """When the last of them ends; None: none of them, or never."""
+    why: str = ""
+    """Why they are no member by it, to go on after "but" or "because"."""
+
+
+@dataclass(frozen=True, slots=True)
+class RosterChange:
+    """What an import did to an entry, or would do."""
+
+    number: int
+    """Of the line in the file; 0 for an entry that is not in it."""
+    before: RosterEntry | None
+    after: RosterEntry
+
+    @property
+    def event(self) -> str:
+        """``new``, ``changed``, ``ended`` (it is not in the file), or ``same``."""
+        if not self.number:
+            return "ended"
+        if self.before is None:
+            return "new"
+        return "same" if self.before == self.after else "changed"
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """What a file did to the roster, or would do."""
+
+    changes: tuple[RosterChange, ...]
+    problems: tuple[Problem, ...]
+    """With one of these nothing was changed."""
+    done: bool
+    """Whether it was written now."""
+
+    def count(self, event: str) -> int:
+        """How many entries that happened to."""
+        return sum(change.event == event for change in self.changes)
+
+
+class Rosters(Memberships):
+    """The part of the broker that keeps the roster."""
+
+    def roster(self) -> list[RosterEntry]:
+        """The whole roster, by name and course, what is over included."""
+        return self.store.run(repository.whole_roster)
+
+    def roster_member(self, user: str, now: datetime | None = None) -> OnRoster:
+        """Whether a name is on the roster now, with which groups and until when, else why not."""
+        now = now or self.clock()
+        entries = self.store.run(lambda connection: repository.roster_of_user(connection, user))
+        return self._verdict(entries, now)
+
+    def import_roster(
+        self, data: bytes, *, actor: str, dry_run: bool = False, whole: bool = False
+    ) -> Import:
+        """Write what a CSV file says, all of it or nothing, or say what that would do.
+
+        ``whole``: the file is all there is of its courses, and entries of these that are not in
+        it end now. Others stay as they are, for the file may be one course of many.
+        """
+        now = self.clock()
+        listed, problems = parse(data, self.rate_zone)
+        if dry_run or problems:
+            with self.store.read() as connection:
+                changes = _changes(connection, listed, whole, now)
+            return Import(changes, tuple(problems), done=False)
+        with self.store.write() as connection:
+            changes = _changes(connection, listed, whole, now)
+            done = Import(changes, (), done=True)
+            events = {event: done.count(event) for event in ("new", "changed", "ended")}
+            if any(events.values()):
+                repository.put_roster(
+                    connection, (c.after for c in changes if c.event != "same"), now
+                )
+                detail = ", ".join(f"{count} {event}" for event, count in events.items() if count)
+                self._note_roster(connection, "roster import", "roster", actor, detail, now)
+        return done
+
+    def end_on_roster(
+        self, user: str, *, actor: str, reason: str = "", course: str | None = None
+    ) -> list[RosterEntry]:
+        """End every entry of a name now, or that of a course; those that were ended. Whoever is a
+        member by the roster alone is none any more when the accounting service sees it.
+
+        Raises InvalidRequest for a name that has none which goes on.
+        """
+        now, reason = self.clock(), checked_reason(reason)
+        with self.store.write() as connection:
+            entries = [
+                entry
+                for entry in repository.roster_of_user(connection, user)
+                if course in (None, entry.course)
+            ]
+            ending = [entry for entry in entries if not _over(entry, now)]
+            if not ending:
+                what = "has ended already" if entries else "is not there"
+                of = f" for {course[:60]!r}" if course else ""
+                raise InvalidRequest(
+                    f"The entry of {user[:60]!r} on the roster{of} {what}: "
+                    "`gpuspawner roster show` lists who is on it. Nothing was changed.",
+                    field="name",
+                )
+            repository.put_roster(connection, (_ended(entry, now) for entry in ending), now)
+            name = ending[0].user
+            detail = f"{course}: {reason}".strip(": ") if course else reason
+            self._note_roster(connection, "roster end", f"member:{name}", actor, detail, now)
+        return ending
+
+    def see_to_roster(self) -> int:
+        """End the memberships of those whose time on the roster is over, who are members by
+        nothing else; and let those back whose end the roster alone had brought. How many."""
+        now = self.clock()
+        with self.store.read() as connection:
+            found = [
+                (known, repository.roster_of_user(connection, known.user))
+                for known in repository.to_compare(connection, now)
+            ]
+        changed = 0
+        for known, entries in found:
+            said = self._verdict(entries, now)
+            if known.ended_at is None and not said.member:
+                changed += self.membership_ended(known.user, said.why, actor=ACTOR_ACCOUNTING)
+            elif known.ended_at and known.actor == ACTOR_ACCOUNTING and said.member:
+                changed += self.membership_returned(
+                    known.user, actor=ACTOR_ACCOUNTING, by_roster=True
+                )
+        return changed
+
+    # Steps of the above.
+
+    def _note_roster(
+        self,
+        connection: sa.Connection,
+        action: str,
+        subject: str,
+        actor: str,
+        detail: str,
+        now: datetime,
+    ) -> None:
+        closures.note(
+            connection, at=now, actor=actor, action=action, subject=subject, detail=detail
+        )
+
+    def _verdict(self, entries: list[RosterEntry], now: datetime) -> OnRoster:
+        holding = [entry for entry in entries if entry.holds(now)]
+        if holding:
+            ends = [entry.ends_at for entry in holding]
+            known = [end for end in ends if end is not None]
+            return OnRoster(
+                member=True,
+                groups=frozenset(group for entry in holding for group in entry.groups),
+                until=max(known) if len(known) == len(ends) else None,
+            )
+        if not entries:
+            return OnRoster(member=False, why="this name is not on the roster of members")
+        coming = [e for e in entries if e.starts_at and e.starts_at > now and not _over(e, now)]
+        if coming:
+            first = min(coming, key=lambda entry: entry.starts_at or now)
+            starts = self.roster_day(first.starts_at)
+            return OnRoster(
+                member=False, why=f"the time on the roster{_of(first)} starts on {starts}"
+            )
+        last = max(entries, key=lambda entry: entry.ends_at or now)
+        ended = self.roster_day(last.ends_at, end=True)
+        return OnRoster(member=False, why=f"the time on the roster{_of(last)} ended on {ended}")
+
+    def roster_day(self, moment: datetime | None, *, end: bool = False) -> str:
+        """A moment as admins write it, by the clock of ``c.Broker.rate_zone``: a day, with the
+        time of day unless that is midnight. An ``end`` at midnight is of the day before."""
+        if moment is None:
+            return ""
+        local = moment.astimezone(open_zone(self.rate_zone))
+        if (local.hour, local.minute, local.second) != (0, 0, 0):
+            return f"{local:%Y-%m-%d %H:%M %Z}"
+        return f"{local - timedelta(days=1) if end else local:%Y-%m-%d}"
+
+
+def _changes(
+    connection: sa.Connection, listed: Sequence[Listed], whole: bool, now: datetime
+) -> tuple[RosterChange, ...]:
+    known = {(entry.user, entry.course): entry for entry in repository.whole_roster(connection)}
+    found = [
+        RosterChange(each.number, known.get((each.entry.user, each.entry.course)), each.entry)
+        for each in listed
+    ]
+    if whole:
+        found += _left_out(known.values(), [each.entry for each in listed], now)
+    return tuple(found)
+
+
+def _left_out(
+    known: Collection[RosterEntry], listed: Sequence[RosterEntry], now: datetime
+) -> Iterator[RosterChange]:
+    """The entries of the same courses that are not in a file that is all there is of them."""
+    courses = {entry.course for entry in listed}
+    there = {(entry.user, entry.course) for entry in listed}
+    for entry in known:
+        missing = entry.course in courses and (entry.user, entry.course) not in there
+        if missing and not _over(entry, now):
+            yield RosterChange(0, entry, _ended(entry, now))
+
+
+def _ended(entry: RosterEntry, now: datetime) -> RosterEntry:
+    """An entry that holds no more; one that never held never will."""
+    began = entry.starts_at is None or entry.starts_at < now
+    return replace(entry, ends_at=now, starts_at=entry.starts_at if began else None)
+
+
+def _over(entry: RosterEntry, now: datetime) -> bool:
+    return entry.ends_at is not None and entry.ends_at <= now
+
+
+def _of(entry: RosterEntry) -> str:
+    return f" ({entry.course})" if entry.course else ""

@@ -1,0 +1,1 @@
+"""Samples, idle servers, health, usage reports and metrics."""

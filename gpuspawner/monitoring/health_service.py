@@ -1,0 +1,358 @@
+"""Sick devices: drained, their holders told, what they cost given back, and taken into service.
+
+Whoever samples devices tells what was found; the verdicts are in the store, and every change of one
+is a single transaction with all that follows from it: whoever is killed has done all of it or
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+import sqlalchemy as sa
+from traitlets import Dict, Enum, Float, Integer
+
+from ..core.errors import ConfigError, Refused
+from ..devices import closures
+from ..devices import repository as devices_repository
+from ..devices.closures import HEALTH, KEEPER, LEAK, Closure
+from ..devices.models import Device
+from ..devices.repository import SickLease, StoredHealth
+from ..devices.service import Leaks, Machines, closed_devices
+from ..leases import repository as leases_repository
+from ..leases.models import Lease, LeasedDevice
+from ..leases.sessions import end_clock
+from ..ledger import repository as ledger_repository
+from ..ledger import rules as ledger_rules
+from ..ledger.service import Giving, refundable
+from ..notifications import repository as notifications_repository
+from ..notifications.models import Notice, NoticeKind
+from .health import (
+    SICK,
+    HealthPolicy,
+    HealthState,
+    HealthVerdict,
+    Symptom,
+    checked_actions,
+    judge,
+    needs_admin,
+    probe_failed,
+    returned,
+)
+
+REFUND_KEY = "sick"
+"""One refund of this kind a lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSymptoms:
+    """What was found of a device since the last time."""
+
+    symptoms: tuple[Symptom, ...] = ()
+    going_on: frozenset[str] = frozenset()
+    """As in :func:`gpuspawner.monitoring.health.judge`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthChange:
+    """What became of a device."""
+
+    uuid: str
+    event: str
+    """As in :class:`gpuspawner.monitoring.health.HealthVerdict`."""
+    reason: str
+    told: tuple[Lease, ...] = ()
+    """The leases whose members were told."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnSick:
+    """A server on a sick device."""
+
+    lease: Lease
+    sick: SickLease
+    promise: str
+    """What comes back to its member, as a sentence; empty when nothing does."""
+
+    @property
+    def device(self) -> LeasedDevice:
+        """The one that is sick."""
+        return next(each for each in self.lease.devices if each.uuid == self.sick.uuid)
+
+
+class Health(Leaks, Giving, Machines):
+    """The part of the broker that knows which devices are sick."""
+
+    when_sick = Dict(
+        {},
+        config=True,
+        help="""
+        What is done about a GPU by what is wrong with it: ``ignore``, ``watch`` (it is shown) or
+        ``drain`` (nobody new gets it, who has it is told, and it comes back after a probe).
+        ``README.md`` ("Sick GPUs") lists the causes and what each does of itself; ``xid 79`` is
+        one error of the driver. Example::
+
+            c.Broker.when_sick = {"hot": "watch", "xid minor": "ignore", "xid 63": "drain"}
+        """,
+    )
+
+    sick_quiet_minutes = Float(
+        10.0,
+        min=0.0,
+        config=True,
+        help="""
+        Minutes without anything wrong after which a sick GPU is probed; twice as many each time
+        that it falls sick again within a day. Example::
+
+            c.Broker.sick_quiet_minutes = 30
+        """,
+    )
+
+    sick_most = Integer(
+        3,
+        min=1,
+        config=True,
+        help="""
+        How often a GPU may fall sick, each time within a day of the one before, until it stays
+        out: then an admin gives it out again (``gpuspawner undrain``). Example::
+
+            c.Broker.sick_most = 1
+        """,
+    )
+
+    sick_refund = Enum(
+        ("since_fault", "session", "none"),
+        "since_fault",
+        config=True,
+        help="""
+        What comes back, when it has ended, to who had a GPU that fell sick: what the server cost
+        ``since_fault``, the whole ``session``, or ``none``. Example::
+
+            c.Broker.sick_refund = "session"
+        """,
+    )
+
+    sick_refund_minutes = Float(
+        60.0,
+        min=0.0,
+        config=True,
+        help="""
+        Minutes after the fault up to which it comes back: who was told, and goes on, pays again.
+
+        Example::
+
+            c.Broker.sick_refund_minutes = 240
+        """,
+    )
+
+    def health_policy(self) -> HealthPolicy:
+        """What the settings say. Raises ConfigError."""
+        try:
+            actions = checked_actions(self.when_sick)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ConfigError(what=f"c.Broker.when_sick: {error}") from None
+        return HealthPolicy(actions, timedelta(minutes=self.sick_quiet_minutes), self.sick_most)
+
+    def health(self) -> dict[str, StoredHealth]:
+        """How each device is that was ever judged, by UUID."""
+        return self.store.run(devices_repository.load_health)
+
+    def judge_health(self, found: Mapping[str, FoundSymptoms]) -> list[HealthChange]:
+        """Go on by what was found of devices; what changed, and which are to be probed now."""
+        now, policy = self.clock(), self.health_policy()
+        with self.store.read() as connection:
+            known = devices_repository.load_health(connection)
+            held = {place.uuid for place in leases_repository.taken(connection)}
+        changes, probes = [], []
+        for uuid, it in found.items():
+            before = known.get(uuid) or StoredHealth(uuid, HealthState(since=now))
+            verdict = judge(policy, before.state, it.symptoms, now, it.going_on)
+            if verdict.event == "probe":
+                if uuid not in held:
+                    probes.append(HealthChange(uuid, "probe", before.state.reason))
+            elif verdict.state != before.state:
+                changes += self._judged(uuid, it, policy, now)
+        if any(change.event == "sick" for change in changes):
+            self.keep_closed()
+        return [*changes, *probes]
+
+    def probed(self, uuid: str, failure: str = "") -> bool:
+        """A sick device was probed: it is given out again, or stays out for the ``failure``.
+
+        False when it is not sick any more, or was given to somebody: then nothing changes. Raises
+        Unavailable when whoever gives its machine out does not answer: try it again then.
+        """
+        now = self.clock()
+        opened = not failure and self._opened_there(uuid)
+        with self.store.write() as connection:
+            known = devices_repository.get_health(connection, uuid)
+            if known is None or known.state.verdict != SICK:
+                return False
+            if failure:
+                devices_repository.put_health(
+                    connection, StoredHealth(uuid, probe_failed(known.state, now), failure)
+                )
+                self._note(connection, HEALTH, "probe", uuid, f"failed: {failure}", now)
+                return True
+            devices_repository.put_health(
+                connection, StoredHealth(uuid, returned(known.state, now))
+            )
+            closed = closures.load(connection).get(uuid)
+            if closed is not None and closed.actor == HEALTH:
+                closures.reopen(connection, uuid)
+                self._note(connection, HEALTH, "undrain", uuid, "the probe passed", now)
+            left = self._closed_on(uuid, closed_devices(closures.load(connection)))
+        if opened and not left:
+            self._open_there(uuid)  # it may have been closed once more before this was written
+        return True
+
+    def sick_of(self, user: str) -> list[OnSick]:
+        """A member's servers that are on a device which fell sick since they had it."""
+        now = self.clock()
+        with self.store.read() as connection:
+            known = devices_repository.open_sick_leases(connection)
+            mine = (
+                [x for x in leases_repository.open_leases(connection) if x.id in known]
+                if known
+                else []
+            )
+        return [
+            OnSick(lease, known[lease.id], self.sick_promise(known[lease.id], now))
+            for lease in mine
+            if lease.server.user == user
+        ]
+
+    def settle_sick(self) -> int:
+        """Give back what ended leases cost on sick devices, each once; how many there were."""
+        ids = self.store.run(devices_repository.sick_leases_to_settle)
+        for lease_id in ids:
+            with self.store.write() as connection:
+                self._settle_one(connection, lease_id)
+        return len(ids)
+
+    # Steps of the above.
+
+    def _opened_there(self, uuid: str) -> bool:
+        """Before a device is open here: its machine is given out again, if nothing else of it is
+        closed. False when that was refused: whoever closed it opens it. Raises Unavailable."""
+        if self.delegate is None:
+            return False
+        closed = closed_devices(self.store.run(closures.load))
+        if closed.get(uuid) is None or self._closed_on(uuid, closed.keys() - {uuid}):
+            return True
+        if closed[uuid].actor != HEALTH:
+            return True
+        try:
+            self.delegate.reopen(uuid)
+        except Refused as error:
+            self.log.warning("Device %s is well, and %s", uuid, error.message)
+            return False
+        return True
+
+    def _judged(
+        self, uuid: str, it: FoundSymptoms, policy: HealthPolicy, now: datetime
+    ) -> list[HealthChange]:
+        """Judge one again, by what nobody else changes meanwhile, and write what follows."""
+        told: list[Lease] = []
+        with self.store.write() as connection:
+            before = devices_repository.get_health(connection, uuid) or StoredHealth(
+                uuid, HealthState(since=now)
+            )
+            verdict: HealthVerdict = judge(policy, before.state, it.symptoms, now, it.going_on)
+            if verdict.state != before.state:
+                devices_repository.put_health(connection, replace(before, state=verdict.state))
+            if verdict.event == "sick":
+                told = self._fell_sick(connection, uuid, policy, verdict.state, now)
+        reason = verdict.state.reason
+        if verdict.event not in ("sick", "watch", "fine"):
+            return []
+        self.log.info("Device %s: %s %s", uuid, verdict.event, reason)
+        return [HealthChange(uuid, verdict.event, reason, tuple(told))]
+
+    def _fell_sick(
+        self,
+        connection: sa.Connection,
+        uuid: str,
+        policy: HealthPolicy,
+        state: HealthState,
+        now: datetime,
+    ) -> list[Lease]:
+        """Drain it, and tell who has it."""
+        reason = state.reason
+        if needs_admin(policy, state):
+            reason += f"; it fell sick {state.falls} times within a day"
+        before = closures.load(connection).get(uuid)
+        if before is not None and (before.actor == LEAK or before.actor.startswith(KEEPER)):
+            closures.reopen(connection, uuid)  # it was kept for somebody, or to be empty: no more
+        if closures.close(connection, Closure(uuid, now, HEALTH, reason)):
+            self._note(connection, HEALTH, "drain", uuid, reason, now)
+        fault_at = state.fault_at or now
+        known = {
+            each.uuid: each
+            for each in devices_repository.load_devices(connection, self.watch.source.name)
+        }
+        told = devices_repository.holders_of_device(connection, uuid, fault_at)
+        for lease in told:
+            sick = SickLease(lease.id, uuid, state.cause, state.reason, fault_at, now)
+            devices_repository.note_sick_lease(connection, sick)
+            notifications_repository.add(
+                connection, self._warning(lease, sick, known.get(uuid), now)
+            )
+        return told
+
+    def _warning(
+        self, lease: Lease, sick: SickLease, device: Device | None, now: datetime
+    ) -> Notice:
+        name = f"your server {lease.server.name}".rstrip()
+        which = f"GPU {device.index} ({device.model})" if device else "Its GPU"
+        since = f"{end_clock(sick.fault_at, now)} ({sick.fault_at.astimezone():%Z})"
+        body = (
+            f"{which} is not well since {since}: {sick.reason}. What runs on it may fail or be "
+            "wrong. Save your work, stop the server and start it again: it gets another GPU as "
+            "soon as one is free."
+        )
+        if back := self.sick_promise(sick, now):
+            body += f" {back}"
+        return Notice(
+            key=f"gpu_sick:{lease.id}",
+            user=lease.server.user,
+            kind=NoticeKind.GPU_SICK,
+            title=f"A GPU of {name} is sick",
+            body=f"{body} Your files are where you left them.",
+            at=now,
+        )
+
+    def sick_promise(self, sick: SickLease, now: datetime) -> str:
+        """What comes back to the member, as a sentence; empty when nothing does."""
+        if self.sick_refund == "none" or not self.sick_refund_minutes:
+            return ""
+        until = sick.fault_at + timedelta(minutes=self.sick_refund_minutes)
+        upto = f"{end_clock(until, now)} ({until.astimezone():%Z})"
+        what = "since then" if self.sick_refund == "since_fault" else "from its start"
+        return f"What the server costs {what}, up to {upto}, comes back when it has stopped."
+
+    def _settle_one(self, connection: sa.Connection, lease_id: str) -> None:
+        lease = leases_repository.get(connection, lease_id, lock=True)
+        sick = devices_repository.sick_lease(connection, lease_id)
+        if sick is None or sick.settled_at is not None:
+            return  # somebody was quicker
+        now, key = self.clock(), ledger_rules.refund_key(lease.id, REFUND_KEY)
+        amount = min(self._owed_back(lease, sick), refundable(connection, lease))
+        if amount and ledger_repository.of_key(connection, key) is None:
+            reason = f"a GPU was sick: {sick.reason}"
+            self._refund(connection, lease, amount, key, now, actor=HEALTH, reason=reason)
+            self.log.info("Lease %s of %s: %s", lease.id, lease.server, reason)
+        devices_repository.settle_sick_lease(connection, lease_id, now, amount)
+
+    def _owed_back(self, lease: Lease, sick: SickLease) -> int:
+        """Microcredits that the rule gives back, whatever was charged."""
+        if self.sick_refund == "none" or lease.started_at is None or lease.ended_at is None:
+            return 0
+        until = min(lease.ended_at, sick.fault_at + timedelta(minutes=self.sick_refund_minutes))
+        whole = ledger_rules.owed(lease.rate, lease.started_at, max(until, lease.started_at))
+        if self.sick_refund == "session":
+            return whole
+        before = max(lease.started_at, min(sick.fault_at, until))
+        return max(0, whole - ledger_rules.owed(lease.rate, lease.started_at, before))

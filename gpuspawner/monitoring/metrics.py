@@ -1,0 +1,359 @@
+"""Metrics for Prometheus: devices, leases, credits and the queue.
+
+The labels ``gpu``, ``UUID`` and ``modelName`` are those of NVIDIA's dcgm-exporter, so that its
+series and ours can be joined; ``group`` is that of the lease.
+
+``metrics`` is for who holds the scope ``custom:gpuspawner:read:metrics``, and for admins. All
+figures are the store's, so that they are right after a restart of whatever part. What grows for
+years is read from totals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from tornado import web
+
+from ..core.errors import NotAllowed
+from ..core.scopes import READ_METRICS
+from ..core.units import MICRO
+from ..devices.closures import GRANTING, HEALTH, LEAK, Closure, kept_for
+from ..devices.models import Device
+from ..devices.repository import StoredHealth
+from ..leases.models import Lease, LeaseState
+from ..ledger import rules as ledger_rules
+from ..ledger.totals import Moved, TotalUse
+from ..services import Broker
+from ..web.base import Duty, ServiceHandler
+from .health import FINE, SICK, WATCH
+from .models import DeviceUse
+
+VERDICTS = (FINE, WATCH, SICK)
+LABELS = ("gpu", "UUID", "modelName", "group")
+
+_GAUGES: tuple[tuple[str, str, Callable[[DeviceUse], float | None]], ...] = (
+    (
+        "use_percent",
+        "Percent of the last minute in which kernels ran; none of a MIG instance",
+        lambda minute: minute.use,
+    ),
+    (
+        "busy_ratio",
+        "Part of the last minute, as far as it is known, in which the GPU worked",
+        lambda minute: minute.busy / minute.known if minute.known else None,
+    ),
+    (
+        "memory_used_bytes",
+        "Bytes of memory in use at most in the last minute",
+        lambda minute: minute.memory_max if minute.known else None,
+    ),
+    ("power_watts", "Mean power in the last minute", lambda minute: minute.watts),
+    (
+        "temperature_celsius",
+        "Highest temperature in the last minute",
+        lambda minute: minute.celsius_max,
+    ),
+    (
+        "strangers",
+        "Compute processes of no lease in the last minute",
+        lambda minute: minute.strangers if minute.known else None,
+    ),
+    (
+        "answers",
+        "0 when the GPU did not answer throughout the last minute",
+        lambda minute: float(not minute.error),
+    ),
+)
+
+
+def of_devices(
+    devices: Iterable[Device], minutes: Mapping[str, DeviceUse], leases: Collection[Lease]
+) -> Iterator[Metric]:
+    """Every gauge of every device that is sampled."""
+    groups = {uuid: lease.group for lease in leases for uuid in lease.uuids}
+    found = [(device, minutes[device.uuid]) for device in devices if device.uuid in minutes]
+    for name, what, read in _GAUGES:
+        family = GaugeMetricFamily(f"gpuspawner_device_{name}", what, labels=LABELS)
+        for device, minute in found:
+            if (value := read(minute)) is not None:
+                family.add_metric(_labels(device, groups), value)
+        yield family
+    family = GaugeMetricFamily(
+        "gpuspawner_device_xid",
+        "Errors (Xid) that the driver reported in the last minute",
+        labels=(*LABELS, "xid"),
+    )
+    for device, minute in found:
+        for xid in minute.xids:
+            family.add_metric([*_labels(device, groups), str(xid)], 1)
+    yield family
+
+
+def of_health(devices: Iterable[Device], known: Mapping[str, StoredHealth]) -> Iterator[Metric]:
+    """How each device is that was ever judged, and what sick ones are sick with."""
+    verdicts = GaugeMetricFamily(
+        "gpuspawner_device_health",
+        "0: fine, 1: on watch, 2: sick, and given to nobody new",
+        labels=LABELS[:3],
+    )
+    causes = GaugeMetricFamily(
+        "gpuspawner_device_sick", "1: sick, and for which cause", labels=(*LABELS[:3], "cause")
+    )
+    falls = GaugeMetricFamily(
+        "gpuspawner_device_falls",
+        "How often it fell sick, each time within a day of the one before",
+        labels=LABELS[:3],
+    )
+    for device in devices:
+        if device.uuid not in known:
+            continue
+        state, labels = known[device.uuid].state, _labels(device, {})[:3]
+        verdicts.add_metric(labels, VERDICTS.index(state.verdict))
+        falls.add_metric(labels, state.falls)
+        if state.verdict == SICK:
+            causes.add_metric([*labels, state.cause], 1)
+    yield from (verdicts, causes, falls)
+
+
+def of_drains(closed: Mapping[str, Closure]) -> Metric:
+    """How many devices are given to nobody new, by why."""
+    family = GaugeMetricFamily(
+        "gpuspawner_devices_drained", "GPUs that are given to nobody new, by why", labels=["reason"]
+    )
+    actors = Counter(
+        each.actor if each.actor in (HEALTH, LEAK) else "admin"
+        for uuid, each in closed.items()
+        if uuid != GRANTING and kept_for(each) is None
+    )
+    for reason in (HEALTH, LEAK, "admin"):
+        family.add_metric([reason], actors[reason])
+    return family
+
+
+def _labels(device: Device, groups: Mapping[str, str]) -> list[str]:
+    return [str(device.index), device.uuid, device.model, groups.get(device.uuid, "")]
+
+
+NO_SCOPE = (
+    f"The metrics are for admins and for whoever has the scope {READ_METRICS}: give a role with it "
+    "to the service that reads them."
+)
+
+
+class HubCollector(Collector):
+    """Everything that is told of one site. Blocks: use :meth:`gpuspawner.services.Broker.run`."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        rounds: Mapping[str, int] | None = None,
+        duties: Mapping[str, Duty] | None = None,
+    ) -> None:
+        self.broker = broker
+        self.duties = {} if duties is None else duties
+        """The state of each of the service's duties, by its name."""
+        self.rounds = {} if rounds is None else rounds
+        """Finished rounds of each of the service's duties, by its name."""
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' own format. Raises StoreUnavailable."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        text: bytes = generate_latest(registry)
+        return text
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is asked when the collector is registered."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric, read now."""
+        now = self.broker.clock()
+        moved, used, opened = self.broker.until_now()
+        yield from self._credits(moved, opened)
+        yield from self._leases(used, opened)
+        yield from self._use(used, opened, now)
+        yield from self._jobs()
+        yield from self._devices(opened)
+        yield from self._line(used, now)
+        yield _gauge(
+            "gpuspawner_charge_lag_seconds",
+            "For how long the running lease was not charged that waits longest for it",
+            max((_uncharged(lease, now) for lease in opened), default=0.0),
+        )
+        yield _gauge(
+            "gpuspawner_clock_step_seconds",
+            "By how much the wall clock was set, while times do not follow it",
+            self.broker.clock_step.total_seconds(),
+        )
+        family = CounterMetricFamily(
+            "gpuspawner_duty_rounds",
+            "Finished rounds of each duty of the accounting service since it started",
+            labels=["duty"],
+        )
+        for duty, count in sorted(self.rounds.items()):
+            family.add_metric([_label(duty)], count)
+        yield family
+        yield from self._duties()
+
+    def _duties(self) -> Iterator[Metric]:
+        running = GaugeMetricFamily(
+            "gpuspawner_duty_running",
+            "1 while a duty of the accounting service runs, 0 between a failure and its restart",
+            labels=["duty"],
+        )
+        failures = CounterMetricFamily(
+            "gpuspawner_duty_failures",
+            "Failures of each duty of the accounting service, after which it was started again",
+            labels=["duty"],
+        )
+        for name, duty in sorted(self.duties.items()):
+            running.add_metric([_label(name)], float(duty.is_running))
+            failures.add_metric([_label(name)], duty.failures)
+        yield running
+        yield failures
+
+    def _credits(self, moved: Moved, opened: Collection[Lease]) -> Iterator[Metric]:
+        for name, what, total in (
+            ("granted", "Credits that were given to members and groups", moved.granted),
+            ("taken", "Credits that admins took back, or that expired", moved.taken),
+            ("charged", "Credits that GPU time cost, before refunds", moved.charged),
+            ("refunded", "Credits that came back for GPU time", moved.refunded),
+        ):
+            yield CounterMetricFamily(f"gpuspawner_credits_{name}", what, total / MICRO)
+        held = sum(lease.held for lease in opened)
+        yield _gauge("gpuspawner_credits_held", "Credits on hold for open leases", held / MICRO)
+        yield _gauge(
+            "gpuspawner_credits_balance", "Credits on all accounts together", moved.left / MICRO
+        )
+
+    def _leases(self, used: TotalUse, opened: Collection[Lease]) -> Iterator[Metric]:
+        family = GaugeMetricFamily("gpuspawner_leases", "Open leases", labels=["state"])
+        states = Counter(lease.state for lease in opened)
+        for state in (LeaseState.GRANTED, LeaseState.RUNNING):
+            family.add_metric([state.value], states[state])
+        yield family
+        ended = CounterMetricFamily(
+            "gpuspawner_leases_ended", "Leases that ended, by how", labels=["outcome"]
+        )
+        for outcome, count in sorted(used.ended.items()):
+            ended.add_metric([outcome or "stopped"], count)
+        yield ended
+
+    def _use(self, used: TotalUse, opened: Collection[Lease], now: datetime) -> Iterator[Metric]:
+        seconds = dict(used.seconds)
+        for lease in opened:
+            for device in lease.devices if lease.started_at else ():
+                lasted = (now - lease.started_at).total_seconds() if lease.started_at else 0.0
+                key = (device.model, lease.group)
+                seconds[key] = seconds.get(key, 0.0) + max(0.0, lasted)
+        family = CounterMetricFamily(
+            "gpuspawner_gpu_seconds", "Seconds of leased GPUs", labels=["model", "group"]
+        )
+        for (model, group), amount in sorted(seconds.items()):
+            family.add_metric([model, group], amount)
+        yield family
+
+    def _jobs(self) -> Iterator[Metric]:
+        found = self.broker.use_of_all_jobs()
+        if not found:  # as where there is no cluster
+            return
+        seconds = CounterMetricFamily(
+            "gpuspawner_batch_gpu_seconds",
+            "Seconds of GPUs that jobs beside servers had, as far as they were read",
+            labels=["model"],
+        )
+        jobs = CounterMetricFamily(
+            "gpuspawner_batch_jobs", "Jobs beside servers that had a GPU", labels=["model"]
+        )
+        for model, used in sorted(found.items()):
+            seconds.add_metric([model], used.seconds)
+            jobs.add_metric([model], used.jobs)
+        yield seconds
+        yield jobs
+
+    def _devices(self, opened: Collection[Lease]) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "gpuspawner_devices", "GPUs by what they are doing", labels=["model", "state"]
+        )
+        overview = self.broker.overview()
+        for (model, state), count in sorted(
+            Counter((view.device.model, view.state) for view in overview.devices).items()
+        ):
+            family.add_metric([model, state], count)
+        yield family
+        yield _gauge("gpuspawner_devices_seen", "1 when the GPUs can be seen", not overview.error)
+        devices = [view.device for view in overview.devices]
+        yield from of_devices(devices, self.broker.use_now(), opened)
+        yield from of_health(devices, self.broker.health())
+        yield of_drains(self.broker.closures())
+
+    def _line(self, used: TotalUse, now: datetime) -> Iterator[Metric]:
+        waiting = self.broker.waiting()
+        yield _gauge("gpuspawner_queue_length", "Tickets that wait", len(waiting))
+        oldest = max((now - ticket.created_at for ticket in waiting), default=timedelta())
+        yield _gauge(
+            "gpuspawner_queue_oldest_seconds",
+            "How long the ticket has waited that waits longest",
+            max(0.0, oldest.total_seconds()),
+        )
+        waits = used.waits
+        family = GaugeMetricFamily(
+            "gpuspawner_queue_wait_seconds",
+            "How long those waited whose GPUs were granted in the last 24 hours",
+            labels=["quantile"],
+        )
+        for part in (0.5, 0.9, 1.0) if waits else ():
+            family.add_metric([f"{part:g}"], waits[round(part * (len(waits) - 1))])
+        yield family
+
+
+def _label(duty: str) -> str:
+    """The name of a duty as a label: ``idle_gpus``."""
+    return duty.lower().replace("'", "").replace(" ", "_")
+
+
+def _uncharged(lease: Lease, now: datetime) -> float:
+    """Seconds of a running lease that were not charged; none when its account is dry."""
+    if lease.rate <= 0 or lease.warned_at is not None:
+        return 0.0
+    return ledger_rules.charge_due(lease, now) * 3600 / lease.rate
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    family: Metric = GaugeMetricFamily(name, what, value)
+    return family
+
+
+class MetricsHandler(ServiceHandler):
+    """``metrics``, for Prometheus."""
+
+    for_services = True
+
+    def get_login_url(self) -> str:
+        raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
+
+    @web.authenticated
+    async def get(self) -> None:
+        if not self.reach(READ_METRICS).everybody:
+            raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
+        site: HubCollector = self.application.settings.setdefault(
+            "metrics", HubCollector(self.broker, self.context.rounds, self.context.duties)
+        )
+        text = await self.read(site.text)
+        self.set_header("Content-Type", CONTENT_TYPE_LATEST)
+        self.finish(text)
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        _, sentence = self.sentence(status_code, **kwargs)
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(f"{sentence}\n")
+
+
+HANDLERS = [("metrics", MetricsHandler)]

@@ -1,0 +1,436 @@
+"""Rows of device use, of idle servers, and reports of utilization.
+
+A minute that comes twice, after the clock was set back or the service was started anew, is one
+minute with both in it. An hour is made of its minutes alone, so that to make it twice is nothing.
+
+Minutes tell it exactly, and are added up by the database. Of the time whose minutes are gone there
+are hours, and an hour counts for the lease that held the GPU in its middle. A GPU that several
+share is told whole to each of them.
+
+There are no totals of jobs beside servers: the database adds up those that lie in the time that is
+asked for, and those that begin before or end after it are read one by one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from ..db.schema import (
+    OPEN_JOB,
+    TO_SUM,
+    batch_jobs,
+    batch_marks,
+    device_use,
+    idle,
+    lease_places,
+    leases,
+)
+from ..leases.models import ServerRef
+from ..ledger.usage import JOB_HOUR, SEVERAL, LeaseUse, counted_jobs, use_of_job
+from .idle import IdleState
+from .models import HOUR, MINUTE, DeviceUse, beginning, combine
+
+NOW_IS = timedelta(minutes=3)
+"""How old the last minute may be to say what a device does now."""
+
+_NAMES = tuple(each.name for each in fields(DeviceUse))
+_COLUMNS = tuple(device_use.c[name] for name in _NAMES)
+
+
+def remember_use(connection: sa.Connection, minutes: Iterable[DeviceUse]) -> None:
+    """Write complete minutes; what is there of one already is kept in it."""
+    added: dict[tuple[str, datetime], list[DeviceUse]] = {}
+    for minute in minutes:
+        added.setdefault((minute.uuid, minute.since), []).append(minute)
+    times = {since for _, since in added}
+    there = (device_use.c.seconds == MINUTE) & device_use.c.since.in_(times)
+    for minute in _select(connection, there):
+        if (minute.uuid, minute.since) in added:
+            added[minute.uuid, minute.since].append(minute)
+            connection.execute(sa.delete(device_use).where(_is(minute)))
+    rows = [_row(combine(parts, since, MINUTE)) for (_, since), parts in added.items()]
+    if rows:
+        connection.execute(sa.insert(device_use), rows)
+
+
+def sum_up_use(connection: sa.Connection, now: datetime) -> int:
+    """Make the hours that are over of their minutes; of how many minutes that are new."""
+    over = TO_SUM & (device_use.c.since < beginning(now, HOUR))
+    new = _select(connection, over)
+    for uuid, since in {(minute.uuid, beginning(minute.since, HOUR)) for minute in new}:
+        inside = (
+            (device_use.c.uuid == uuid)
+            & (device_use.c.seconds == MINUTE)
+            & (device_use.c.since >= since)
+            & (device_use.c.since < since + timedelta(hours=1))
+        )
+        _put(connection, combine(_select(connection, inside), since, HOUR))
+        connection.execute(sa.update(device_use).where(inside).values(summed=True))
+    return len(new)
+
+
+def forget_use(connection: sa.Connection, minutes_before: datetime, hours_before: datetime) -> int:
+    """Delete what is older; a minute only when it is in its hour. How many rows."""
+    old = sa.or_(
+        (device_use.c.seconds == MINUTE)
+        & (device_use.c.since < minutes_before)
+        & device_use.c.summed,
+        (device_use.c.seconds == HOUR) & (device_use.c.since < hours_before),
+    )
+    return connection.execute(sa.delete(device_use).where(old)).rowcount
+
+
+def device_use_between(
+    connection: sa.Connection,
+    since: datetime,
+    until: datetime,
+    *,
+    seconds: int = MINUTE,
+    uuids: Collection[str] | None = None,
+) -> list[DeviceUse]:
+    """What began in ``[since, until)``, by time; of these devices only, if any are named."""
+    wanted = (
+        (device_use.c.seconds == seconds)
+        & (device_use.c.since >= since)
+        & (device_use.c.since < until)
+    )
+    if uuids is not None:
+        wanted &= device_use.c.uuid.in_(list(uuids))
+    return _select(connection, wanted)
+
+
+def newest_use(connection: sa.Connection, now: datetime) -> dict[str, DeviceUse]:
+    """The last minute of each device that is not older than :data:`NOW_IS`, by its UUID."""
+    found = device_use_between(connection, now - NOW_IS, now + timedelta(minutes=1))
+    return {minute.uuid: minute for minute in found}
+
+
+def _is(minute: DeviceUse) -> sa.ColumnElement[bool]:
+    return (
+        (device_use.c.uuid == minute.uuid)
+        & (device_use.c.seconds == minute.seconds)
+        & (device_use.c.since == minute.since)
+    )
+
+
+def _select(connection: sa.Connection, wanted: sa.ColumnElement[bool]) -> list[DeviceUse]:
+    query = sa.select(*_COLUMNS).where(wanted).order_by(device_use.c.since, device_use.c.uuid)
+    return [_from_row(row) for row in connection.execute(query)]
+
+
+def _put(connection: sa.Connection, use: DeviceUse) -> None:
+    connection.execute(sa.delete(device_use).where(_is(use)))
+    connection.execute(sa.insert(device_use).values(_row(use)))
+
+
+def _row(use: DeviceUse) -> dict[str, Any]:
+    return asdict(use) | {"xids": ",".join(map(str, use.xids))}
+
+
+def _from_row(row: Sequence[Any]) -> DeviceUse:
+    values = dict(zip(_NAMES, row, strict=True))
+    values["xids"] = tuple(int(xid) for xid in values["xids"].split(",") if xid)
+    return DeviceUse(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedLease:
+    """A lease, as it was judged last."""
+
+    state: IdleState
+    judged_until: datetime
+    """What began before this is in it."""
+
+
+def load_watched(connection: sa.Connection) -> dict[str, WatchedLease]:
+    """All of them, by the id of the lease."""
+    rows = connection.execute(sa.select(idle)).mappings()
+    return {row["lease_id"]: _watched(row) for row in rows}
+
+
+def get_watched(connection: sa.Connection, lease_id: str) -> WatchedLease | None:
+    """One; None when its GPUs were not seen yet."""
+    query = sa.select(idle).where(idle.c.lease_id == lease_id)
+    row = connection.execute(query).mappings().first()
+    return _watched(row) if row else None
+
+
+def put_watched(connection: sa.Connection, lease_id: str, watched: WatchedLease) -> None:
+    """Write one, in the place of what was there."""
+    connection.execute(sa.delete(idle).where(idle.c.lease_id == lease_id))
+    state = watched.state
+    row = {
+        "lease_id": lease_id,
+        "credit": state.credit,
+        "judged_until": watched.judged_until,
+        "warned_at": state.warned_at,
+        "stops_at": state.stops_at,
+        "snoozes": state.snoozes,
+    }
+    connection.execute(sa.insert(idle).values(row))
+
+
+def keep_only_watched(connection: sa.Connection, lease_ids: Collection[str]) -> None:
+    """Forget all others: their leases have ended."""
+    known = set(connection.execute(sa.select(idle.c.lease_id)).scalars())
+    for lease_id in known - set(lease_ids):
+        connection.execute(sa.delete(idle).where(idle.c.lease_id == lease_id))
+
+
+def _watched(row: sa.RowMapping) -> WatchedLease:
+    names = ("credit", "warned_at", "stops_at", "snoozes")
+    return WatchedLease(IdleState(**{name: row[name] for name in names}), row["judged_until"])
+
+
+_HALF = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worked:
+    """A lease with GPUs, and what they did between two moments. All in seconds of one GPU."""
+
+    lease_id: str
+    server: ServerRef
+    group: str
+    model: str
+    devices: int
+    since: datetime
+    until: datetime | None
+    """None while it is open."""
+    held: float
+    measured: float = 0.0
+    """For how long of that it is known whether they worked."""
+    busy: float = 0.0
+    """For how long they worked."""
+
+    @property
+    def rested(self) -> float:
+        """For how long they are known not to have worked."""
+        return max(0.0, self.measured - self.busy)
+
+
+def worked_between(connection: sa.Connection, start: datetime, end: datetime) -> list[Worked]:
+    """Every lease with GPUs whose server was up between the two moments."""
+    found, places = _leases(connection, start, end)
+    exact = _exact_from(connection, start, end)
+    sums = _by_minutes(connection, exact, end)
+    for lease_id, measured, busy in _by_hours(connection, start, exact, found, places):
+        before = sums.get(lease_id, (0.0, 0.0))
+        sums[lease_id] = (before[0] + measured, before[1] + busy)
+    return [
+        replace(lease, measured=min(lease.held, measured), busy=min(lease.held, measured, busy))
+        for lease in found.values()
+        for measured, busy in [sums.get(lease.lease_id, (0.0, 0.0))]
+    ]
+
+
+def _leases(
+    connection: sa.Connection, start: datetime, end: datetime
+) -> tuple[dict[str, Worked], dict[str, list[str]]]:
+    """The leases by id, nothing of their GPUs' work yet; and which of them held each GPU."""
+    query = (
+        sa.select(
+            leases.c.id,
+            leases.c.user,
+            leases.c.server_name,
+            leases.c.group,
+            leases.c.started_at,
+            leases.c.ended_at,
+            lease_places.c.uuid,
+            lease_places.c.model,
+        )
+        .join(lease_places, lease_places.c.lease_id == leases.c.id)
+        .where(leases.c.started_at < end)
+        .where(sa.or_(leases.c.ended_at.is_(None), leases.c.ended_at > start))
+        .order_by(leases.c.started_at, leases.c.id)
+    )
+    found: dict[str, Worked] = {}
+    places: dict[str, list[str]] = {}
+    for row in connection.execute(query):
+        began, ended = max(start, row.started_at), min(end, row.ended_at or end)
+        held = max(0.0, (ended - began).total_seconds())
+        places.setdefault(row.uuid, []).append(row.id)
+        if (so_far := found.get(row.id)) is not None:
+            model = row.model if row.model == so_far.model else SEVERAL
+            held += so_far.held
+            found[row.id] = replace(so_far, devices=so_far.devices + 1, held=held, model=model)
+            continue
+        found[row.id] = Worked(
+            lease_id=row.id,
+            server=ServerRef(row.user, row.server_name),
+            group=row.group,
+            model=row.model,
+            devices=1,
+            since=row.started_at,
+            until=row.ended_at,
+            held=held,
+        )
+    return found, places
+
+
+def _exact_from(connection: sa.Connection, start: datetime, end: datetime) -> datetime:
+    """From when on there is every minute that there was; what is before is told by hours."""
+    query = sa.select(sa.func.min(device_use.c.since)).where(device_use.c.seconds == MINUTE)
+    first = connection.execute(query).scalar()
+    if first is None:
+        return end
+    begins = beginning(first, HOUR)
+    whole = begins if begins == first else begins + timedelta(hours=1)
+    return min(end, max(start, whole)) if _has_hours(connection, whole) else start
+
+
+def _has_hours(connection: sa.Connection, before: datetime) -> bool:
+    """Whether anything is told by hours that began earlier."""
+    query = sa.select(sa.literal(1)).where(
+        device_use.c.seconds == HOUR, device_use.c.since < before
+    )
+    return connection.execute(query.limit(1)).first() is not None
+
+
+def _by_minutes(
+    connection: sa.Connection, start: datetime, end: datetime
+) -> dict[str, tuple[float, float]]:
+    """Seconds measured and at work, by lease, of the minutes that began while it was up."""
+    samples = sa.cast(device_use.c.samples, sa.Float)
+    query = (
+        sa.select(
+            leases.c.id,
+            sa.func.sum(MINUTE * device_use.c.known / samples),
+            sa.func.sum(MINUTE * device_use.c.busy / samples),
+        )
+        .join(lease_places, lease_places.c.lease_id == leases.c.id)
+        .join(device_use, device_use.c.uuid == lease_places.c.uuid)
+        .where(
+            device_use.c.seconds == MINUTE,
+            device_use.c.since >= start,
+            device_use.c.since < end,
+            device_use.c.samples > 0,
+            device_use.c.since >= leases.c.started_at,
+            sa.or_(leases.c.ended_at.is_(None), device_use.c.since < leases.c.ended_at),
+            leases.c.started_at < end,
+            sa.or_(leases.c.ended_at.is_(None), leases.c.ended_at > start),
+        )
+        .group_by(leases.c.id)
+    )
+    return {row[0]: (float(row[1]), float(row[2])) for row in connection.execute(query)}
+
+
+def _by_hours(
+    connection: sa.Connection,
+    start: datetime,
+    end: datetime,
+    found: dict[str, Worked],
+    places: dict[str, list[str]],
+) -> Iterable[tuple[str, float, float]]:
+    """The same of hours, for the lease that held the GPU in the middle of each."""
+    query = sa.select(
+        device_use.c.uuid,
+        device_use.c.since,
+        device_use.c.samples,
+        device_use.c.known,
+        device_use.c.busy,
+    ).where(
+        device_use.c.seconds == HOUR,
+        device_use.c.since >= beginning(start, HOUR),
+        device_use.c.since < end,
+        device_use.c.samples > 0,
+    )
+    hours: dict[str, list[tuple[datetime, float, float]]] = {}
+    for uuid, since, samples, known, busy in connection.execute(query.order_by(device_use.c.since)):
+        some = hours.setdefault(uuid, [])
+        some.append((since + _HALF, HOUR * known / samples, HOUR * busy / samples))
+    for uuid, some in hours.items():
+        middles = [middle for middle, _, _ in some]
+        for lease_id in places.get(uuid, ()):
+            lease = found[lease_id]
+            first = bisect_left(middles, max(start, lease.since))
+            last = bisect_left(middles, min(end, lease.until or end))
+            for _, measured, busy in some[first:last]:
+                yield lease_id, measured, busy
+
+
+BATCH = "batch jobs"
+"""The name of them all where reports are by environment, of which they have none."""
+
+_GROUP = "group:"
+_c = batch_jobs.c
+_rate = sa.case((_c.account.is_(None), 0), else_=_c.rate)
+_seconds = sa.case((OPEN_JOB, _c.seconds - _c.seconds % JOB_HOUR), else_=_c.seconds)
+_SINGLE = sa.select(_c.member, _c.account, _rate, _c.devices, _c.started_at, _seconds)
+_WHOLE = sa.select(
+    *(_c.member, _c.account, _c.devices),
+    *(sa.func.sum(_c.seconds), sa.func.sum(_c.charged), sa.func.count()),
+).group_by(_c.member, _c.account, _c.devices)
+
+
+class JobUse(NamedTuple):
+    """What all jobs of one kind used, ever."""
+
+    seconds: int
+    """Of a GPU, for each one."""
+    jobs: int
+
+
+def job_use_between(
+    connection: sa.Connection, bounds: Sequence[datetime], by: str, name: str | None = None
+) -> list[dict[str, LeaseUse]]:
+    """What was used between each two of the moments, by one of the names of a kind; with ``name``
+    only what has this one. What goes on counts as far as it was charged."""
+    start, end = bounds[0], bounds[-1]
+    mine = _c.cluster.in_(sa.select(batch_marks.c.cluster))  # which an index begins with
+    within = (_c.started_at >= start) & (_c.ended_at >= start) & (_c.ended_at <= end)
+    there = (_c.started_at < end) & (OPEN_JOB | (_c.ended_at >= start))
+    found: list[dict[str, LeaseUse]] = [{} for _ in range(len(bounds) - 1)]
+
+    def add(at: int, member: str | None, account: str | None, model: str, part: LeaseUse) -> None:
+        called = _name(by, member or "", account or "", model)
+        if any(part) and name in (None, called):
+            found[at][called] = found[at].get(called, LeaseUse()).plus(part)
+
+    if len(found) == 1:  # what lies in it as a whole is added up by the database
+        for member, account, devices, seconds, cost, jobs in connection.execute(
+            _WHOLE.where(mine, within)
+        ):
+            count, model = counted_jobs(devices)
+            add(
+                0,
+                member,
+                account,
+                model,
+                LeaseUse(count * int(seconds) * 1_000_000, int(cost), jobs),
+            )
+        there &= ~within | OPEN_JOB
+    for member, account, rate, devices, began, seconds in connection.execute(
+        _SINGLE.where(mine, there)
+    ):
+        count, model = counted_jobs(devices)
+        at = max(0, bisect_right(bounds, began) - 1)
+        while at < len(found) and (bounds[at] <= began + timedelta(seconds=seconds)):
+            both = bounds[at], bounds[at + 1]
+            add(at, member, account, model, use_of_job(count, rate, began, seconds, *both))
+            at += 1
+    return found
+
+
+def all_job_use(connection: sa.Connection) -> dict[str, JobUse]:
+    """What all jobs used, by model."""
+    sums = (_c.devices, sa.func.sum(_c.seconds), sa.func.count())
+    found: dict[str, JobUse] = {}
+    for devices, seconds, jobs in connection.execute(sa.select(*sums).group_by(_c.devices)):
+        count, model = counted_jobs(devices)
+        before = found.get(model, JobUse(0, 0))
+        found[model] = JobUse(before.seconds + count * int(seconds), before.jobs + jobs)
+    return found
+
+
+def _name(by: str, member: str, account: str, model: str) -> str:
+    """Of one name of :class:`gpuspawner.ledger.usage.Kind`: a job's group is the one that pays."""
+    if by == "group":
+        return account.removeprefix(_GROUP) if account.startswith(_GROUP) else ""
+    return {"user": member, "account": account, "model": model}.get(by, BATCH)

@@ -1,0 +1,351 @@
+"""Device use and idle servers: recorded, warned about, and stopped where configured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from itertools import groupby
+
+import sqlalchemy as sa
+from traitlets import Dict
+from traitlets.config import LoggingConfigurable
+
+from ..base_service import Core
+from ..core.errors import CannotSnooze, ConfigError
+from ..db.engine import Store
+from ..leases import repository as leases_repository
+from ..leases.models import Lease, LeaseState, ServerRef
+from ..leases.service import AT_ONCE
+from ..leases.sessions import end_clock
+from ..notifications import repository as notifications_repository
+from ..notifications.models import Notice, NoticeKind
+from ..queue import repository as queue_repository
+from ..queue.models import Ticket
+from . import repository
+from .idle import IdlePolicies, IdlePolicy, IdleState, activity_of, after_gap, begin, judge, snooze
+from .models import HOUR, MINUTE, DeviceUse, combine
+from .repository import WatchedLease, Worked
+
+BY_MINUTES = timedelta(hours=6)
+"""Sessions up to this length are told by their minutes, longer ones by their hours."""
+
+
+class DevicesUse(Core):
+    """The part of the broker that knows how much devices are used."""
+
+    def remember_use(self, minutes: Collection[DeviceUse]) -> None:
+        """Write complete minutes. Raises StoreUnavailable, and then none is written."""
+        with self.store.write() as connection:
+            repository.remember_use(connection, minutes)
+
+    def tidy_use(self, keep_minutes: timedelta, keep_hours: timedelta) -> None:
+        """Sum up the hours that are over, and forget what is older than is kept."""
+        now = self.clock()
+        with self.store.write() as connection:
+            repository.sum_up_use(connection, now)
+            repository.forget_use(connection, now - keep_minutes, now - keep_hours)
+
+    def use_now(self) -> dict[str, DeviceUse]:
+        """The last minute of each device that is being sampled, by its UUID."""
+        now = self.clock()
+        return self.store.run(lambda connection: repository.newest_use(connection, now))
+
+    def use_between(
+        self,
+        since: datetime,
+        until: datetime,
+        *,
+        seconds: int = MINUTE,
+        uuids: Sequence[str] | None = None,
+    ) -> list[DeviceUse]:
+        """Minutes, or hours (``seconds=3600``), that began in this time, by time."""
+        return self.store.run(
+            lambda connection: repository.device_use_between(
+                connection, since, until, seconds=seconds, uuids=uuids
+            )
+        )
+
+    def worked_between(self, since: datetime, until: datetime) -> list[Worked]:
+        """Every lease with GPUs in this time, with how much of it they worked; by its start."""
+        until = min(until, self.clock())
+        if until <= since:
+            return []
+        return self.store.run(
+            lambda connection: repository.worked_between(connection, since, until)
+        )
+
+    def session_use(self, lease: Lease) -> dict[str, DeviceUse]:
+        """What each device of a session did in it, by UUID; nothing for one that was not sampled.
+
+        Of whole minutes inside the session, or of whole hours where it was long or its minutes
+        are forgotten. Of a device that is shared, all who share it.
+        """
+        if lease.started_at is None or not lease.devices:
+            return {}
+        since, until = lease.started_at, lease.ended_at or self.clock()
+        found: list[DeviceUse] = []
+        for seconds in (MINUTE, HOUR) if until - since <= BY_MINUTES else (HOUR, MINUTE):
+            whole = until - timedelta(seconds=seconds) + timedelta(microseconds=1)
+            found = self.use_between(since, whole, seconds=seconds, uuids=lease.uuids)
+            if found:
+                break
+        by_device: dict[str, list[DeviceUse]] = {}
+        for each in found:
+            by_device.setdefault(each.uuid, []).append(each)
+        return {uuid: combine(some, since, found[0].seconds) for uuid, some in by_device.items()}
+
+
+LONGEST_LOOK_BACK = timedelta(hours=12)
+"""What is older and was not judged yet, is not: the service was away for that long."""
+OUTPUT_COUNTS = timedelta(minutes=1)
+"""A minute counts as one with output when there was some this long after it, or later: the Hub
+hears of it with a delay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idled:
+    """What was told or ordered about an idle server."""
+
+    lease: Lease
+    event: str
+    """``warn``, ``back`` or ``stop``."""
+    stops_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """A server whose member was told that its GPUs rest."""
+
+    lease: Lease
+    stops_at: datetime | None
+    """None where nothing is stopped for that."""
+    snooze_minutes: float
+    """By how much it can be put off; 0 when it cannot."""
+
+
+class Idle(LoggingConfigurable):
+    """The part of the broker that knows which servers are idle."""
+
+    store: Store
+    clock: Callable[[], datetime]
+
+    @property
+    def skew(self) -> timedelta:
+        """Wall clock less :attr:`clock` now."""
+        raise NotImplementedError
+
+    when_idle = Dict(
+        {},
+        config=True,
+        help="""
+        What becomes of a server whose GPUs rest: ``"*"`` for all, ``"group:NAME"`` and
+        ``"environment:NAME"`` for some; each changes only what it names.
+
+        ``mode``: ``off`` (the default), ``advise`` (its member is warned) or ``enforce`` (and it
+        is stopped). ``mode_waiting``: the mode while others wait for GPUs. ``first_minutes`` (30)
+        that GPUs may rest at first, ``most_minutes`` (260) that work can earn, ``sooner_minutes``
+        (0) less while others wait, ``countdown_minutes`` (10), ``snooze_minutes`` (30) and
+        ``most_snoozes`` (2). Example::
+
+            c.Broker.when_idle = {
+                "*": {"mode": "advise", "mode_waiting": "enforce"},
+                "group:ml101": {"mode": "enforce", "most_minutes": 120},
+            }
+        """,
+    )
+
+    def read_idle_policies(self) -> IdlePolicies:
+        """What ``when_idle`` says. Raises ConfigError."""
+        try:
+            return IdlePolicies(self.when_idle)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ConfigError(what=f"c.Broker.when_idle: {error}") from None
+
+    def idle_policy(self, lease: Lease) -> IdlePolicy:
+        """What holds for a server."""
+        return self.read_idle_policies().of(lease.group, lease.environment)
+
+    def holding_gpus(self) -> list[Lease]:
+        """Every lease with GPUs whose server is up, and that nobody ended."""
+        return [
+            lease for lease in self.store.run(leases_repository.open_leases) if _is_watched(lease)
+        ]
+
+    def judge_idle(self, last_output: Mapping[ServerRef, datetime | None]) -> list[Idled]:
+        """Judge the minutes that are complete by now; what was told or ordered because of it.
+
+        ``last_output``: when each server had output last, or its member did anything. One that is
+        missing is not judged this time: what is not known is not idleness. All of it is one
+        transaction, so whoever is killed has told and ordered everything or nothing.
+        """
+        now = self.clock()
+        # The Hub writes down what it sees by the wall clock, before it was set or after.
+        ahead = max(-self.skew, timedelta())
+        policies = self.read_idle_policies()
+        done: list[Idled] = []
+        with self.store.write() as connection:
+            going_on = leases_repository.open_leases(connection)
+            held = [lease for lease in going_on if _is_watched(lease)]
+            repository.keep_only_watched(
+                connection, [x.id for x in (*going_on, *leases_repository.ending(connection))]
+            )
+            waiting = _others_wait(queue_repository.waiting_tickets(connection), now)
+            known = repository.load_watched(connection)
+            for lease in held:
+                if lease.server not in last_output:
+                    continue
+                policy = policies.of(lease.group, lease.environment)
+                before = known.get(lease.id) or WatchedLease(begin(policy), _first_minute(lease))
+                output = last_output[lease.server]
+                output = output and output + ahead
+                found = self._judge(connection, lease, policy, before, output, waiting, now)
+                if found is not None:
+                    done.append(found)
+        return done
+
+    def snooze(self, lease_id: str) -> Lease:
+        """More time for a server that is to be stopped because its GPUs rest.
+
+        Raises UnknownLease, or CannotSnooze with the reason.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            lease = leases_repository.get(connection, lease_id, lock=True)
+            watched = repository.get_watched(connection, lease_id)
+            if lease.outcome or lease.state is LeaseState.ENDED:
+                raise CannotSnooze(why="it is being stopped already")
+            policy = self.idle_policy(lease)
+            if watched is None or watched.state.stops_at is None:
+                raise CannotSnooze(why="it is not going to be stopped for that")
+            later = snooze(policy, watched.state, now)
+            if later is None:
+                raise CannotSnooze(why=f"it was put off {policy.most_snoozes} times, as allowed")
+            repository.put_watched(connection, lease_id, replace(watched, state=later))
+        self.log.info("Lease %s of %s is snoozed until %s", lease_id, lease.server, later.stops_at)
+        return lease
+
+    def idle_state(self, server: ServerRef) -> tuple[Lease | None, WatchedLease | None]:
+        """The open lease of a server, and how long its GPUs have rested, as judged last."""
+        with self.store.read() as connection:
+            lease = leases_repository.open_of(connection, server)
+            return lease, repository.get_watched(connection, lease.id) if lease else None
+
+    def resting(self, user: str) -> list[Resting]:
+        """A member's servers whose GPUs rest, of those about which they were told."""
+        waiting = _others_wait(self.store.run(queue_repository.waiting_tickets), self.clock())
+        with self.store.read() as connection:
+            known = repository.load_watched(connection)
+            held = [
+                x
+                for x in leases_repository.open_leases(connection)
+                if _is_watched(x) and x.id in known
+            ]
+        found = []
+        for lease in held:
+            state, policy = known[lease.id].state, self.idle_policy(lease)
+            if lease.server.user == user and state.warned_at is not None:
+                stops_at = state.stops_at if policy.mode_now(waiting) == "enforce" else None
+                more = stops_at is not None and state.snoozes < policy.most_snoozes
+                found.append(Resting(lease, stops_at, policy.snooze_minutes if more else 0.0))
+        return found
+
+    # Steps of the above.
+
+    def _judge(
+        self,
+        connection: sa.Connection,
+        lease: Lease,
+        policy: IdlePolicy,
+        before: WatchedLease,
+        last_output: datetime | None,
+        waiting: bool,
+        now: datetime,
+    ) -> Idled | None:
+        since = max(before.judged_until, now - LONGEST_LOOK_BACK)
+        rows = repository.device_use_between(connection, since, now, uuids=lease.uuids)
+        state, until, stops = before.state, before.judged_until, False
+        for began, minutes in groupby(rows, key=lambda minute: minute.since):
+            state = after_gap(state, began - until)
+            until = began + timedelta(minutes=1)
+            output = last_output is not None and last_output + OUTPUT_COUNTS >= began
+            done = activity_of(minutes, float(MINUTE), output=output)
+            # By the clock of now, also for what is judged late: a countdown is never over at once.
+            verdict = judge(policy, state, done, now, waiting=waiting)
+            state, stops = verdict.state, verdict.event == "stop"
+            if stops:
+                break
+        repository.put_watched(connection, lease.id, WatchedLease(state, until))
+        event = "stop" if stops else _changed(before.state, state)
+        if not event:
+            return None
+        if event == "stop":
+            leases_repository.update(connection, lease.id, outcome="idle", end_reason=_WHY)
+        notifications_repository.add(
+            connection, _told(lease, policy, event, state.stops_at, waiting, now)
+        )
+        self.log.info("Lease %s of %s rests: %s", lease.id, lease.server, event)
+        return Idled(lease, event, state.stops_at)
+
+
+def _others_wait(waiting: Iterable[Ticket], now: datetime) -> bool:
+    """Whether anybody stands in line for GPUs: who gets them at once has a ticket for a moment,
+    where another scheduler decides."""
+    since = now - timedelta(seconds=AT_ONCE)
+    return any(ticket.request.devices and ticket.created_at <= since for ticket in waiting)
+
+
+def _is_watched(lease: Lease) -> bool:
+    return bool(lease.devices) and lease.state is LeaseState.RUNNING and not lease.outcome
+
+
+def _changed(before: IdleState, after: IdleState) -> str:
+    """What is to be told; of several countdowns in what is judged at once, the last."""
+    if after.stops_at is not None:
+        return "warn" if after.stops_at != before.stops_at else ""
+    if after.warned_at is not None:
+        return "warn" if before.warned_at is None else ""
+    return "back" if before.warned_at is not None else ""
+
+
+def _first_minute(lease: Lease) -> datetime:
+    """The first minute that is all its own."""
+    began = lease.up_since or lease.granted_at
+    return began.replace(second=0, microsecond=0) + timedelta(minutes=1)
+
+
+# What members are told.
+
+_WHY = "its GPUs were not used"
+_KEPT = "Your files are where you left them."
+
+
+def _told(
+    lease: Lease,
+    policy: IdlePolicy,
+    event: str,
+    stops_at: datetime | None,
+    waiting: bool,
+    now: datetime,
+) -> Notice:
+    name = f"Your server {lease.server.name}".rstrip()
+    gpus, are = ("GPU", "is") if len(lease.devices) == 1 else ("GPUs", "are")
+    were = "was" if are == "is" else "were"
+    kind, moment = NoticeKind.SESSION_ENDS, stops_at or now
+    until = f"{end_clock(moment, now)} ({moment.astimezone():%Z})"
+    if event == "stop":
+        kind, title = NoticeKind.STOPPED, f"{name} is stopped: its {gpus} {were} not used"
+        body = f"What was held for it and not used is yours again. {_KEPT}"
+    elif event == "back":
+        title, body = f"{name} goes on", f"Its {gpus} {are} used again: it is not stopped."
+    elif policy.mode_now(waiting) == "enforce":
+        title = f"{name} stops at {until}: its {gpus} {are} not used"
+        body = (
+            f"It goes on when there is work for its {gpus} until then. Save your work, or stop it "
+            f"now: a server without a GPU opens the same files. {_KEPT}"
+        )
+    else:
+        title = f"{name} does not use its {gpus}"
+        body = f"It costs credits all the same. Stop it when you do not need it. {_KEPT}"
+    key = f"stopped:{lease.id}" if event == "stop" else f"idle:{event}:{lease.id}:{now.timestamp()}"
+    return Notice(key=key, user=lease.server.user, kind=kind, title=title, body=body, at=now)

@@ -1,0 +1,1 @@
+"""Notices: the outbox and the channels."""

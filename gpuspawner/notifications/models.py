@@ -1,0 +1,44 @@
+"""Notices as frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+
+
+class NoticeKind(str, Enum):
+    """What a member can be told of."""
+
+    TURN = "turn"
+    """Your server starts: it was your turn."""
+    TICKET_ENDED = "ticket_ended"
+    """Your place in line is gone, and why."""
+    SESSION_ENDS = "session_ends"
+    """Your session ends soon."""
+    STOPPED = "stopped"
+    """Your server was stopped, and why."""
+    CREDITS_LOW = "credits_low"
+    """Your credits run low."""
+    GPU_SICK = "gpu_sick"
+    """A GPU of your server is sick."""
+    DISK_LOW = "disk_low"
+    """Your server has little room left in its own container."""
+    TEST = "test"
+    """A message that the member asked for, to try the channels; nothing to choose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """Something that a member is told, once for each ``key``."""
+
+    key: str
+    user: str
+    kind: NoticeKind
+    title: str
+    body: str
+    at: datetime
+    id: int = 0
+    sent_at: datetime | None = None
+    tries: int = 0
+    error: str = ""

@@ -1,0 +1,151 @@
+"""Rows of notices, which wait here until they are sent, and of what members chose.
+
+Whoever has something to tell adds a notice inside its own transaction: it is told exactly if
+what it tells of happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..db.schema import UNSENT, notice_choices, notices
+from .models import Notice, NoticeKind
+
+LONGEST_ERROR = 2000
+PARAMETERS = 500
+"""Ids in one statement; SQLite takes not many more."""
+
+_KNOWN = sa.select(notices.c.id).where(notices.c.key == sa.bindparam("name"))
+_INSERT = sa.insert(notices)
+_OF_USER = (
+    sa.select(notices)
+    .where(notices.c.user == sa.bindparam("member"))
+    .order_by(notices.c.id.desc())
+    .limit(sa.bindparam("most"))
+)
+_UNSENT = (
+    sa.select(notices.c.id)
+    .where(UNSENT, notices.c.at > sa.bindparam("since"), notices.c.tries < sa.bindparam("most"))
+    .order_by(notices.c.id)
+)
+_MARK = sa.update(notices).where(notices.c.id == sa.bindparam("notice"))
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelChoice:
+    """What one member wants to be told by one channel."""
+
+    channel: str
+    address: str = ""
+    """Where; empty for a channel that needs none."""
+    kinds: frozenset[NoticeKind] = frozenset()
+    """Of what; empty is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a notice: sent, or tried in vain once more."""
+
+    sent_at: datetime | None
+    tries: int
+    error: str = ""
+    """The channels that still fail, as :func:`errors_text` writes them."""
+
+
+def add(connection: sa.Connection, notice: Notice) -> bool:
+    """Write a notice. False when its key is known: whoever comes second tells nothing."""
+    if connection.execute(_KNOWN, {"name": notice.key}).first():
+        return False
+    row = {name: getattr(notice, name) for name in ("key", "user", "title", "body", "at")}
+    connection.execute(_INSERT, row | {"kind": notice.kind.value})
+    return True
+
+
+def told(connection: sa.Connection, keys: Collection[str]) -> set[str]:
+    """Those of these keys that are known."""
+    query = sa.select(notices.c.key).where(notices.c.key.in_(keys))
+    return set(connection.execute(query).scalars())
+
+
+def of_user(connection: sa.Connection, user: str, limit: int = 20) -> list[Notice]:
+    """A member's newest notices, newest first."""
+    rows = connection.execute(_OF_USER, {"member": user, "most": limit}).mappings()
+    return [_notice(row) for row in rows]
+
+
+def unsent(connection: sa.Connection, since: datetime, tries: int) -> list[int]:
+    """Ids of what was told after ``since``, is not sent and was tried less often; oldest first."""
+    return list(connection.execute(_UNSENT, {"since": since, "most": tries}).scalars())
+
+
+def some(connection: sa.Connection, ids: Iterable[int]) -> list[Notice]:
+    """Those of the notices that are there, oldest first."""
+    wanted = sorted(ids)
+    found: list[Notice] = []
+    for part in _parts(wanted):
+        query = sa.select(notices).where(notices.c.id.in_(part)).order_by(notices.c.id)
+        found += [_notice(row) for row in connection.execute(query).mappings()]
+    return found
+
+
+def mark(connection: sa.Connection, outcomes: Mapping[int, Outcome]) -> None:
+    """Write what became of notices, by id."""
+    for notice, outcome in outcomes.items():
+        values = {"sent_at": outcome.sent_at, "tries": outcome.tries, "error": outcome.error}
+        connection.execute(_MARK, {"notice": notice, **values})
+
+
+def choices(
+    connection: sa.Connection, users: Collection[str]
+) -> dict[str, dict[str, ChannelChoice]]:
+    """What each of these members chose, by member and channel."""
+    found: dict[str, dict[str, ChannelChoice]] = {user: {} for user in users}
+    for part in _parts(sorted(users)):
+        query = sa.select(notice_choices).where(notice_choices.c.user.in_(part))
+        for row in connection.execute(query).mappings():
+            choice = ChannelChoice(row["channel"], row["address"], _kinds(row["kinds"]))
+            found[row["user"]][choice.channel] = choice
+    return found
+
+
+def choose(connection: sa.Connection, user: str, chosen: Iterable[ChannelChoice]) -> None:
+    """Keep a member's choices; those for other channels stay as they are."""
+    for choice in chosen:
+        mine = (notice_choices.c.user == user) & (notice_choices.c.channel == choice.channel)
+        connection.execute(sa.delete(notice_choices).where(mine))
+        kinds = " ".join(sorted(kind.value for kind in choice.kinds))
+        row = {"user": user, "channel": choice.channel, "address": choice.address, "kinds": kinds}
+        connection.execute(sa.insert(notice_choices).values(row))
+
+
+def errors_text(errors: Mapping[str, str]) -> str:
+    """Channels and why each failed, a line for each, to keep with the notice."""
+    if not errors:
+        return ""
+    room = LONGEST_ERROR // len(errors)
+    return "\n".join(f"{name}: {' '.join(why.split())[:room]}" for name, why in errors.items())
+
+
+def failing(error: str) -> dict[str, str]:
+    """The channels in such a text, with why each failed."""
+    lines = (line.partition(":") for line in error.splitlines())
+    return {channel: why.strip() for channel, _, why in lines if channel}
+
+
+def _parts(values: list[Any]) -> Iterable[list[Any]]:
+    return (values[start : start + PARAMETERS] for start in range(0, len(values), PARAMETERS))
+
+
+def _kinds(text: str) -> frozenset[NoticeKind]:
+    """The kinds in a row; one that this version does not know is left out."""
+    known = {kind.value: kind for kind in NoticeKind}
+    return frozenset(known[word] for word in text.split() if word in known)
+
+
+def _notice(row: Any) -> Notice:
+    return Notice(**{**row, "kind": NoticeKind(row["kind"])})

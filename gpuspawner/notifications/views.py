@@ -1,0 +1,308 @@
+"""What members were told, and the form in which they choose how: a page and the same as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from tornado import web
+
+from ..core.errors import InvalidRequest
+from ..web.api import APIHandler, instant
+from ..web.base import ServiceHandler
+from ..web.pages import Page
+from .channels import KINDS, Channel, chosen, names
+from .models import Notice, NoticeKind
+from .repository import ChannelChoice, failing
+from .service import TOO_OLD
+
+SHOWN = 20
+"""Notices on the page."""
+
+TEST_EVERY = 20
+"""Seconds in which a member is sent one test."""
+
+TEST_WAIT = 8.0
+"""Seconds that the page waits for a test to arrive."""
+
+LONGEST = 64 * 1024
+"""Bytes of a request that changes choices."""
+
+WORDS = {
+    NoticeKind.TURN: "It is my turn",
+    NoticeKind.TICKET_ENDED: "I lose my place in line",
+    NoticeKind.SESSION_ENDS: "My session ends soon",
+    NoticeKind.STOPPED: "My server was stopped",
+    NoticeKind.CREDITS_LOW: "My credits run low",
+    NoticeKind.GPU_SICK: "A GPU of my server is sick",
+    NoticeKind.DISK_LOW: "My server has little room left",
+}
+TOO_MANY = f"A test was sent a moment ago. Wait {TEST_EVERY} seconds before the next one."
+NO_CHANNEL = "Nothing is chosen yet, so there is nowhere to send a test. Choose and save first."
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelForm:
+    """One channel as the form shows it."""
+
+    channel: Channel
+    address: str
+    kinds: frozenset[str]
+    error: str = ""
+
+
+class NoticesHandler(ServiceHandler):
+    """What the page and the JSON share."""
+
+    async def shown(self) -> tuple[dict[str, ChannelChoice], list[Notice]]:
+        """What the member has chosen, or has without choosing; and what they were told."""
+        own = await self.read(self.broker.choices, self.user)
+        told = await self.read(self.broker.notices_of, self.user, SHOWN)
+        return chosen(self.context.channels, own, self.user), told
+
+    async def test(self) -> Notice:
+        """Send a test by every channel that the member chose; the notice, sent or not.
+
+        Raises InvalidRequest when it cannot be sent.
+        """
+        choices, _ = await self.shown()
+        if not any(choice.kinds for choice in choices.values()):
+            raise InvalidRequest(NO_CHANNEL, field="test")
+        now = self.broker.clock()
+        notice = Notice(
+            key=f"test:{self.user}:{int(now.timestamp()) // TEST_EVERY}",
+            user=self.user,
+            kind=NoticeKind.TEST,
+            title="A test of your notices",
+            body="You asked for this message on your page of notices. All is well.",
+            at=now,
+        )
+        if not await self.read(self.broker.add_notice, notice):
+            raise InvalidRequest(TOO_MANY, field="test")
+        self.context.poke()
+        end = asyncio.get_running_loop().time() + TEST_WAIT
+        while asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.1)
+            told = await self.read(self.broker.notices_of, self.user, SHOWN)
+            found = next((some for some in told if some.key == notice.key), notice)
+            if found.sent_at or found.error:
+                return found
+        return notice
+
+
+class NoticesPage(NoticesHandler, Page):
+    """The form and the newest notices."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        choices, told = await self.shown()
+        forms = [_form(channel, choices) for channel in self.context.channels.values()]
+        await self.show_forms(forms, told)
+
+    @web.authenticated
+    async def post(self) -> None:
+        forms, found = self._sent_forms()
+        if len(found) == len(forms):
+            await self.read(self.broker.choose, self.user, found)
+            self.redirect(f"{self.context.prefix}notices?saved=1", status=303)
+            return
+        self.set_status(400)
+        _, told = await self.shown()
+        await self.show_forms(forms, told)
+
+    async def show_forms(
+        self, forms: Sequence[ChannelForm], told: Sequence[Notice], error: str = ""
+    ) -> None:
+        """Send the page."""
+        now = self.broker.clock()
+        newest = next((some for some in told if some.kind is NoticeKind.TEST), None)
+        tested = newest if self.get_query_argument("tested", "") else None
+        self.show(
+            "notices.html",
+            user=self.user,
+            admin=self.admin,
+            now=now,
+            forms=forms,
+            kinds=[(kind.value, WORDS[kind]) for kind in KINDS],
+            told=[(some, *state(some, self.context.channels, now)) for some in told],
+            saved=bool(self.get_query_argument("saved", "")),
+            tested=(tested, *state(tested, self.context.channels, now)) if tested else None,
+            error=error,
+            xsrf=self.xsrf,
+        )
+
+    def _sent_forms(self) -> tuple[list[ChannelForm], list[ChannelChoice]]:
+        """The form as it was sent, with its errors, and the choices without one."""
+        channels = self.context.channels
+        fields = {f"{part}-{name}" for part in ("address", "kinds") for name in channels}
+        if unknown := set(self.request.body_arguments) - fields - {"_xsrf"}:
+            sentence = f"{sorted(unknown)[0][:60]!r} is nothing that you can choose."
+            raise web.HTTPError(400) from InvalidRequest(sentence)
+        forms, found = [], []
+        for channel in channels.values():
+            address = self.get_body_argument(f"address-{channel.name}", "")
+            kinds = self.get_body_arguments(f"kinds-{channel.name}")
+            error = ""
+            try:
+                found.append(channel.choice(address, kinds))
+            except InvalidRequest as refusal:
+                error = refusal.message
+            forms.append(ChannelForm(channel, address[:300], frozenset(kinds), error))
+        return forms, found
+
+
+class TestPage(NoticesPage):
+    """The button that sends a test."""
+
+    async def get(self) -> None:
+        self.redirect(f"{self.context.prefix}notices")
+
+    @web.authenticated
+    async def post(self) -> None:
+        try:
+            await self.test()
+        except InvalidRequest as refusal:
+            self.set_status(400)
+            choices, told = await self.shown()
+            forms = [_form(channel, choices) for channel in self.context.channels.values()]
+            await self.show_forms(forms, told, refusal.message)
+            return
+        self.redirect(f"{self.context.prefix}notices?tested=1", status=303)
+
+
+class AnyAPI(NoticesHandler, APIHandler):
+    """What is told as JSON."""
+
+    def everything(
+        self, choices: Mapping[str, ChannelChoice], told: Sequence[Notice]
+    ) -> dict[str, Any]:
+        """All of it as JSON."""
+        now, channels = self.broker.clock(), self.context.channels
+        return {
+            "as_of": instant(now),
+            "channels": [channel_json(channel, choices) for channel in channels.values()],
+            "kinds": [kind.value for kind in KINDS],
+            "notices": [notice_json(some, channels, now) for some in told],
+        }
+
+
+class NoticesAPI(AnyAPI):
+    """My newest notices, and what I chose for each channel."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        choices, told = await self.shown()
+        self.answer(self.everything(choices, told))
+
+
+class ChoicesAPI(AnyAPI):
+    """Change what I chose: ``{"mail": {"address": "ada@lab.example", "kinds": ["turn"]}}``.
+
+    Channels that are not named stay as they are.
+    """
+
+    @web.authenticated
+    async def put(self) -> None:
+        try:
+            found = self._choices()
+        except InvalidRequest as refusal:
+            raise web.HTTPError(400) from refusal
+        await self.read(self.broker.choose, self.user, found)
+        self.answer(self.everything(*await self.shown()))
+
+    def _choices(self) -> list[ChannelChoice]:
+        channels = self.context.channels
+        try:
+            sent = json.loads(self.request.body) if len(self.request.body) <= LONGEST else None
+        except (ValueError, RecursionError):
+            sent = None
+        if not isinstance(sent, dict) or not all(isinstance(v, dict) for v in sent.values()):
+            example = '{"mail": {"address": "ada@lab.example", "kinds": ["turn"]}}'
+            raise InvalidRequest(f"Send one JSON object of channels, such as {example}.")
+        found = []
+        for name, choice in sent.items():
+            if name not in channels:
+                there_are = ", ".join(channels) or "none"
+                sentence = f"There is no channel {name[:60]!r}; there are: {there_are}."
+                raise InvalidRequest(sentence, field=name)
+            if unknown := set(choice) - {"address", "kinds"}:
+                sentence = f"{sorted(unknown)[0][:60]!r} is nothing that you can choose."
+                raise InvalidRequest(sentence, field=name)
+            address, kinds = choice.get("address", ""), choice.get("kinds", [])
+            found.append(channels[name].choice(address, kinds))
+        return found
+
+
+class TestAPI(AnyAPI):
+    """Send me a test."""
+
+    @web.authenticated
+    async def post(self) -> None:
+        try:
+            notice = await self.test()
+        except InvalidRequest as refusal:
+            status = 429 if refusal.message == TOO_MANY else 409
+            raise web.HTTPError(status) from refusal
+        self.answer(notice_json(notice, self.context.channels, self.broker.clock()))
+
+
+# Values to words and JSON.
+
+
+def state(notice: Notice, channels: Mapping[str, Channel], now: datetime) -> tuple[str, str]:
+    """What became of a notice: ``done``, ``waiting`` or ``failed``; and a sentence if not done.
+
+    The cause is in the log of the service: it can name hosts that are not the member's business.
+    """
+    if notice.error:
+        by = names(channels, failing(notice.error))
+        return "failed", f"Not sent by {by}. Check the address; your admin's log says why."
+    if notice.sent_at:
+        return "done", ""
+    if now - notice.at > TOO_OLD:
+        return "failed", "Not sent in time: it is on this page only."
+    return "waiting", "Not sent yet."
+
+
+def notice_json(notice: Notice, channels: Mapping[str, Channel], now: datetime) -> dict[str, Any]:
+    """A notice as JSON."""
+    became, sentence = state(notice, channels, now)
+    return {
+        "kind": notice.kind.value,
+        "title": notice.title,
+        "body": notice.body,
+        "at": instant(notice.at),
+        "state": became,
+        "error": sentence,
+    }
+
+
+def channel_json(channel: Channel, choices: Mapping[str, ChannelChoice]) -> dict[str, Any]:
+    """A channel with what the member has there as JSON. Its URL is the admin's alone."""
+    choice = choices.get(channel.name, ChannelChoice(channel.name))
+    return {
+        "name": channel.name,
+        "label": channel.label,
+        "needs_address": channel.needs_address,
+        "example": channel.example,
+        "address": choice.address,
+        "kinds": [kind.value for kind in KINDS if kind in choice.kinds],
+    }
+
+
+def _form(channel: Channel, choices: Mapping[str, ChannelChoice]) -> ChannelForm:
+    choice = choices.get(channel.name, ChannelChoice(channel.name))
+    return ChannelForm(channel, choice.address, frozenset(kind.value for kind in choice.kinds))
+
+
+HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("notices", NoticesPage),
+    ("notices/test", TestPage),
+    ("api/notices", NoticesAPI),
+    ("api/notices/choices", ChoicesAPI),
+    ("api/notices/test", TestAPI),
+]

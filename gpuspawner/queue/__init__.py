@@ -1,0 +1,1 @@
+"""The queue: tickets, the scheduler, estimates and replays."""

@@ -1,0 +1,513 @@
+"""The commands that show, change and simulate the queue, and that drain devices."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from ..cli.config import Settings
+from ..cli.output import count, default_actor, local, note, show, table, utc
+from ..core.errors import InvalidRequest, TicketEnded, UnknownTicket
+from ..db.engine import Store
+from ..devices import repository as devices_repository
+from ..devices.closures import GRANTING, AuditEntry, Closure
+from ..devices.models import Device, Inventory
+from ..devices.placement import leasable
+from ..devices.service import LAST_POSITION
+from ..devices.snapshots import InventoryCache
+from ..services import Broker
+from . import replay_policies
+from .models import Estimate, Priority, Ranked, ScorePart, Ticket
+from .replay import ANY, Figures, Player, TraceError, TraceJob, figures, read_trace, replay
+from .standing import Comparison, ScoreDifference, Standing, compare
+from .state import kind_of
+
+
+class KnownDevices:
+    """The devices as the store has them, whatever can be seen by whoever types this."""
+
+    def __init__(self, store: Store) -> None:
+        self.name = store.run(devices_repository.source_of)
+        self._store = store
+
+    def observe(self, now: datetime) -> Inventory:
+        """What the hub saw last; no links, which are for choosing devices only."""
+        known = self._store.run(
+            lambda connection: devices_repository.load_devices(connection, self.name)
+        )
+        return Inventory(devices=known, observed_at=now, source=self.name)
+
+
+class Glance(InventoryCache):
+    """A watch that writes nothing: the device table is the hub's."""
+
+    def _save(self, inventory: Inventory) -> None:
+        return
+
+
+def line_broker(settings: Settings) -> Broker:
+    """The broker on the hub's database, for reading and changing the line.
+
+    Raises StoreUnavailable when there is no database yet.
+    """
+    broker = settings.open_broker()
+    broker.watch = Glance(
+        KnownDevices(broker.store), broker.store, timedelta(seconds=broker.refresh_seconds)
+    )
+    return broker
+
+
+InLine = tuple[Ticket, Ranked, Standing]
+
+
+def queue(arguments: argparse.Namespace, settings: Settings) -> int:
+    """List the line, or say why one ticket goes before another."""
+    broker = line_broker(settings)
+    line = broker.order()
+    if arguments.why:
+        one, other = (_in_line(broker, line, name) for name in arguments.why)
+        if one is other:
+            raise InvalidRequest("Both are the same ticket: name two.", field="why")
+        tickets = {ranked.id: ticket for ticket, ranked, _ in (one, other)}
+        found = compare(one[1], other[1])
+        show(arguments.json, _plain_comparison(found), _compared(found, tickets))
+        return 0
+    paused = broker.closures().get(GRANTING)
+    value = {
+        "as_of": utc(broker.clock()),
+        "paused": plain_closure(paused) if paused else None,
+        "tickets": [plain(*entry) for entry in line],
+    }
+    show(arguments.json, value, _text(line, paused, broker.clock()))
+    return 0
+
+
+def move(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Put a ticket at a place of the admin's own, or give it back to the order."""
+    broker = line_broker(settings)
+    ticket = _find(broker, arguments.ticket)
+    position: int | None = arguments.place
+    moved = broker.move(ticket.id, position, actor=actor(), reason=arguments.reason)
+    where = f"is moved to position {position}" if position else "is back in the order"
+    return _changed(arguments, broker, moved, where)
+
+
+def boost(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Set the points that an admin adds to a ticket's score."""
+    broker = line_broker(settings)
+    ticket = _find(broker, arguments.ticket)
+    boosted = broker.boost(ticket.id, arguments.points, actor=actor(), reason=arguments.reason)
+    what = f"has a boost of {boosted.boost:+g} points" if boosted.boost else "has no boost any more"
+    return _changed(arguments, broker, boosted, what)
+
+
+def cancel(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Take a ticket out of the line; its member is told why."""
+    broker = line_broker(settings)
+    ticket = _find(broker, arguments.ticket)
+    ended = broker.cancel(ticket.id, actor=actor(), reason=arguments.reason)
+    value = {"id": ended.id, "outcome": ended.outcome, "end_reason": ended.end_reason}
+    show(arguments.json, value, f"Ticket {ended.id} of {ended.server} is cancelled.")
+    return 0
+
+
+def actor() -> str:
+    """Who types this, as the audit trail names them: no member of the hub."""
+    return f"cli:{default_actor()}"
+
+
+def place_of(text: str) -> int | None:
+    """A position on the command line, None for ``back``; for argparse."""
+    if text == "back":
+        return None
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= LAST_POSITION):
+        raise argparse.ArgumentTypeError(
+            f"{text[:60]!r} is no position: write 1 for next, 2 for the one after it, or back"
+        )
+    return int(text)
+
+
+def points_of(text: str) -> float:
+    """Points on the command line; for argparse."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text[:60]!r} is no number of points: write it like 5 or -2.5"
+        ) from None
+
+
+def plain(ticket: Ticket, ranked: Ranked, standing: Standing) -> dict[str, Any]:
+    """A ticket that waits, for scripts."""
+    request = ticket.request
+    return {
+        "id": ticket.id,
+        "place": ranked.place,
+        "member": ticket.server.user,
+        "server": ticket.server.name,
+        "group": ticket.group,
+        "devices": request.devices,
+        "model": request.model,
+        "memory_bytes": request.memory_bytes,
+        "environment": request.environment,
+        "seconds": ticket.seconds,
+        "waits_for": standing.why,
+        "since": utc(ticket.created_at),
+        "planned": utc(standing.planned),
+        "estimate": _plain_estimate(standing.estimate) if standing.estimate else None,
+        "priority": Priority(ticket.priority).name.lower(),
+        "boost": ticket.boost,
+        "position": ticket.position,
+        "last": ticket.last,
+        "score": ranked.score,
+        "parts": [_plain_part(part) for part in ranked.parts],
+    }
+
+
+def plain_closure(closure: Closure) -> dict[str, Any]:
+    """A pause or a drain, for scripts."""
+    return {"since": utc(closure.at), "actor": closure.actor, "reason": closure.reason}
+
+
+# Finding tickets.
+
+
+def _find(broker: Broker, name: str) -> Ticket:
+    return _in_line(broker, broker.order(), name)[0]
+
+
+def _in_line(broker: Broker, line: list[InLine], name: str) -> InLine:
+    """The ticket with this id, or the one whose id or server begins or is called so."""
+    exact = [entry for entry in line if name in (entry[0].id, str(entry[0].server))]
+    found = exact or [entry for entry in line if name and entry[0].id.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        some = ", ".join(entry[0].id for entry in found[:5])
+        raise UnknownTicket(f"Several tickets begin with {name!r}: {some}.", ticket=name)
+    try:
+        ended = broker.ticket(name)
+    except UnknownTicket:
+        sentence = f"No ticket {name!r} waits in line. List those that do with: gpuspawner queue"
+        raise UnknownTicket(sentence, ticket=name) from None
+    why = ended.end_reason.rstrip(".")
+    raise TicketEnded(
+        f"Ticket {ended.id} of {ended.server} does not wait any more "
+        f"({ended.outcome or 'waiting'}: {why}). Nothing was changed."
+    )
+
+
+# What it looks like.
+
+
+def _text(line: list[InLine], paused: Closure | None, now: datetime) -> str:
+    lines = []
+    if line:
+        headers = ("PLACE", "TICKET", "SERVER", "GROUP", "WAITS FOR", "SINCE", "START", "SCORE")
+        rows = [_queue_row(*entry, now) for entry in line]
+        lines += [table(headers, rows, right=("PLACE", "SCORE")), ""]
+    verb = "waits" if len(line) == 1 else "wait"
+    lines.append(f"{count(len(line), 'ticket')} {verb}" if line else "Nobody waits in line.")
+    if paused:
+        why = f": {paused.reason}" if paused.reason else ""
+        lines.append(f"Granting is paused by {paused.actor} since {local(paused.at)}{why}")
+    return "\n".join(lines)
+
+
+def _queue_row(ticket: Ticket, ranked: Ranked, standing: Standing, now: datetime) -> list[str]:
+    return [
+        str(ranked.place),
+        ticket.id,
+        str(ticket.server),
+        ticket.group or "-",
+        standing.why,
+        local(ticket.created_at),
+        standing.start(now) or "-",
+        _points(ranked.score),
+    ]
+
+
+def _compared(found: Comparison, tickets: dict[str, Ticket]) -> str:
+    first, second = found.first, found.second
+    ahead, behind = str(tickets[first.id].server), str(tickets[second.id].server)
+    lines = [
+        f"{ahead} (ticket {first.id}, place {first.place}) goes before "
+        f"{behind} (ticket {second.id}, place {second.place}).",
+        "",
+    ]
+    headers = ("PART", "FIRST", "SECOND", "DIFFERENCE", "WHY FIRST", "WHY SECOND")
+    rows = [_difference(difference) for difference in found.differences]
+    rows.append(
+        ("score", _points(first.score), _points(second.score), _ahead(found.points), "", "")
+    )
+    lines.append(table(headers, rows, right=headers[1:4]))
+    if _points(found.points) == "0.00":
+        lines += ["", "Their scores are as good as equal: who asked first goes first."]
+    return "\n".join(lines)
+
+
+def _difference(difference: ScoreDifference) -> tuple[str, ...]:
+    first, second = difference.first, difference.second
+    return (
+        difference.name,
+        _points(first.points) if first else "-",
+        _points(second.points) if second else "-",
+        _ahead(difference.points),
+        first.why if first else "-",
+        second.why if second else "-",
+    )
+
+
+def _points(points: float) -> str:
+    """Two decimals, and no minus before a zero."""
+    return f"{round(points, 2) + 0.0:.2f}"
+
+
+def _ahead(points: float) -> str:
+    return f"{round(points, 2) + 0.0:+.2f}"
+
+
+def _plain_estimate(estimate: Estimate) -> dict[str, str | None]:
+    moments = {"low": estimate.low, "likely": estimate.likely, "high": estimate.high}
+    return {name: utc(datetime.fromtimestamp(at, timezone.utc)) for name, at in moments.items()}
+
+
+def _plain_part(part: ScorePart) -> dict[str, Any]:
+    return {"name": part.name, "points": part.points, "why": part.why}
+
+
+def _plain_comparison(found: Comparison) -> dict[str, Any]:
+    return {
+        "first": found.first.id,
+        "second": found.second.id,
+        "points": found.points,
+        "differences": [
+            {
+                "name": difference.name,
+                "points": difference.points,
+                "first": _plain_part(difference.first) if difference.first else None,
+                "second": _plain_part(difference.second) if difference.second else None,
+            }
+            for difference in found.differences
+        ],
+    }
+
+
+def _changed(arguments: argparse.Namespace, broker: Broker, ticket: Ticket, what: str) -> int:
+    """Say what was changed and where the ticket stands now."""
+    standing = broker.standings().get(ticket.id)
+    place = standing.place if standing else 0  # it may have got its turn just now
+    value = {"id": ticket.id, "place": place, "boost": ticket.boost, "position": ticket.position}
+    where = f"it is number {place} in line now" if place else "it does not wait any more"
+    text = f"Ticket {ticket.id} of {ticket.server} {what}: {where}."
+    show(arguments.json, value, text)
+    return 0
+
+
+def pause(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Give out no devices until ``resume``."""
+    broker = line_broker(settings)
+    done = broker.pause(actor=actor(), reason=arguments.reason)
+    closure = broker.closures().get(GRANTING)
+    text = "Granting is paused: what runs goes on, and who waits waits on."
+    if not done and closure:
+        why = f": {closure.reason}" if closure.reason else ""
+        text = f"Nothing changed: {closure.actor} paused granting at {local(closure.at)}{why}"
+    value = {"changed": done, "paused": plain_closure(closure) if closure else None}
+    show(arguments.json, value, text)
+    return 0
+
+
+def resume(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Give out devices again."""
+    broker = line_broker(settings)
+    done = broker.resume(actor=actor(), reason=arguments.reason)
+    waiting = len(broker.waiting())
+    text = f"Granting goes on: {count(waiting, 'ticket')} in line."
+    if not done:
+        text = "Nothing changed: granting was not paused."
+    show(arguments.json, {"changed": done, "paused": None}, text)
+    return 0
+
+
+def drain(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Give a device to nobody new."""
+    broker = line_broker(settings)
+    device = broker.find_device(arguments.device)
+    done = broker.drain(device.uuid, actor=actor(), reason=arguments.reason)
+    closure = broker.closures().get(device.uuid)
+    text = f"{_named(device)} is drained: nobody new gets it."
+    if not done and closure:
+        text = f"Nothing changed: {closure.actor} drained {_named(device)} at {local(closure.at)}."
+    if done:
+        text += _with_it(broker, device)
+    server = _server_on(broker, device)
+    if server:
+        text += f" The session of {server} on it goes on to its end."
+    value = {"changed": done, "drained": plain_closure(closure) if closure else None}
+    show(arguments.json, {"uuid": device.uuid, "server": server, **value}, text)
+    return 0
+
+
+def undrain(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Give a device out again."""
+    broker = line_broker(settings)
+    done = broker.undrain(arguments.device, actor=actor(), reason=arguments.reason)
+    text = f"Device {arguments.device} is given out again."
+    if machine := done and broker.machine_of(broker.find_device(arguments.device).uuid):
+        text = f"The whole machine {machine} is given out again."
+    if not done:
+        text = f"Nothing changed: device {arguments.device} was not drained."
+    show(arguments.json, {"changed": done, "drained": None}, text)
+    return 0
+
+
+def trail(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Show who changed what, newest first."""
+    changes = settings.open_broker().trail(arguments.limit)
+    headers = ("TIME", "WHO", "WHAT", "ON", "DETAIL")
+    rows = [(local(c.at), c.actor, c.action, c.subject, c.detail) for c in changes]
+    text = table(headers, rows) if changes else "Nobody has changed anything yet."
+    show(arguments.json, [plain_change(change) for change in changes], text)
+    if len(changes) == arguments.limit:
+        note(f"These are the newest {count(len(changes), 'line')}; --limit shows more.")
+    return 0
+
+
+def plain_change(change: AuditEntry) -> dict[str, Any]:
+    """A line of the audit trail, for scripts."""
+    return {
+        "at": utc(change.at),
+        "actor": change.actor,
+        "action": change.action,
+        "subject": change.subject,
+        "detail": change.detail,
+    }
+
+
+def _named(device: Device) -> str:
+    return f"Device {device.index} ({device.model}, {device.uuid})"
+
+
+def _with_it(broker: Broker, device: Device) -> str:
+    """What was drained beside it; empty where a device is drained by itself."""
+    if not (machine := broker.machine_of(device.uuid)):
+        return ""
+    beside = len(broker.on_machine(device.uuid)) - 1
+    others = f" and {count(beside, 'other device')} with it" if beside else ""
+    return f" The whole machine {machine} is drained{others}: a GPU of it cannot be by itself."
+
+
+def _server_on(broker: Broker, device: Device) -> str | None:
+    servers = (str(x.server) for x in broker.open_leases() if device.uuid in x.uuids)
+    return next(servers, None)
+
+
+HEADERS = ("POLICY", "MEAN", "P50", "P95", "LONGEST", "WORST GROUP", "SLOWDOWN", "USED", "FAIRNESS")
+
+
+def simulate(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Play sessions of the past under the hub's own rules, and under others beside them."""
+    names = _names(arguments.policy)
+    if arguments.trace:
+        jobs, devices = _of_trace(arguments.trace, arguments.gpus, settings)
+    else:
+        jobs, devices = _of_store(settings.open_broker(), arguments.days, arguments.gpus)
+    found: dict[str, tuple[Figures, int]] = {}
+    for name in names:
+        player = _ours(settings, devices) if name == OURS else replay_policies.make(name, jobs)
+        replayed = replay(jobs, devices, player, replay_policies.wakes(name))
+        found[name] = figures(replayed), replayed.refused
+    value = {
+        "devices": dict(devices),
+        "jobs": len(jobs),
+        "policies": {
+            name: {**asdict(some), "refused": refused} for name, (some, refused) in found.items()
+        },
+    }
+    text = table(
+        HEADERS, [_simulate_row(name, some) for name, (some, _) in found.items()], HEADERS[1:]
+    )
+    refused = max((number for _, number in found.values()), default=0)
+    about = f"{count(len(jobs), 'session')} on {count(sum(devices.values()), 'GPU')}"
+    about += f", {refused} of them wider than that" if refused else ""
+    show(arguments.json, value, f"{text}\n\nWaits in hours; {about}.")
+    return 0
+
+
+OURS = "gpuspawner"
+"""The hub's own scheduler, with the settings of its configuration."""
+
+
+def _ours(settings: Settings, devices: Mapping[str, int]) -> Player:
+    scheduler = settings.scheduler()
+    scheduler.set_capacity(devices)
+    return scheduler
+
+
+def _names(chosen: Sequence[str] | None) -> list[str]:
+    names = [OURS, *replay_policies.NAMES]
+    if unknown := [name for name in chosen or () if name not in names]:
+        sentence = f"There is no policy {unknown[0]!r}; there are {', '.join(names)}."
+        raise InvalidRequest(sentence, field="policy")
+    return list(chosen or names)
+
+
+def _of_trace(
+    path: str, gpus: int | None, settings: Settings
+) -> tuple[Sequence[TraceJob], Mapping[str, int]]:
+    """The jobs of a CSV file, on GPUs that are all alike."""
+    try:
+        jobs = read_trace(Path(path))
+    except TraceError as error:
+        raise InvalidRequest(str(error), field="trace") from None
+    return jobs, {ANY: gpus or max(1, _devices(settings.open_broker()).total())}
+
+
+def _of_store(
+    broker: Broker, days: int, gpus: int | None
+) -> tuple[Sequence[TraceJob], Mapping[str, int]]:
+    """The site's own sessions, on its own devices or on so many that are all alike."""
+    devices: Mapping[str, int] = {ANY: gpus} if gpus else _devices(broker)
+    jobs = []
+    for asked_at, lease in broker.asked_for(broker.clock() - timedelta(days=days)):
+        started, ended = lease.started_at or lease.granted_at, lease.ended_at or lease.granted_at
+        held = {f"{device.model}/{device.memory_bytes}" for device in lease.devices}
+        kinds = frozenset({ANY}) if gpus else frozenset(held & devices.keys())
+        if not kinds:
+            continue  # devices that are not there any more
+        jobs.append(
+            TraceJob(
+                asked_at=asked_at.timestamp(),
+                duration=max(0.0, (ended - started).total_seconds()),
+                devices=len(lease.devices),
+                member=lease.server.user,
+                group=lease.group,
+                kinds=kinds,
+                seconds=float(lease.seconds) if lease.seconds is not None else None,
+            )
+        )
+    if not jobs:
+        raise InvalidRequest(
+            f"No session with GPUs ended in the last {days} days: there is nothing to play. "
+            "Take more --days, or a --trace.",
+            field="days",
+        )
+    note(f"The sessions of the last {days} days, as they were asked for.")
+    return jobs, devices
+
+
+def _devices(broker: Broker) -> Counter[str]:
+    return Counter(kind_of(d) for d in broker.look().devices if leasable(d) is None)
+
+
+def _simulate_row(name: str, some: Figures) -> tuple[Any, ...]:
+    hours = (some.mean, some.p50, some.p95, some.longest, some.worst_group)
+    numbers = [f"{value:.2f}" for value in hours]
+    ratios = [f"{some.slowdown:.1f}", f"{some.utilisation:.0%}", f"{some.fairness:.3f}"]
+    return (name, *numbers, *ratios)

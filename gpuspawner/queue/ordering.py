@@ -1,0 +1,574 @@
+"""The order of waiting tickets: usage, points and batches.
+
+A score is a sum of points, of which only the waiting changes by itself, and equally for all. So
+the order of two tickets stays, and is looked up and not sorted, with one exception: the waiting
+of requests that lack points counts until it has made up for them. They are then *level*, and go
+by age. Hence five sections, each ordered by a key that does not depend on the time:
+
+0. tickets that an admin gave a position
+1. tickets whose points are above zero before any waiting: small requests, little past use
+2. level ones, the oldest first
+3. those that still rise
+4. tickets that were put last
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import heappop, heappush
+from types import MappingProxyType
+from typing import NamedTuple
+
+from .limits import Limiter, Party
+from .models import HOUR, Priority, QueuePolicy, ScorePart, Waiting
+from .session_lengths import Alike, Length, Lengths
+
+_FARTHEST = 256.0
+"""Half-lives from the reference time after which that is moved."""
+
+
+class FairShareUse:
+    """Decayed use of one sort of party (members, or groups), exact at every moment.
+
+    A device held since ``s`` has a use of ``c * (1 - 2**-((t - s) / half_life))`` at ``t``, with
+    ``c = half_life / ln 2``: the most that one device can come to. So a party is two numbers,
+    the devices it holds and one coefficient, and nothing is walked as time passes.
+    """
+
+    def __init__(self, half_life: float) -> None:
+        self.half_life = half_life
+        self.full = half_life / math.log(2)
+        """GPU-seconds that a device held forever comes to."""
+        self._reference = 0.0
+        """The time at which the coefficients below are what they are."""
+        self._held: dict[str, int] = {}
+        self._past: dict[str, float] = {}
+
+    def of(self, party: str, now: float) -> float:
+        """GPU-seconds used of late, as of ``now``; never negative."""
+        past = self._past.get(party)
+        if past is None:
+            return 0.0
+        age = (self._reference - now) / self.half_life
+        used = self.full * self._held[party] + past * math.pow(
+            2.0, age if age < _FARTHEST else _FARTHEST
+        )
+        return used if used > 0.0 else 0.0
+
+    def change(self, party: str, devices: int, at: float) -> None:
+        """``party`` holds so many devices more (or fewer) from ``at``."""
+        age = (at - self._reference) / self.half_life
+        if not -_FARTHEST < age < _FARTHEST:
+            self._move_reference(at)
+            age = 0.0
+        self._held[party] = self._held.get(party, 0) + devices
+        change = self.full * devices * math.pow(2.0, age)
+        self._past[party] = self._past.get(party, 0.0) - change
+
+    def _move_reference(self, to: float) -> None:
+        """Long before floats overflow. What is farther away than they reach has faded."""
+        age = (self._reference - to) / self.half_life
+        factor = math.pow(2.0, max(-2 * _FARTHEST, min(2 * _FARTHEST, age)))
+        for party in self._past:
+            self._past[party] *= factor
+        self._reference = to
+
+
+FIRST = 1e9
+"""Points of a ticket that an admin gave a position: before every score."""
+
+BY_AGE = 1e6
+"""Points of a ticket that goes first because of its age."""
+
+
+class Reckoning(NamedTuple):
+    """The points of a request, and the figures behind them."""
+
+    size: float = 0.0
+    gpu_hours: float = 0.0
+    member: float = 0.0
+    member_used: float = 0.0
+    group: float = 0.0
+    group_used: float = 0.0
+
+
+class Points:
+    """Works out points from policy, weights and past use."""
+
+    def __init__(
+        self,
+        policy: QueuePolicy,
+        member_weights: Mapping[str, float],
+        group_weights: Mapping[str, float],
+    ) -> None:
+        self._policy = policy
+        self._member_weights = dict(member_weights)
+        self._group_weights = dict(group_weights)
+        self._members = FairShareUse(policy.half_life_seconds)
+        self._groups = FairShareUse(policy.half_life_seconds)
+        self._whole = self._members.full
+        """GPU-seconds that all devices can come to: past use is a part of them."""
+
+    def set_capacity(self, devices: int) -> None:
+        """How many usable devices there are."""
+        self._whole = max(1, devices) * self._members.full
+
+    def start(self, member: str, group: str, devices: int, at: float) -> None:
+        """So many devices more are in use by a member, for a group."""
+        if member:
+            self._members.change(member, devices, at)
+        if group:
+            self._groups.change(group, devices, at)
+
+    def end(self, member: str, group: str, devices: int, at: float) -> None:
+        """So many were given back."""
+        self.start(member, group, -devices, at)
+
+    def reckon(self, member: str, group: str, devices: int, cost: float, now: float) -> Reckoning:
+        """The points of a request for so many devices that is expected to cost ``cost`` seconds."""
+        policy = self._policy
+        gpu_hours = devices * cost / HOUR
+        size = math.log2(policy.level_gpu_hours / gpu_hours)
+        member_used = member_points = group_used = group_points = 0.0
+        if member:
+            member_used = self._members.of(member, now)
+            share = member_used / (self._whole * self._member_weights.get(member, 1.0))
+            member_points = -policy.member_share_points * share
+        if group:
+            group_used = self._groups.of(group, now)
+            share = group_used / (self._whole * self._group_weights.get(group, 1.0))
+            group_points = -policy.group_share_points * share
+        return Reckoning(size, gpu_hours, member_points, member_used, group_points, group_used)
+
+    def sum(self, reckoning: Reckoning, priority: Priority, boost: float) -> float:
+        """All points but those for waiting."""
+        own = reckoning.size + reckoning.member + reckoning.group
+        return own + self._policy.priority_points.get(priority, 0.0) + boost
+
+    def parts(
+        self, reckoning: Reckoning, member: str, group: str, priority: Priority, boost: float
+    ) -> list[ScorePart]:
+        """The same, line by line."""
+        level = self._policy.level_gpu_hours
+        size = f"about {reckoning.gpu_hours:.1f} GPU-hours expected, {level:g} give 0 points"
+        parts = [ScorePart("size", reckoning.size, size)]
+        if member:
+            used = _used(reckoning.member_used, self._member_weights.get(member, 1.0))
+            parts.append(ScorePart("share of the member", reckoning.member, used))
+        if group:
+            used = _used(reckoning.group_used, self._group_weights.get(group, 1.0))
+            parts.append(ScorePart("share of the group", reckoning.group, used))
+        if priority != Priority.NORMAL:
+            of_class = self._policy.priority_points.get(priority, 0.0)
+            parts.append(
+                ScorePart("priority", of_class, f"class {Priority(priority).name.lower()}")
+            )
+        if boost:
+            parts.append(ScorePart("boost", boost, "given by an admin"))
+        return parts
+
+
+def _used(seconds: float, weight: float) -> str:
+    return f"used {seconds / HOUR:.1f} GPU-hours of late, weight {weight:g}"
+
+
+Key = tuple[int, float, float, str]
+"""Section, order in it, when it was asked for, id."""
+
+Entry = tuple[int, float, float, str, "TicketBatch"]
+"""The key of the first ticket of a batch, and the batch."""
+
+Terms = tuple[object, ...]
+"""What tickets of one batch have in common."""
+
+POSITION, ABOVE, LEVEL, RISING, LAST = range(5)
+
+Rooms = tuple[float, ...]
+"""How many seconds a ticket may last that starts now, -1 when it cannot: four figures, indexed by
+the sum of :data:`SMALL` and :data:`GUESS`."""
+
+SMALL, GUESS = 1, 2
+"""It may use what is kept for small requests; nobody knows how long it will last."""
+
+
+class Shape:
+    """Requests for so many devices of the same kinds. A decision notes on it what fits."""
+
+    __slots__ = ("considered", "devices", "entries", "head", "kinds", "passed", "rooms", "seen")
+
+    def __init__(self, devices: int, kinds: frozenset[str]) -> None:
+        self.devices = devices
+        self.kinds = tuple(sorted(kinds))
+        self.entries: list[Entry] = []
+        """Its part of the line."""
+        self.head: Entry | None = None
+        """Its next ticket, in a walk down the line."""
+        self.passed = False
+        """Whether some of its tickets were passed over because they last too long."""
+        self.seen = -1
+        self.considered = -1
+        self.rooms: Rooms = (-1.0, -1.0, -1.0, -1.0)
+
+
+class TicketBatch:
+    """Requests of one member that are alike and were made one after another."""
+
+    __slots__ = (
+        "alike",
+        "asked_seconds",
+        "asked_until",
+        "boost",
+        "checked",
+        "checked_at",
+        "count",
+        "ends_seen",
+        "entry",
+        "last",
+        "length",
+        "looked_at",
+        "number",
+        "parties",
+        "per_point",
+        "points",
+        "position",
+        "priority",
+        "reckoning",
+        "refusal",
+        "refused_for_a_while",
+        "seconds",
+        "shape",
+        "terms",
+        "tickets",
+        "which",
+    )
+
+    def __init__(
+        self,
+        ticket: Waiting,
+        terms: Terms,
+        shape: Shape,
+        alike: Alike,
+        parties: tuple[Party, ...],
+        per_point: float,
+    ) -> None:
+        self.terms = terms
+        self.shape = shape
+        self.alike = alike
+        self.parties = parties
+        self.asked_seconds = ticket.seconds
+        self.position = ticket.position
+        self.last = ticket.last
+        self.boost = ticket.boost
+        self.priority = ticket.priority
+        self.per_point = per_point
+        """Seconds of waiting that are worth one point."""
+        self.tickets: list[tuple[float, str]] = []
+        """When each was asked for, and its id, in order."""
+        self.number = alike.asked
+        """Where its requests stand in the row of those alike."""
+        self.count = 0
+        """How many have ever been in it."""
+        self.asked_until = ticket.asked_at
+        self.length = Length(0.0, 0.0)
+        self.reckoning = Reckoning()
+        self.points = 0.0
+        """All but the waiting."""
+        self.seconds = 0.0
+        """How long each of its tickets keeps its devices: as asked for, else as guessed."""
+        self.which = 0
+        """Which of the :data:`Rooms` of its shape is its own."""
+        self.looked_at = float("-inf")
+        """When length and points were last worked out."""
+        self.ends_seen = -1
+        self.entry: Entry | None = None
+        """Its place in the line; None while it is out of it."""
+        self.checked = -1
+        self.checked_at = 0.0
+        self.refusal = ""
+        """The limit that keeps it waiting, as of the check."""
+        self.refused_for_a_while = False
+        """Whether the passing of time alone may change that."""
+
+    def key(self, asked_at: float, ticket_id: str, now: float) -> Key:
+        """Where one of its tickets stands at ``now``."""
+        if self.position is not None:
+            return (POSITION, self.position, asked_at, ticket_id)
+        due = asked_at / self.per_point - self.points
+        if self.last:
+            return (LAST, due, asked_at, ticket_id)
+        if self.points >= 0.0:
+            return (ABOVE, due, asked_at, ticket_id)
+        if due <= now / self.per_point:
+            return (LEVEL, asked_at, asked_at, ticket_id)
+        return (RISING, due, asked_at, ticket_id)
+
+    def reckoned(self, length: Length, reckoning: Reckoning, points: float) -> None:
+        """Note what was worked out anew."""
+        self.length, self.reckoning, self.points = length, reckoning, points
+        self.seconds = length.seconds if self.asked_seconds is None else self.asked_seconds
+        small = SMALL if reckoning.size >= 0.0 else 0
+        self.which = small + (GUESS if self.asked_seconds is None else 0)
+
+    def behind(self, ticket_id: str, now: float) -> Entry | None:
+        """The entry of the ticket behind this one in the batch, if there is one."""
+        place = 1
+        while self.tickets[place - 1][1] != ticket_id:
+            place += 1
+        if place == len(self.tickets):
+            return None
+        return (*self.key(*self.tickets[place], now), self)
+
+    def waiting_points(self, asked_at: float, now: float) -> float:
+        """Points for waiting: as many as are lacking, where some are."""
+        waited = max(0.0, now - asked_at) / self.per_point
+        if self.points < 0.0 and not self.last:
+            return min(waited, -self.points)
+        return waited
+
+
+class OrderedBatches:
+    """Batches in the order of their first tickets."""
+
+    def __init__(self, per_point: float) -> None:
+        self._per_point = per_point
+        self.entries: list[Entry] = []
+        self._several: dict[TicketBatch, None] = {}
+        """Those in which more than one waits."""
+
+    def put(self, batch: TicketBatch, now: float) -> Entry | None:
+        """Set a batch where it belongs now, or take it out when nobody waits in it."""
+        if len(batch.tickets) > 1:
+            self._several[batch] = None
+        else:
+            self._several.pop(batch, None)
+            if not batch.tickets:
+                self.remove(batch)
+                return None
+        asked_at, ticket_id = batch.tickets[0]
+        entry = (*batch.key(asked_at, ticket_id, now), batch)
+        if batch.entry is not None:
+            if batch.entry[:4] == entry[:4]:
+                return batch.entry
+            self.remove(batch)
+        batch.entry = entry
+        insort(self.entries, entry)
+        insort(batch.shape.entries, entry)
+        return entry
+
+    def remove(self, batch: TicketBatch) -> None:
+        """Take a batch out of the line."""
+        if batch.entry is not None:
+            for entries in (self.entries, batch.shape.entries):
+                del entries[bisect_left(entries, batch.entry)]
+            batch.entry = None
+
+    def settle(self, now: float) -> None:
+        """Those whose waiting has made up for what they lacked go by age from now on."""
+        first = bisect_left(self.entries, (RISING,))
+        while first < len(self.entries) and self.entries[first][0] == RISING:
+            if self.entries[first][1] > now / self._per_point:
+                break
+            self.put(self.entries[first][4], now)
+            first += 1
+
+    def in_order(self, now: float) -> Iterator[Key]:
+        """The keys of all tickets, first next; nothing may change meanwhile."""
+        following: list[tuple[Key, int, TicketBatch]] = []
+        for entry in self.entries:
+            while following and following[0][0] < entry[:4]:
+                key, place, batch = heappop(following)
+                yield key
+                _follow(following, batch, place, now)
+            yield entry[:4]
+            if len(entry[4].tickets) > 1:
+                _follow(following, entry[4], 0, now)
+        while following:
+            key, place, batch = heappop(following)
+            yield key
+            _follow(following, batch, place, now)
+
+    def before(self, key: Key, now: float) -> int:
+        """How many tickets stand before ``key``."""
+        count = bisect_left(self.entries, key)
+        for batch in self._several:
+            if batch.entry is not None and batch.entry[:4] < key:
+                keys = [batch.key(asked_at, name, now) for asked_at, name in batch.tickets[1:]]
+                count += bisect_left(keys, key)
+        return count
+
+
+def _follow(
+    following: list[tuple[Key, int, TicketBatch]], batch: TicketBatch, place: int, now: float
+) -> None:
+    """Add what stands behind the ticket at ``place`` of a batch."""
+    if place + 1 < len(batch.tickets):
+        key = batch.key(*batch.tickets[place + 1], now)
+        heappush(following, (key, place + 1, batch))
+
+
+LOOK_AGAIN = 1200.0
+"""Seconds after which points are worked out anew, at the soonest, if sessions of the like have
+ended; if not, three times as many: past use decays, running sessions grow older."""
+
+LOOK_PART = 0.1
+"""And that part of the time that a batch has waited: so long a wait needs no such care."""
+
+FRESH = 60.0
+"""Seconds for which points serve for a ticket whose turn it would be."""
+
+_LOOKS = 50
+"""Points that are worked out anew in one decision, at most, for being old."""
+
+
+class Book:
+    """All tickets, found by id, by age and in the order of their points."""
+
+    def __init__(
+        self, policy: QueuePolicy, lengths: Lengths, points: Points, limiter: Limiter
+    ) -> None:
+        self._policy = policy
+        self._lengths = lengths
+        self._points = points
+        self._limiter = limiter
+        self.tickets: dict[str, Waiting] = {}
+        self.waiting: Mapping[str, Waiting] = MappingProxyType(self.tickets)
+        self.line = OrderedBatches(policy.waiting_point_seconds)
+        self.limited: dict[TicketBatch, None] = {}
+        """Batches that a limit may keep waiting."""
+        self.by_age: dict[frozenset[str], list[tuple[float, str]]] = {}
+        """Tickets by the kinds that fit, the oldest first."""
+        self._batches: dict[str, TicketBatch] = {}
+        self._open: dict[Terms, TicketBatch] = {}
+        self._shapes: dict[tuple[int, frozenset[str]], Shape] = {}
+        self._numbers = itertools.count()
+        self._looks: list[tuple[float, int, TicketBatch]] = []
+        """When each batch is to be looked at again; a heap."""
+        self._stale: list[TicketBatch] = []
+
+    @property
+    def shapes(self) -> Iterable[Shape]:
+        """Every shape that was ever asked for."""
+        return self._shapes.values()
+
+    def batch(self, ticket_id: str) -> TicketBatch:
+        """The batch of a ticket that waits."""
+        return self._batches[ticket_id]
+
+    def add(self, ticket: Waiting, now: float) -> None:
+        """A ticket begins to wait."""
+        batch = self._batch_for(ticket)
+        place = (ticket.asked_at, ticket.id)
+        insort(batch.tickets, place)
+        batch.count += 1
+        batch.alike.asked += 1
+        batch.asked_until = max(batch.asked_until, ticket.asked_at)
+        self.tickets[ticket.id] = ticket
+        self._batches[ticket.id] = batch
+        insort(self.by_age.setdefault(ticket.kinds, []), place)
+        if len(batch.tickets) == 1 and not self._is_fresh(batch, now):
+            self.look(batch, now)
+        else:
+            self.line.put(batch, now)
+        if batch.parties:
+            self.limited[batch] = None
+
+    def remove(self, ticket_id: str, now: float) -> TicketBatch:
+        """A ticket that waits does so no longer. Answers its batch."""
+        ticket = self.tickets.pop(ticket_id)
+        batch = self._batches.pop(ticket_id)
+        place = (ticket.asked_at, ticket_id)
+        del batch.tickets[bisect_left(batch.tickets, place)]
+        ages = self.by_age[ticket.kinds]
+        del ages[bisect_left(ages, place)]
+        if not ages:
+            del self.by_age[ticket.kinds]
+        self.line.put(batch, now)
+        if not batch.tickets:
+            self.limited.pop(batch, None)
+        return batch
+
+    def look(self, batch: TicketBatch, now: float) -> None:
+        """Work out length and points of a batch as of now, and set it where they put it."""
+        alike = batch.alike
+        batch.looked_at = now
+        batch.ends_seen = alike.ends
+        length = self._lengths.estimate(alike, batch.number, now, batch.asked_seconds)
+        reckoning = self._points.reckon(alike.member, alike.group, alike.devices, length.cost, now)
+        points = self._points.sum(reckoning, batch.priority, batch.boost)
+        batch.reckoned(length, reckoning, points)
+        self.line.put(batch, now)
+
+    def ended_one_of(self, batch: TicketBatch) -> None:
+        """A session that was asked for with those of the batch is over: nothing tells more."""
+        if batch.tickets:
+            self._stale.append(batch)
+
+    def bring_up_to_date(self, now: float) -> None:
+        """Before a decision: points that may have changed, and who has waited enough."""
+        for batch in self._stale:
+            if batch.tickets and not 0 <= now - batch.looked_at < FRESH:
+                self.look(batch, now)
+        self._stale.clear()
+        for _ in range(min(_LOOKS, len(self._looks))):
+            if self._looks[0][0] > now:
+                break
+            _, number, batch = heappop(self._looks)
+            if not batch.tickets:
+                if self._open.get(batch.terms) is batch:
+                    del self._open[batch.terms]
+                continue
+            since = abs(now - batch.looked_at)
+            every = max(LOOK_AGAIN, LOOK_PART * (now - batch.tickets[0][0]))
+            if since >= every and (batch.ends_seen != batch.alike.ends or since >= 3 * every):
+                self.look(batch, now)
+                since = 0.0
+            heappush(self._looks, (now + max(LOOK_AGAIN, every - since), number, batch))
+        self.line.settle(now)
+
+    def look_at_all(self, now: float) -> None:
+        """Before the whole line is shown."""
+        for entry in list(self.line.entries):
+            if not 0 <= now - entry[4].looked_at < FRESH:
+                self.look(entry[4], now)
+        self.line.settle(now)
+
+    def _batch_for(self, ticket: Waiting) -> TicketBatch:
+        terms = (
+            ticket.member,
+            ticket.group,
+            ticket.devices,
+            ticket.kinds,
+            ticket.seconds,
+            ticket.priority,
+            ticket.boost,
+            ticket.position,
+            ticket.last,
+        )
+        batch = self._open.get(terms)
+        if (
+            batch is not None
+            and batch.count < self._policy.batch_tickets
+            and abs(ticket.asked_at - batch.asked_until) <= self._policy.batch_seconds
+        ):
+            return batch
+        shape = self._shapes.get((ticket.devices, ticket.kinds))
+        if shape is None:
+            shape = Shape(ticket.devices, ticket.kinds)
+            self._shapes[(ticket.devices, ticket.kinds)] = shape
+        batch = TicketBatch(
+            ticket,
+            terms,
+            shape,
+            self._lengths.alike(ticket.member, ticket.group, ticket.devices),
+            self._limiter.of(ticket.member, ticket.group),
+            self._policy.waiting_point_seconds,
+        )
+        self._open[terms] = batch
+        heappush(self._looks, (ticket.asked_at + LOOK_AGAIN, next(self._numbers), batch))
+        return batch
+
+    def _is_fresh(self, batch: TicketBatch, now: float) -> bool:
+        return batch.ends_seen == batch.alike.ends and 0 <= now - batch.looked_at < FRESH

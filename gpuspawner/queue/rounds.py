@@ -1,0 +1,517 @@
+"""One scheduling round: which tickets start now, and what is kept for planned starts."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from operator import itemgetter
+from typing import NamedTuple
+
+from .limits import Limiter
+from .models import QueuePolicy
+from .ordering import FRESH, GUESS, LAST, POSITION, SMALL, Book, Entry, Rooms, Shape, TicketBatch
+
+
+class Capacity:
+    """Devices by kind."""
+
+    def __init__(self, devices: Mapping[str, int], small_share: float) -> None:
+        self.devices = dict(devices)
+        """All usable ones by kind."""
+        self._for_small = {kind: int(small_share * count) for kind, count in devices.items()}
+
+    def for_small(self, kind: str, devices: int) -> int:
+        """How many devices must be left when a request for ``devices`` that is not small
+        starts; fewer than usual when it needs nearly all there are."""
+        kept = self._for_small.get(kind)
+        if not kept:
+            return 0
+        others = self.devices[kind] - devices
+        return kept if others >= kept else max(0, others)
+
+
+_MEMORY = 12 * 3600.0
+"""Seconds after which a start counts about a third."""
+
+_LEAST = 60.0
+"""Seconds that every start takes, whatever is ahead."""
+
+
+class GrantRate:
+    """Devices given out, by kind; old ones fade away."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, float] = {}
+        self._as_of = -math.inf
+        self._past = 1.0
+        """The part of the memory that lies before the first event."""
+
+    def give(self, held: Mapping[str, int], at: float) -> None:
+        """So many devices of each kind were given out."""
+        self._pass(at)
+        for kind, devices in held.items():
+            self._given[kind] = self._given.get(kind, 0.0) + devices
+
+    def seconds_for(self, devices: int, kinds: Iterable[str], now: float) -> float:
+        """How long it takes to give out so many devices, of any of the kinds."""
+        fade = self._fade(now)
+        # One device more, so that nothing is divided by zero and a single start proves little.
+        given = 1.0 + fade * sum(self._given.get(kind, 0.0) for kind in kinds)
+        return _LEAST + devices * (_MEMORY * (1.0 - fade * self._past) + 1.0) / given
+
+    def _pass(self, now: float) -> None:
+        fade = self._fade(now)
+        for kind in self._given:
+            self._given[kind] *= fade
+        if self._given:
+            self._past *= fade
+        self._as_of = max(self._as_of, now)
+
+    def _fade(self, now: float) -> float:
+        return math.exp(min(0.0, self._as_of - now) / _MEMORY) if self._given else 1.0
+
+
+_Release = tuple[float, str, int]
+"""When, which lease, how many devices of one kind."""
+
+
+class Planned(NamedTuple):
+    """When so many devices of a kind are free together."""
+
+    at: float
+    spare: int
+    """How many more are free then."""
+
+
+class Releases:
+    """The ends of leases, by kind and in order."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[str, list[_Release]] = {}
+        self._ends: dict[str, tuple[float, Mapping[str, int]]] = {}
+        self._guesses: list[tuple[float, str]] = []
+
+    def put(self, lease_id: str, held: Mapping[str, int], at: float, guess: bool) -> None:
+        """A lease holds these devices until ``at``; replaces what was said of it before."""
+        self.remove(lease_id)
+        self._ends[lease_id] = (at, held)
+        for kind, devices in held.items():
+            insort(self._by_kind.setdefault(kind, []), (at, lease_id, devices))
+        if guess:
+            heapq.heappush(self._guesses, (at, lease_id))
+
+    def remove(self, lease_id: str) -> None:
+        """The lease has ended; unknown is no error."""
+        at, held = self._ends.pop(lease_id, (0.0, {}))
+        for kind, devices in held.items():
+            releases = self._by_kind[kind]
+            del releases[bisect_left(releases, (at, lease_id, devices))]
+
+    def end_of(self, lease_id: str) -> float:
+        """When the lease ends, as far as is known."""
+        return self._ends[lease_id][0]
+
+    @property
+    def next_guess(self) -> float:
+        """The first end that was guessed; infinity where there is none."""
+        return self._guesses[0][0] if self._guesses else math.inf
+
+    def guessed_wrong(self, now: float) -> Iterator[str]:
+        """Leases that should have ended by now and were only guessed: guess again."""
+        while self._guesses and self._guesses[0][0] <= now:
+            at, lease_id = heapq.heappop(self._guesses)
+            if self._ends.get(lease_id, (None,))[0] == at:
+                yield lease_id
+
+    def ahead(self, kind: str, now: float) -> Sequence[_Release]:
+        """What comes back of a kind after ``now``, in order.
+
+        A session that should be over is given as long again as it is late already: what does
+        not end must not look as if it would at any moment.
+        """
+        ends = self._by_kind.get(kind, ())
+        if not ends or ends[0][0] > now:
+            return ends
+        late = bisect_right(ends, now, key=itemgetter(0))
+        again = [(2 * now - at, lease_id, count) for at, lease_id, count in ends[:late]]
+        return sorted([*again, *ends[late:]])
+
+    def together(
+        self, kind: str, devices: int, free: int, now: float, starts: Sequence[_Release]
+    ) -> Planned | None:
+        """When ``devices`` are free at once, if ``free`` are now and nobody else gets any.
+
+        ``starts`` are releases of what starts now. None when there will never be so many.
+        """
+        ahead = self.ahead(kind, now)
+        reached: float | None = None
+        for at, _, count in heapq.merge(ahead, sorted(starts)) if starts else ahead:
+            if reached is not None and at > reached:
+                break
+            free += count
+            if reached is None and free >= devices:
+                reached = at
+        return None if reached is None else Planned(reached, free - devices)
+
+
+class ReleasePlan:
+    """The free devices of one kind from now on, as steps in time."""
+
+    def __init__(self, now: float, free: int, ends: Iterable[tuple[float, int]]) -> None:
+        """``ends`` are the times at which so many devices come back."""
+        self._times = [now]
+        self._free = [free]
+        for at, devices in sorted(ends):
+            if at > self._times[-1]:
+                self._times.append(at)
+                self._free.append(self._free[-1])
+            self._free[-1] += devices
+
+    def earliest(self, devices: int, seconds: float) -> float:
+        """The first time from which so many are free for so long; infinity if there is none."""
+        start: float | None = None
+        for at, (time, free) in enumerate(zip(self._times, self._free, strict=True)):
+            if free < devices:
+                start = None
+                continue
+            if start is None:
+                start = time
+            last = at + 1 == len(self._times)
+            if last or self._times[at + 1] >= start + seconds:
+                return start
+        return math.inf
+
+    def take(self, devices: int, start: float, seconds: float) -> None:
+        """Promise so many devices from ``start`` for ``seconds``."""
+        end = start + seconds
+        self._cut(start)
+        if math.isfinite(end):
+            self._cut(end)
+        for at, time in enumerate(self._times):
+            if start <= time < end:
+                self._free[at] -= devices
+
+    def _cut(self, at: float) -> None:
+        place = bisect_right(self._times, at)
+        if place and self._times[place - 1] == at:
+            return
+        insort(self._times, at)
+        self._free.insert(place, self._free[place - 1] if place else self._free[0])
+
+
+_VERSIONS = itertools.count()
+
+_NO_ROOM: Rooms = (-1.0, -1.0, -1.0, -1.0)
+
+
+class _KeptDevices:
+    """Devices of one kind that are gathered for the first ticket that waits for them."""
+
+    __slots__ = ("at", "no_guess", "spare")
+
+    def __init__(self, planned: Planned, no_guess: bool) -> None:
+        self.at = planned.at
+        self.spare = planned.spare
+        self.no_guess = no_guess
+
+
+class Round:
+    """The free devices of a moment, given out one ticket after the other.
+
+    The first ticket of each kind that does not fit gets a planned start: the moment at which
+    enough devices have come back. Those behind it may use what is free meanwhile, if they end
+    before, or do with what is left over then.
+    """
+
+    def __init__(
+        self,
+        now: float,
+        free: Mapping[str, int],
+        capacity: Capacity,
+        releases: Releases,
+        guess_again: Callable[[float], None],
+    ) -> None:
+        """``guess_again`` sees to it that no release is guessed to be before the time given."""
+        self.now = now
+        self.left = {kind: count for kind, count in free.items() if count > 0}
+        self.version = self.number = next(_VERSIONS)
+        """The version grows when anything is given out or kept; the number is the first one."""
+        self.planned: dict[str, float] = {}
+        self.on: dict[str, str] = {}
+        """For each start, the kind of its devices."""
+        self._capacity = capacity
+        self._releases = releases
+        self._guess_again = guess_again
+        self._kept: dict[str, _KeptDevices] = {}
+        self._starts: dict[str, list[tuple[float, str, int]]] = {}
+
+    def measure(self, shape: Shape) -> None:
+        """Note on a shape how many seconds its tickets may last; see :attr:`Shape.rooms`."""
+        rooms = _NO_ROOM
+        for kind in shape.kinds:
+            if self.left.get(kind, 0) >= shape.devices:
+                of_kind = self._rooms(kind, shape.devices)
+                rooms = of_kind if rooms is _NO_ROOM else tuple(map(max, rooms, of_kind))
+        shape.rooms = rooms
+        shape.seen = self.version
+
+    def room(self, batch: TicketBatch) -> float:
+        """How many seconds the tickets of a batch may last; negative where none can start."""
+        shape = batch.shape
+        if shape.seen != self.version:
+            self.measure(shape)
+        return shape.rooms[batch.which]
+
+    def start(self, ticket_id: str, shape: Shape, seconds: float, which: int) -> None:
+        """Give a ticket its devices; ``which`` of the rooms was seen to be enough."""
+        devices, kind = shape.devices, shape.kinds[0]
+        if len(shape.kinds) > 1:
+            kind = max(
+                (k for k in shape.kinds if self.left.get(k, 0) >= devices),
+                key=lambda k: (
+                    self._rooms(k, devices)[which] >= seconds,
+                    k not in self._kept,
+                    self.left[k],
+                ),
+            )
+        self.on[ticket_id] = kind
+        kept = self._kept.get(kind)
+        if kept is not None:
+            in_doubt = kept.no_guess and which & GUESS
+            if in_doubt or self.now + seconds > kept.at:
+                kept.spare -= devices
+        self.left[kind] -= devices
+        if not self.left[kind]:
+            del self.left[kind]
+        self._starts.setdefault(kind, []).append((self.now + seconds, ticket_id, devices))
+        self.version = next(_VERSIONS)
+
+    def keep(self, ticket_id: str, shape: Shape, which: int, no_guess: bool) -> None:
+        """Plan the start of a ticket that does not fit, unless another one's is planned on all
+        kinds that it could use. ``no_guess``: nothing whose length is a guess may use its
+        devices meanwhile."""
+        shape.considered = self.number
+        kinds = [kind for kind in shape.kinds if kind not in self._kept]
+        if not kinds:
+            return
+        if self._releases.next_guess <= self.now:
+            self._guess_again(self.now)
+        plans = []
+        for kind in kinds:
+            left, starts = self.left.get(kind, 0), self._starts.get(kind, ())
+            if not which & SMALL:
+                left -= self._capacity.for_small(kind, shape.devices)
+            planned = self._releases.together(kind, shape.devices, left, self.now, starts)
+            if planned is not None:
+                plans.append((planned.at, kind, planned))
+        if plans:
+            at, kind, planned = min(plans)
+            self._kept[kind] = _KeptDevices(planned, no_guess)
+            self.planned[ticket_id] = at
+            self.version = next(_VERSIONS)
+
+    def started(self, kind: str) -> list[tuple[float, str, int]]:
+        """What starts now of a kind, as releases."""
+        return self._starts.get(kind, [])
+
+    def _rooms(self, kind: str, devices: int) -> Rooms:
+        kept = self._kept.get(kind)
+        if kept is None or kept.spare >= devices:
+            room = room_of_guess = math.inf
+        else:
+            room = kept.at - self.now
+            room_of_guess = -1.0 if kept.no_guess else room
+        if self.left[kind] >= devices + self._capacity.for_small(kind, devices):
+            return (room, room, room_of_guess, room_of_guess)
+        return (-1.0, room, -1.0, room_of_guess)
+
+
+class Aged:
+    """Who goes first because of their age: served as devices allow, within a share of them."""
+
+    def __init__(self, policy: QueuePolicy) -> None:
+        self._policy = policy
+        self._in_use: dict[str, int] = {}
+
+    def start(self, held: Mapping[str, int]) -> None:
+        """Devices (by kind) are in use by one that went first."""
+        for kind, devices in held.items():
+            self._in_use[kind] = self._in_use.get(kind, 0) + devices
+
+    def end(self, held: Mapping[str, int]) -> None:
+        """And are not any more."""
+        for kind, devices in held.items():
+            self._in_use[kind] -= devices
+
+    def due(self, asked_at: float, now: float) -> bool:
+        """Whether a ticket has waited so long."""
+        return now - asked_at >= self._policy.overdue_seconds
+
+    def first(
+        self, book: Book, limiter: Limiter, capacity: Mapping[str, int], now: float
+    ) -> list[str]:
+        """The tickets that go first now, in order."""
+        found: list[tuple[float, str]] = []
+        for kinds, ages in book.by_age.items():
+            if not self.due(ages[0][0], now):
+                continue
+            in_use = sum(self._in_use.get(kind, 0) for kind in kinds)
+            most = self._policy.overdue_share * sum(capacity.get(kind, 0) for kind in kinds)
+            for asked_at, ticket_id in ages:
+                if not self.due(asked_at, now) or (in_use and in_use >= most):
+                    break
+                ticket = book.tickets[ticket_id]
+                if ticket.position is not None or limiter.refusal(book.batch(ticket_id), now):
+                    continue
+                if in_use and in_use + ticket.devices > most:
+                    break
+                in_use += ticket.devices
+                found.append((asked_at, ticket_id))
+        found.sort()
+        return [ticket_id for _, ticket_id in found]
+
+
+class Walk:
+    """One decision: the positioned, those who go first because of their age, the line.
+
+    The line is walked shape by shape, with a finger on the first ticket of each that may get
+    something, so that nobody is looked at whose devices are all in use. What is left only
+    becomes less while a decision is made: who was passed over once need not be asked again,
+    but for the first of a shape that finds no devices left at all, which gets a planned start.
+    """
+
+    def __init__(self, book: Book, limiter: Limiter, round_: Round) -> None:
+        self._book = book
+        self._limiter = limiter
+        self._round = round_
+        self._now = round_.now
+        self._shapes: list[Shape] = []
+        self._heads: list[tuple[Entry, Shape | None]] = []
+        """The next ticket of each shape; and, without a shape, those that are out of its row."""
+        self._section = LAST
+        """The last section to walk through."""
+        self.starts: list[str] = []
+
+    def run(self, aged: Iterable[str]) -> None:
+        """Fill :attr:`starts`, as far as devices go."""
+        first = POSITION
+        if self._book.line.entries[0][0] == POSITION:
+            self._line(POSITION, POSITION)
+            first = POSITION + 1
+        for ticket_id in aged:
+            batch = self._book.batch(ticket_id)
+            if self._round.left and not self._limiter.refusal(batch, self._now):
+                self._offer(ticket_id, batch, batch.which | SMALL, because_of_age=True)
+        self._line(first, LAST)
+
+    def _line(self, first: int, last: int) -> None:
+        """Offer what is left to all from the section ``first`` to the section ``last``."""
+        round_ = self._round
+        self._section = last
+        self._shapes = [shape for shape in self._book.shapes if shape.entries]
+        self._heads = []
+        for each in self._shapes:
+            each.passed = False
+            entry = each.entries[0]
+            if entry[0] < first:
+                self._point(each, (first,))
+            elif entry[0] <= last:
+                each.head = entry  # whether it may get something is seen when it is its turn
+                self._heads.append((entry, each))
+        heapify(self._heads)
+        while round_.left and self._heads:
+            entry, shape = heappop(self._heads)
+            if shape is not None and shape.head is not entry:
+                continue  # the finger has moved on
+            version = round_.version
+            self._turn(entry)
+            if shape is not None:
+                self._point(shape, entry)
+            if round_.version != version:
+                self._less_is_left(entry, but=shape)
+
+    def _turn(self, entry: Entry) -> None:
+        """Offer what is left to one ticket."""
+        batch = entry[4]
+        if not self._may_get(batch):
+            return
+        if batch.entry is entry and self._round.room(batch) >= 0.0 and self._is_old(batch):
+            self._book.look(batch, self._now)
+            if batch.entry is not entry:
+                if batch.entry < entry:
+                    heappush(self._heads, (batch.entry, None))
+                return
+        if entry[3] in self._round.on or self._limiter.refusal(batch, self._now):
+            return
+        if self._offer(entry[3], batch, batch.which, because_of_age=False):
+            behind = batch.behind(entry[3], self._now)
+            if behind is not None:
+                heappush(self._heads, (behind, None))
+
+    def _point(self, shape: Shape, after: Entry | tuple[int]) -> None:
+        """Put the finger on the first ticket of a shape behind ``after`` that may get something."""
+        round_, now = self._round, self._now
+        if shape.seen != round_.version:
+            round_.measure(shape)
+        rooms = shape.rooms
+        considered = shape.considered == round_.number
+        shape.head = None
+        if considered and max(rooms) < 0.0:
+            return
+        entries, refusal = shape.entries, self._limiter.refusal
+        for place in range(bisect_right(entries, after), len(entries)):
+            entry = entries[place]
+            if entry[0] > self._section:
+                return
+            batch = entry[4]
+            room = rooms[batch.which]
+            if room < batch.seconds and (room >= 0.0 or considered):
+                shape.passed = shape.passed or not considered
+                continue
+            if batch.parties and refusal(batch, now):
+                continue
+            shape.head = entry
+            heappush(self._heads, (entry, shape))
+            return
+
+    def _less_is_left(self, here: Entry, but: Shape | None) -> None:
+        """Those of a shape that were passed over because they last too long may be the first
+        to find no devices at all."""
+        for shape in self._shapes:
+            if not shape.passed or shape is but or shape.considered == self._round.number:
+                continue
+            before = shape.rooms
+            self._round.measure(shape)
+            if shape.rooms != before:
+                self._point(shape, here)
+
+    def _may_get(self, batch: TicketBatch) -> bool:
+        """Whether a ticket may start now, or is the first of its shape that cannot."""
+        room = self._round.room(batch)
+        if room < 0.0:
+            return batch.shape.considered != self._round.number
+        return room >= batch.seconds
+
+    def _is_old(self, batch: TicketBatch) -> bool:
+        """Whether more is known by now of how long its like lasts."""
+        if batch.ends_seen == batch.alike.ends:
+            return False
+        return not 0 <= self._now - batch.looked_at <= FRESH
+
+    def _offer(self, ticket_id: str, batch: TicketBatch, which: int, because_of_age: bool) -> bool:
+        """Start a ticket if it fits, else plan its start."""
+        shape, round_ = batch.shape, self._round
+        if shape.seen != round_.version:
+            round_.measure(shape)
+        if shape.rooms[which] >= batch.seconds:
+            round_.start(ticket_id, shape, batch.seconds, which)
+            self.starts.append(ticket_id)
+            self._limiter.take(batch, batch.seconds)
+            return True
+        if shape.rooms[which] < 0.0:
+            round_.keep(ticket_id, shape, which, because_of_age)
+        return False

@@ -1,0 +1,306 @@
+"""Whose turn it is, kept up to date event by event."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from types import MappingProxyType
+
+from .limits import Limiter
+from .models import (
+    HOUR,
+    Decision,
+    EndedSession,
+    QueueLimits,
+    QueuePolicy,
+    Ranked,
+    Running,
+    ScorePart,
+    Waiting,
+)
+from .ordering import BY_AGE, FIRST, LAST, POSITION, Book, Key, Points, TicketBatch
+from .rounds import Aged, Capacity, ReleasePlan, Releases, Round, Walk
+from .session_lengths import Alike, Lengths
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A running lease and what its end will tell."""
+
+    lease: Running
+    devices: int
+    number: int
+    alike: Alike
+    batch: TicketBatch | None
+    aged: bool
+    """It went first because of its age."""
+
+
+class Scheduler:
+    """Tickets that wait, leases that run, and the rules that choose between them.
+
+    Incremental and in memory: whoever owns it tells it what happens and asks it to decide. It
+    starts nothing itself; a ticket leaves the line with :meth:`started`. Times are seconds since
+    1970; a clock that is set back harms nothing. A ticket gets all its devices from one kind.
+    """
+
+    def __init__(
+        self,
+        policy: QueuePolicy | None = None,
+        *,
+        member_weights: Mapping[str, float] | None = None,
+        group_weights: Mapping[str, float] | None = None,
+        member_limits: QueueLimits | None = None,
+        group_limits: Mapping[str, QueueLimits] | None = None,
+    ) -> None:
+        self.policy = policy or QueuePolicy()
+        self._points = Points(self.policy, member_weights or {}, group_weights or {})
+        self._limiter = Limiter(member_limits or QueueLimits(), group_limits or {})
+        self._lengths = Lengths(self.policy.default_seconds, self.policy.samples)
+        self._book = Book(self.policy, self._lengths, self._points, self._limiter)
+        self._aged = Aged(self.policy)
+        self._releases = Releases()
+        self._capacity = Capacity({}, 0.0)
+        self._leases: dict[str, _Lease] = {}
+        self._running: dict[str, Running] = {}
+        self._latest = -math.inf
+        self.waiting: Mapping[str, Waiting] = self._book.waiting
+        self.running: Mapping[str, Running] = MappingProxyType(self._running)
+
+    def set_capacity(self, devices: Mapping[str, int]) -> None:
+        """All devices that can be leased at all, by kind: shares are parts of them."""
+        self._capacity = Capacity(devices, self.policy.small_share)
+        self._points.set_capacity(sum(devices.values()))
+
+    # What happens.
+
+    def submit(self, ticket: Waiting) -> None:
+        """A ticket waits; one of the same id is replaced."""
+        now = max(self._latest, ticket.asked_at)
+        before = self.waiting.get(ticket.id)
+        if before is not None:
+            if before == ticket:
+                return
+            self._book.remove(ticket.id, now)
+        self._book.add(ticket, now)
+
+    def withdraw(self, ticket_id: str) -> None:
+        """A ticket waits no longer; an unknown one is no error."""
+        if ticket_id in self.waiting:
+            self._book.remove(ticket_id, self._latest)
+
+    def started(self, lease: Running) -> None:
+        """A lease began; its ticket, if it had one, leaves the line."""
+        if lease.id in self._leases:
+            self.ended(lease.id, lease.started_at)
+        at, devices = lease.started_at, lease.devices
+        alike = self._lengths.alike(lease.member, lease.group, devices)
+        ticket = self.waiting.get(lease.ticket_id or lease.id)
+        batch, aged, seconds = None, False, None
+        number = alike.asked
+        if ticket is not None:
+            batch = self._book.remove(ticket.id, at)
+            aged, seconds = self._aged.due(ticket.asked_at, at), batch.seconds
+        if batch is not None and batch.alike is alike:
+            number = batch.number
+        else:
+            alike.asked += 1
+        self._running[lease.id] = lease
+        self._leases[lease.id] = _Lease(lease, devices, number, alike, batch, aged)
+        alike.start(number, at)
+        self._points.start(lease.member, lease.group, devices, at)
+        if aged:
+            self._aged.start(lease.held)
+        ends_at = lease.ends_at
+        if ends_at is None:
+            if seconds is None:
+                seconds = self._lengths.estimate(alike, number, at, None).seconds
+            ends_at = at + seconds
+        self._ends(lease, ends_at)
+
+    def extended(self, lease_id: str, ends_at: float | None) -> None:
+        """The session's end was moved; an unknown lease is no error."""
+        known = self._leases.get(lease_id)
+        if known is None:
+            return
+        known.lease = self._running[lease_id] = replace(known.lease, ends_at=ends_at)
+        if ends_at is None:
+            ends_at = self._guess(known, max(self._latest, known.lease.started_at))
+        self._ends(known.lease, ends_at)
+
+    def ended(self, lease_id: str, at: float) -> None:
+        """A lease ended: its use counts, its length is learned. Unknown is no error."""
+        known = self._leases.pop(lease_id, None)
+        if known is None:
+            return
+        lease = self._running.pop(lease_id)
+        at = max(at, lease.started_at)
+        self._points.end(lease.member, lease.group, known.devices, at)
+        if known.aged:
+            self._aged.end(lease.held)
+        self._releases.remove(lease_id)
+        self._limiter.remove(lease)
+        self._lengths.end(known.alike, known.number, lease.started_at, at - lease.started_at)
+        if known.batch is not None:
+            self._book.ended_one_of(known.batch)
+
+    def learn(self, history: Iterable[EndedSession]) -> None:
+        """What ended before this scheduler began, the oldest first."""
+        for ended in history:
+            start, end = ended.started_at, max(ended.started_at, ended.ended_at)
+            self._points.start(ended.member, ended.group, ended.devices, start)
+            self._points.end(ended.member, ended.group, ended.devices, end)
+            alike = self._lengths.alike(ended.member, ended.group, ended.devices)
+            self._lengths.end(alike, alike.asked, start, end - start)
+            alike.asked += 1
+
+    # What follows.
+
+    def decide(
+        self, now: float, free: Mapping[str, int], *, planned: int = 0, reasons: bool = False
+    ) -> Decision:
+        """Who starts now on the ``free`` devices (by kind). Changes nothing.
+
+        Planned are the starts that those of now depend on; and, for people to know, the starts
+        of the next ``planned`` tickets in line, and with ``reasons`` whom a limit keeps waiting.
+        """
+        if not self.waiting:
+            return Decision()
+        self._latest = now
+        self._book.bring_up_to_date(now)
+        if planned > 0 or self._limiter.any:
+            self._guess_again(now)
+        round_ = Round(now, free, self._capacity, self._releases, self._guess_again)
+        walk = Walk(self._book, self._limiter, round_)
+        aged = self._first_by_age(now)
+        walk.run(aged)
+        if planned > 0:
+            self._plan(round_, now, self._in_order(now, aged), planned)
+        held_back = self._held_back(round_.on, now) if reasons else {}
+        self._limiter.give_back()
+        return Decision(tuple(walk.starts), round_.planned, held_back, round_.on)
+
+    def order(self, now: float) -> list[Ranked]:
+        """All that wait, first next, each with the arithmetic of its score."""
+        self._latest = now
+        self._book.look_at_all(now)
+        aged = self._first_by_age(now)
+        first = frozenset(aged)
+        ranked = []
+        for place, key in enumerate(self._in_order(now, aged), start=1):
+            parts = self._parts(key, now, key[3] in first)
+            ranked.append(Ranked(key[3], place, sum(part.points for part in parts), parts))
+        return ranked
+
+    def in_line(self, now: float) -> list[str]:
+        """The ids of all that wait, first next: :meth:`order` without the arithmetic."""
+        self._latest = now
+        self._book.line.settle(now)
+        return [key[3] for key in self._in_order(now, self._first_by_age(now))]
+
+    def place(self, ticket_id: str, now: float) -> int:
+        """A ticket's place in line, 1 is next; 0 when it does not wait."""
+        ticket = self.waiting.get(ticket_id)
+        if ticket is None:
+            return 0
+        self._latest = now
+        self._book.line.settle(now)
+        aged = self._first_by_age(now)
+        if aged:
+            return self.in_line(now).index(ticket_id) + 1
+        key = self._book.batch(ticket_id).key(ticket.asked_at, ticket_id, now)
+        return 1 + self._book.line.before(key, now)
+
+    # Steps of the above.
+
+    def _guess_again(self, now: float) -> None:
+        """Guesses of ends that time has proved wrong are made anew."""
+        for lease_id in list(self._releases.guessed_wrong(now)):
+            known = self._leases[lease_id]
+            self._ends(known.lease, max(now + 60.0, self._guess(known, now)))
+
+    def _held_back(self, starting: Mapping[str, str], now: float) -> dict[str, str]:
+        return {
+            ticket_id: batch.refusal
+            for batch in self._book.limited
+            if self._limiter.refusal(batch, now)
+            for _, ticket_id in batch.tickets
+            if ticket_id not in starting
+        }
+
+    def _ends(self, lease: Running, at: float) -> None:
+        self._releases.put(lease.id, lease.held, at, guess=lease.ends_at is None)
+        self._limiter.put(lease, at)
+
+    def _guess(self, known: _Lease, now: float) -> float:
+        return self._lengths.end_of(known.alike, known.number, known.lease.started_at, now)
+
+    def _first_by_age(self, now: float) -> list[str]:
+        return self._aged.first(self._book, self._limiter, self._capacity.devices, now)
+
+    def _in_order(self, now: float, aged: list[str]) -> Iterator[Key]:
+        """The keys of all tickets, first next."""
+        keys = self._book.line.in_order(now)
+        if not aged:
+            return keys
+        first = dict.fromkeys(aged)
+        by_id: dict[str, Key] = {}
+        before: list[Key] = []
+        rest: list[Key] = []
+        for key in keys:
+            if key[3] in first:
+                by_id[key[3]] = key
+            else:
+                (before if key[0] == POSITION else rest).append(key)
+        return chain(before, map(by_id.__getitem__, aged), rest)
+
+    def _plan(self, round_: Round, now: float, keys: Iterable[Key], most: int) -> None:
+        """Plan the starts of the next ones in line, each as if all before it start as planned."""
+        kinds = {*self._capacity.devices, *round_.left}
+        plans: dict[str, ReleasePlan] = {}
+        for kind in kinds:
+            ends = [(at, devices) for at, _, devices in self._releases.ahead(kind, now)]
+            ends += [(at, devices) for at, _, devices in round_.started(kind)]
+            plans[kind] = ReleasePlan(now, round_.left.get(kind, 0), ends)
+        for key in keys:
+            batch = self._book.batch(key[3])
+            if key[3] in round_.on or self._limiter.refusal(batch, now):
+                continue
+            if most <= 0:
+                break
+            most -= 1
+            devices, seconds = batch.shape.devices, batch.seconds
+            starts = [
+                (plans[kind].earliest(devices, seconds), kind)
+                for kind in batch.shape.kinds
+                if kind in plans
+            ]
+            at, kind = min(starts, default=(math.inf, ""))
+            if math.isfinite(at):
+                plans[kind].take(devices, at, seconds)
+                round_.planned.setdefault(key[3], at)
+
+    def _parts(self, key: Key, now: float, because_of_age: bool) -> tuple[ScorePart, ...]:
+        section, position, asked_at, ticket_id = key
+        batch = self._book.batch(ticket_id)
+        waited = max(0.0, now - asked_at)
+        hours = f"{waited / HOUR:.1f} hours"
+        if section == POSITION:
+            return (
+                ScorePart("position", FIRST - position, "given by an admin; nothing else counts"),
+            )
+        if because_of_age:
+            why = f"{hours}, too long; nothing else counts"
+            return (ScorePart("waiting", BY_AGE + waited / HOUR, why),)
+        parts = self._points.parts(
+            batch.reckoning, batch.alike.member, batch.alike.group, batch.priority, batch.boost
+        )
+        points = batch.waiting_points(asked_at, now)
+        if points < waited / batch.per_point:
+            hours += ", which has made up for all that was lacking"
+        parts.append(ScorePart("waiting", points, hours))
+        if section == LAST:
+            parts.append(ScorePart("last", -BY_AGE, "nobody came when it was its turn, twice"))
+        return tuple(parts)

@@ -1,0 +1,172 @@
+"""What an admin can set of the queue, as ``c.Broker.NAME``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from traitlets import Dict, Float, Integer
+from traitlets.config import LoggingConfigurable
+
+from ..core.errors import ConfigError
+from .models import Priority, QueueLimits, QueuePolicy
+from .scheduler import Scheduler
+
+LIMITS = tuple(field.name for field in fields(QueueLimits))
+POLICY = tuple(field.name for field in fields(QueuePolicy))
+
+
+class QueueSettings(LoggingConfigurable):
+    """The traits of the queue, and the scheduler that they make."""
+
+    group_weights = Dict(
+        config=True,
+        help="""
+        How much of the GPUs a group deserves beside the others; 1 where nothing is said.
+
+        A member of several groups counts on the one with the highest priority, then the
+        highest weight. Example::
+
+            c.Broker.group_weights = {"research": 3, "course-ml": 2}
+        """,
+    )
+
+    group_priority = Dict(
+        config=True,
+        help="""
+        Groups that are served before others: ``course`` before ``normal`` before ``low``.
+
+        Waiting time wins over a priority in the end. Example::
+
+            c.Broker.group_priority = {"course-ml": "course", "guests": "low"}
+        """,
+    )
+
+    member_limits = Dict(
+        {"tickets": 3},
+        config=True,
+        help="""
+        The most that one member may have: ``devices`` at once, ``tickets`` that wait, and
+        ``gpu_hours`` held (devices times the rest of their sessions). What is absent has no
+        limit. Example::
+
+            c.Broker.member_limits = {"devices": 2, "tickets": 2, "gpu_hours": 48}
+        """,
+    )
+
+    group_limits = Dict(
+        config=True,
+        help="""
+        The same for all members of a group together, by group. Example::
+
+            c.Broker.group_limits = {"guests": {"devices": 1, "tickets": 10}}
+        """,
+    )
+
+    queue_policy = Dict(
+        config=True,
+        help="""
+        Parameters of the order in line that differ from the defaults; ``gpuspawner simulate``
+        tries them on the site's own past. Example::
+
+            c.Broker.queue_policy = {"half_life_seconds": 14 * 86400}
+        """,
+    )
+
+    claim_minutes = Float(
+        10.0,
+        min=0.0,
+        config=True,
+        help="""
+        Minutes within which the member must connect to a server that was granted from the
+        queue. Else it stops and costs nothing; who does that twice in a row waits at the end
+        of the line next time. 0 turns it off. Example::
+
+            c.Broker.claim_minutes = 15
+        """,
+    )
+
+    ticket_days = Integer(
+        14,
+        min=1,
+        config=True,
+        help="""
+        Days after which a ticket that still waits ends. Example::
+
+            c.Broker.ticket_days = 7
+        """,
+    )
+
+    def make_scheduler(self) -> Scheduler:
+        """The scheduler that these settings describe. Raises ConfigError naming a bad one."""
+        return Scheduler(
+            self._policy(),
+            group_weights=_weights(self.group_weights),
+            member_limits=_limits("member_limits", self.member_limits),
+            group_limits={
+                group: _limits(f"group_limits[{group!r}]", limits)
+                for group, limits in self.group_limits.items()
+            },
+        )
+
+    def standing_of(self, groups: Iterable[str]) -> tuple[str, int]:
+        """The group that a member counts on (``""`` if none has a say) and its priority."""
+        named = {*self.group_weights, *self.group_priority, *self.group_limits}
+        mine = sorted(named.intersection(groups))
+        if not mine:
+            return "", int(Priority.NORMAL)
+        best = max(mine, key=lambda g: (self._priority(g), float(self.group_weights.get(g, 1))))
+        return best, int(self._priority(best))
+
+    def limits_of(self, group: str) -> tuple[QueueLimits, QueueLimits]:
+        """The member's limits and the group's."""
+        group_limits = self.group_limits.get(group, {})
+        return (
+            _limits("member_limits", self.member_limits),
+            _limits(f"group_limits[{group!r}]", group_limits),
+        )
+
+    def _priority(self, group: str) -> Priority:
+        name = str(self.group_priority.get(group, "normal"))
+        try:
+            return Priority[name.upper()]
+        except KeyError:
+            names = ", ".join(p.name.lower() for p in Priority)
+            what = f"Broker.group_priority[{group!r}] is {name!r}; there are {names}"
+            raise ConfigError(what=what) from None
+
+    def _policy(self) -> QueuePolicy:
+        if unknown := sorted(set(self.queue_policy) - set(POLICY)):
+            what = f"Broker.queue_policy has {unknown[0]!r}; there are {', '.join(POLICY)}"
+            raise ConfigError(what=what)
+        try:
+            return QueuePolicy(**self.queue_policy)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(what=f"Broker.queue_policy: {error}") from None
+
+
+def _weights(found: Mapping[str, Any]) -> dict[str, float]:
+    for group, weight in found.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight > 0:
+            what = f"Broker.group_weights[{group!r}] is {weight!r}; a weight is a number above 0"
+            raise ConfigError(what=what)
+    return {group: float(weight) for group, weight in found.items()}
+
+
+def _limits(name: str, found: Mapping[str, Any]) -> QueueLimits:
+    if not isinstance(found, Mapping):
+        raise ConfigError(what=f"Broker.{name} is {found!r}; write it like {{'devices': 2}}")
+    if unknown := sorted(set(found) - set(LIMITS)):
+        what = f"Broker.{name} has {unknown[0]!r}; there are {', '.join(LIMITS)}"
+        raise ConfigError(what=what)
+    for limit, value in found.items():
+        whole = limit != "gpu_hours"
+        right = int if whole else (int, float)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, right) or not value >= 0
+        ):
+            number = "a whole number" if whole else "a number"
+            what = f"Broker.{name}[{limit!r}] is {value!r}; it is {number} from 0, or absent"
+            raise ConfigError(what=what)
+    return QueueLimits(**found)

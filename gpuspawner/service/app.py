@@ -1,0 +1,426 @@
+"""The accounting service as an application: configuration, regular rounds, web server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import ssl
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from jupyterhub.services.auth import HubOAuth
+from jupyterhub.utils import make_ssl_context
+from traitlets import Float, List, Unicode, default
+from traitlets.config import Application, Config
+
+from .. import __version__
+from ..core.aio import side_by_side
+from ..core.errors import ConfigError, GPUSpawnerError, Unavailable
+from ..db.leader import hub_name, make_identity
+from ..engines.base import Engine
+from ..engines.docker import DockerEngine
+from ..engines.local import LocalEngine, process_ref
+from ..monitoring import views as monitoring_views
+from ..services import Broker
+from ..web import app as web_app
+from ..web import pages
+from .cluster_sync import LooksAtCluster
+from .device_monitor import WatchesContainers
+from .disk_monitor import disk_rounds
+from .hub_client import HubClient
+from .image_prefetch import PullsAhead
+from .member_duties import MEMBERS_EVERY, CreditDuty, Leaving, Members, Refilling
+from .notifier import Notifier
+from .session_duties import SessionDuty
+from .supervisor import Supervisor, Watchdog
+from .worker import Round, Tick
+
+PID = "GPUSPAWNER_HUB_PID"
+"""The variable with the process id of the Hub that started the service."""
+
+CLOCK_EVERY = 2.0
+"""Seconds between two looks at whether the wall clock was set."""
+
+NOTICES_EVERY = 2.0
+"""Seconds between two looks for notices to send."""
+
+TOTALS_EVERY = 60.0
+"""Seconds between two looks for leases that have ended and are in no total yet."""
+
+SESSIONS_EVERY = 2.0
+"""Seconds between two looks at the ends of sessions and at the stops that were ordered."""
+
+CREDITS_EVERY = 2.0
+"""Seconds between two looks at the accounts that pay for servers."""
+
+REFILLS_EVERY = 5.0
+"""Seconds between two looks for refills and for credits that have ended."""
+
+LEAVING_EVERY = 600.0
+"""Seconds between two looks for members with shared folders who have left the hub."""
+
+ENGINES: dict[str, Callable[[Broker], Engine]] = {
+    "docker": lambda broker: DockerEngine(stamp_error=lambda: broker.stamp_error),
+    "local": lambda broker: LocalEngine(),
+}
+
+
+class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
+    """Charges, warns, stops what nobody pays for, reconciles, tells members, serves the pages.
+
+    The Hub runs it as a service; ``gpuspawner.add_services(c)`` says so in its configuration.
+    """
+
+    name = "gpuspawner-accounting"
+    version = __version__
+    description = __doc__ or ""
+    classes = [Broker, Notifier]
+
+    charge_seconds = Float(
+        60.0,
+        min=0.1,
+        config=True,
+        help="""
+        Seconds between two charges of a server, counted from its own start, so that those of
+        many servers come at many moments. What a server costs does not depend on it.
+
+        Example::
+
+            c.Accounting.charge_seconds = 30
+        """,
+    )
+
+    reconcile_seconds = Float(
+        60.0,
+        min=0.1,
+        config=True,
+        help="""
+        Seconds between two comparisons of store, engines and Hub.
+
+        Example::
+
+            c.Accounting.reconcile_seconds = 30
+        """,
+    )
+
+    warn_minutes = List(
+        Float(min=0.0),
+        default_value=[30.0, 10.0, 2.0],
+        config=True,
+        help="""
+        Minutes that the credits of an account still last, its overdraft included, at which those
+        whose servers it pays for are told, each once.
+
+        Example::
+
+            c.Accounting.warn_minutes = [60, 15]
+        """,
+    )
+
+    credits_hook = List(
+        Unicode(),
+        config=True,
+        help="""
+        A command that is run when credits run low or dry, for each server that they pay for,
+        with one JSON object on its standard input: ``event`` (``low``, ``dry``, ``back`` for new
+        credits, ``stop``), ``account``, ``balance``, ``rate_per_hour``, ``lease``, ``user``,
+        ``server``, ``environment``, ``when_dry``, ``minutes`` (of a warning), ``stops_at`` and
+        ``at``. Example::
+
+            c.Accounting.credits_hook = ["/usr/local/bin/credits-low"]
+        """,
+    )
+
+    credits_hook_seconds = Float(
+        10.0,
+        min=0.1,
+        config=True,
+        help="""
+        Seconds that the credits hook may take before it is killed.
+
+        Example::
+
+            c.Accounting.credits_hook_seconds = 30
+        """,
+    )
+
+    session_warn_minutes = List(
+        Float(min=0.0),
+        default_value=[30.0, 10.0, 2.0],
+        config=True,
+        help="""
+        Minutes before a session's end at which its member is told, each once.
+
+        Example::
+
+            c.Accounting.session_warn_minutes = [60, 10]
+        """,
+    )
+
+    session_hook = List(
+        Unicode(),
+        config=True,
+        help="""
+        A command that is run at each of these warnings and at the end of a session, with one
+        JSON object on its standard input: ``event`` (``warning`` or ``end``), ``lease``,
+        ``user``, ``server``, ``environment``, ``gpus``, ``ends_at``, ``minutes`` (left),
+        ``reason`` and ``at``. Example::
+
+            c.Accounting.session_hook = ["/usr/local/bin/session-ends"]
+        """,
+    )
+
+    session_hook_seconds = Float(
+        10.0,
+        min=0.1,
+        config=True,
+        help="""
+        Seconds that the session hook may take before it is killed.
+
+        Example::
+
+            c.Accounting.session_hook_seconds = 30
+        """,
+    )
+
+    engines = List(
+        Unicode(),
+        default_value=[],
+        config=True,
+        help="""
+        Which engines are asked what they run: ``docker``, ``local``.
+
+        None named: the engines of the leases that are open, or were of late. Example::
+
+            c.Accounting.engines = ["docker"]
+        """,
+    )
+
+    @default("log_level")
+    def _default_log_level(self) -> int:
+        return logging.INFO
+
+    @default("log_format")
+    def _default_log_format(self) -> str:
+        return "[%(levelname)1.1s %(asctime)s %(name)s] %(message)s"
+
+    def initialize(self, argv: list[str] | None = None) -> None:
+        """Settings from the Hub's configuration, then from the command line."""
+        self.update_config(config_from_environment())
+        super().initialize(argv)
+        for name in ("tornado.access", "tornado.application", "tornado.general"):
+            logger = logging.getLogger(name)
+            logger.parent = self.log
+            logger.setLevel(max(self.log.level, logging.WARNING))  # every sign-in is no news
+        if unknown := set(self.engines) - set(ENGINES):
+            what = f"c.Accounting.engines names {sorted(unknown)}; there are {sorted(ENGINES)}"
+            raise ConfigError(what=what)
+
+    def start(self) -> None:
+        """Serve until the Hub says stop, or is gone."""
+        super().start()
+        asyncio.run(self.serve())
+
+    async def serve(self) -> None:
+        """Run every duty side by side until a signal comes."""
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        tick = self._tick()
+        notifier = Notifier(parent=self, broker=tick.broker)
+        sessions = self._session_duty(tick, notifier)
+        credits = self._credits_duty(tick, notifier)
+        supervisor = Supervisor(tick.log)
+        duties = [
+            asyncio.ensure_future(supervisor.keep(name, start))
+            for name, start in (
+                ("Rounds", partial(self._rounds, tick, supervisor, sessions, credits)),
+                ("Notices", partial(self._notices, tick, notifier)),
+                ("Pages", partial(self._pages, tick, supervisor, notifier)),
+                ("Totals", partial(self._totals, tick)),
+                ("Devices", partial(self.watch_devices, tick, supervisor, notifier.poke)),
+                ("Hub's end", partial(self._hub_gone, stop)),
+            )
+        ]
+        watchdog = Watchdog(asyncio.get_running_loop(), tick.log)
+        watchdog.start()
+        try:
+            self.pull_ahead(tick.broker)
+            await stop.wait()
+        finally:
+            watchdog.stop()
+            await asyncio.gather(notifier.close(), sessions.close(), credits.close())
+            for duty in duties:
+                duty.cancel()
+            await asyncio.gather(*duties, return_exceptions=True)
+        self.log.info("Stopped. Charges go on from where they are when the service is back.")
+
+    def _tick(self) -> Tick:
+        try:
+            api_url, token = os.environ["JUPYTERHUB_API_URL"], os.environ["JUPYTERHUB_API_TOKEN"]
+        except KeyError as error:
+            what = (
+                f"{error.args[0]} is not set. This program is a service of the Hub: add "
+                "`import gpuspawner; gpuspawner.add_services(c)` to jupyterhub_config.py and "
+                "start the Hub"
+            )
+            raise ConfigError(what=what) from None
+        broker = Broker(parent=self)
+        if broker.hub_id_file:
+            with suppress(OSError):  # the hub says so
+                broker.granter.identity = make_identity(Path(broker.hub_id_file))
+        identity = broker.granter.identity
+        engines = {name: make(broker) for name, make in ENGINES.items()}
+        if delegated := broker.delegated_engine():
+            engines[delegated.name] = delegated
+        return Tick(
+            broker=broker,
+            hub=HubClient(api_url, token, self._ssl(ssl.Purpose.SERVER_AUTH)),
+            engines=engines,
+            log=self.log,
+            ask=self.engines,
+            charge_seconds=self.charge_seconds,
+            hub_name=hub_name(pid, identity) if (pid := os.environ.get(PID)) else "",
+        )
+
+    def _session_duty(self, tick: Tick, notifier: Notifier) -> SessionDuty:
+        return SessionDuty(
+            tick,
+            warn_minutes=self.session_warn_minutes,
+            command=self.session_hook,
+            command_seconds=self.session_hook_seconds,
+            poke=notifier.poke,
+        )
+
+    def _credits_duty(self, tick: Tick, notifier: Notifier) -> CreditDuty:
+        return CreditDuty(
+            tick,
+            warn_minutes=self.warn_minutes,
+            command=self.credits_hook,
+            command_seconds=self.credits_hook_seconds,
+            poke=notifier.poke,
+        )
+
+    # Duties.
+
+    async def _rounds(
+        self, tick: Tick, supervisor: Supervisor, sessions: SessionDuty, credits: CreditDuty
+    ) -> None:
+        # What ended while the service was down is settled before anybody is charged, warned or
+        # told that a session ended.
+        await tick.round("Clock", tick.keep_clock)
+        await tick.round("Reconciliation", tick.reconcile)
+        await tick.round("Charges", tick.charge)
+        rounds: list[Round] = [
+            (CLOCK_EVERY, "Clock", tick.keep_clock),
+            (self.reconcile_seconds, "Reconciliation", tick.reconcile),
+            (tick.charge_pause, "Charges", tick.charge),
+            (SESSIONS_EVERY, "Sessions", sessions.round),
+            (CREDITS_EVERY, "Credits", credits.round),
+            (REFILLS_EVERY, "Refills", Refilling(tick).round),
+            (MEMBERS_EVERY, "Members", Members(tick, sessions.poke).round),
+            (LEAVING_EVERY, "Folders", Leaving(tick).round),
+            *self.cluster_rounds(tick),
+            *disk_rounds(tick, sessions.poke),
+        ]
+        await side_by_side(*(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds))
+
+    async def _notices(self, tick: Tick, notifier: Notifier) -> None:
+        while True:
+            await tick.round("Notices", notifier.round)
+            await notifier.pause(NOTICES_EVERY)
+
+    async def _pages(self, tick: Tick, supervisor: Supervisor, notifier: Notifier) -> None:
+        """Serve the pages; while the address is taken, everything else goes on."""
+        address = urlsplit(os.environ.get("JUPYTERHUB_SERVICE_URL", ""))
+        if not address.hostname:
+            self.log.warning("JUPYTERHUB_SERVICE_URL is not set: there are no pages")
+            return
+        port = address.port or (443 if address.scheme == "https" else 80)
+        app = web_app.make_app(
+            tick.broker,
+            hub_auth=HubOAuth.instance(parent=self, cache_max_age=web_app.BELIEVED),
+            warn_minutes=self.warn_minutes,
+            session_warn_minutes=self.session_warn_minutes,
+            channels=notifier.known,
+            poke=notifier.poke,
+            recent=self.recent_samples,
+            members_see_names=self.members_see_names,
+            hub=tick.hub,
+            rounds=tick.rounds,
+            duties=supervisor.states,
+            cookie_secret=await asyncio.to_thread(
+                web_app.read_cookie_secret, tick.broker.database_url, tick.log
+            ),
+        )
+        # JupyterHub gives certificates to every service with ``internal_ssl``, and waits over plain
+        # HTTP for one whose address says so.
+        is_https = address.scheme == "https"
+        server = web_app.make_server(app, self._ssl(ssl.Purpose.CLIENT_AUTH) if is_https else None)
+        while True:
+            try:
+                server.listen(port, address.hostname)
+                break
+            except OSError as error:
+                sentence = (
+                    f"{address.geturl()} cannot be used ({error.strerror}). Give another address "
+                    "with gpuspawner.add_services(c, url=...); it is tried again"
+                )
+                tick.trouble("Pages", Unavailable(sentence))
+                await asyncio.sleep(2)
+        tick.well("Pages")
+        self.log.info("Pages at %s", os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/"))
+        await asyncio.to_thread(pages.read_templates)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            server.stop()
+
+    async def _totals(self, tick: Tick) -> None:
+        while True:
+            await tick.round("Totals", partial(monitoring_views.remember, tick.broker))
+            await asyncio.sleep(TOTALS_EVERY)
+
+    async def _hub_gone(self, stop: asyncio.Event) -> None:
+        """End when the Hub that started us was killed: the next Hub starts its own."""
+        hub = os.environ.get("GPUSPAWNER_HUB_PID", "")
+        if not hub.isdigit():
+            return  # somebody else looks after this process
+        # It may have been killed before we came so far, or have started us by another process.
+        known = process_ref(int(hub))
+        while hub == str(os.getppid()) or (known and process_ref(int(hub)) == known):
+            await asyncio.sleep(1)
+        self.log.warning("The Hub that started this service is gone")
+        stop.set()
+
+    def _ssl(self, purpose: ssl.Purpose) -> ssl.SSLContext | None:
+        """The certificates of the Hub's ``internal_ssl``, when it is on."""
+        names = ("JUPYTERHUB_SSL_KEYFILE", "JUPYTERHUB_SSL_CERTFILE", "JUPYTERHUB_SSL_CLIENT_CA")
+        key, certificate, authority = (os.environ.get(name) for name in names)
+        return make_ssl_context(key, certificate, cafile=authority, purpose=purpose)
+
+
+def config_from_environment() -> Config:
+    """The Hub's settings for this service, as :mod:`gpuspawner.config` hands them on."""
+    text = os.environ.get("GPUSPAWNER_CONFIG", "{}")
+    try:
+        settings: Any = json.loads(text)
+        return Config({str(section): Config(values) for section, values in settings.items()})
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError(what="GPUSPAWNER_CONFIG is no JSON object of sections") from None
+
+
+def main() -> None:
+    """Run the service; a mistake in the configuration is a sentence and exit status 1."""
+    try:
+        Accounting.launch_instance()
+    except GPUSpawnerError as error:
+        sys.exit(f"gpuspawner.service: {error}")

@@ -1,0 +1,325 @@
+"""The duties for devices: samples, idle servers, and containers that lost their GPUs.
+
+A server whose stop is ordered here is stopped beside the ends of sessions, until the server is
+gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Collection
+from datetime import datetime
+from functools import partial
+
+from traitlets import Bool, Float
+
+from ..core.aio import side_by_side
+from ..core.errors import EngineUnavailable, GPUSpawnerError, Unavailable
+from ..devices.simulated import SimulatedSampler
+from ..devices.source import Sampled, Sampler
+from ..engines.base import ProcessOwners
+from ..engines.docker import DockerEngine
+from ..engines.gpu_loss import LostDevices, cause_and_remedy
+from ..leases.gpu_loss import KEPT, Restart
+from ..leases.models import Lease, ServerRef
+from ..monitoring.models import Sample
+from .health_monitor import ProbesDevices
+from .hub_client import Started
+from .sampler import Sampling, days
+from .supervisor import Supervisor
+from .worker import Round, Tick
+
+
+class IdleDuty:
+    """Rounds of this duty, one after the other."""
+
+    def __init__(self, tick: Tick) -> None:
+        self.tick = tick
+        self.broker = tick.broker
+
+    async def round(self) -> None:
+        """Judge every server that holds GPUs. The Hub is asked about each when it had output; of
+        whom it does not tell, nothing is judged."""
+        held = await self.broker.run(self.broker.holding_gpus)
+        if not held:
+            return
+        output: dict[ServerRef, datetime | None] = {}
+        for lease in held:
+            try:
+                output[lease.server] = await self.tick.hub.last_activity(lease.server)
+            except Unavailable as error:
+                self.tick.trouble("Idle GPUs", error)
+                break
+        else:
+            self.tick.well("Idle GPUs")
+        for it in await self.broker.run(self.broker.judge_idle, output):
+            if it.event == "stop":
+                what = "%s is to be stopped: its GPUs were not used (lease %s)"
+                self.tick.log.warning(what, it.lease.server, it.lease.id)
+            elif it.event == "warn":
+                what = "%s was warned: its GPUs rest (lease %s)"
+                self.tick.log.info(what, it.lease.server, it.lease.id)
+
+
+WRITE_EVERY = 5.0
+"""Seconds between two looks for minutes that are complete."""
+TIDY_EVERY = 120
+"""After so many of them it looks for hours that are over and for what is older than is kept."""
+JUDGE_EVERY = 12
+"""After so many of them it judges which GPUs rest."""
+
+
+class SamplesUse(ProbesDevices):
+    """A service that samples the devices of its host."""
+
+    sample_seconds = Float(
+        1.0,
+        min=0.0,
+        config=True,
+        help="""
+        Seconds between two samples of what each GPU does. 0: none are taken, and nothing that
+        needs them works. Example::
+
+            c.Accounting.sample_seconds = 2
+        """,
+    )
+
+    processes_seconds = Float(
+        60.0,
+        min=30.0,
+        config=True,
+        help="""
+        Seconds between two lists of the processes on a GPU: the slowest question to a driver, so
+        at least 30. Example::
+
+            c.Accounting.processes_seconds = 120
+        """,
+    )
+
+    keep_minutes_days = Float(
+        14.0,
+        min=1.0,
+        config=True,
+        help="""
+        Days for which each minute of each GPU is kept. After that there are hours.
+
+        Example::
+
+            c.Accounting.keep_minutes_days = 30
+        """,
+    )
+
+    keep_hours_days = Float(
+        400.0,
+        min=1.0,
+        config=True,
+        help="""
+        Days for which each hour of each GPU is kept.
+
+        Example::
+
+            c.Accounting.keep_hours_days = 1200
+        """,
+    )
+
+    members_see_names = Bool(
+        False,
+        config=True,
+        help="""
+        Whether the page of the cluster tells members who has a GPU. Admins always see it, and
+        everybody what is theirs. Example::
+
+            c.Accounting.members_see_names = True
+        """,
+    )
+
+    _leases: dict[str, str] | None = None
+    samples: Sampling | None = None
+    """What samples the devices of this host, while something does."""
+
+    def recent_samples(self) -> dict[str, list[Sample]]:
+        """The newest samples of each device, the oldest first; none where nothing samples."""
+        return self.samples.recent() if self.samples else {}
+
+    async def remember_use(self, tick: Tick) -> None:
+        """Sample, and write what is complete, until it is cancelled."""
+        broker = tick.broker
+        source = broker.watch.source
+        if not self.sample_seconds or not isinstance(source, Sampled):
+            return
+        sampler = source.sampler(self.processes_seconds)
+        sampling = Sampling(sampler, broker.clock, self.sample_seconds, tick.log)
+        self.samples = sampling
+        idle, health = IdleDuty(tick), self.health_duty(tick, sampling, sampler)
+        sampling.start()
+        try:
+            for number in itertools.count():
+                await self._owners(tick, sampling, sampler)
+                await self._write(tick, sampling, tidy=number % TIDY_EVERY == 0)
+                await tick.round("Sick GPUs", health.round)
+                if number % JUDGE_EVERY == 0:
+                    await tick.round("Idle GPUs", idle.round)
+                await asyncio.sleep(WRITE_EVERY)
+        finally:
+            await health.close()
+            await asyncio.to_thread(sampling.stop)
+            await self._write(tick, sampling)
+
+    async def _owners(self, tick: Tick, sampling: Sampling, sampler: Sampler) -> None:
+        """Tell whose processes are, to who asks NVML and to who simulates it."""
+        try:
+            leases = await tick.broker.run(tick.broker.open_leases)
+        except GPUSpawnerError as error:
+            tick.trouble("Use of GPUs", error)
+            return
+        if {lease.id: lease.engine_ref for lease in leases} != self._leases:
+            self._leases = {lease.id: lease.engine_ref for lease in leases}
+            sampling.owners = ProcessOwners(leases)
+        if isinstance(sampler, SimulatedSampler) and sampling.owners is not None:
+            pids = await asyncio.to_thread(sampling.owners.pids) if leases else {}
+            sampler.pids = {
+                uuid: pids.get(lease.id, ()) for lease in leases for uuid in lease.uuids
+            }
+
+    async def _write(self, tick: Tick, sampling: Sampling, *, tidy: bool = False) -> None:
+        broker = tick.broker
+        if trouble := sampling.trouble():
+            tick.trouble("Samples of GPUs", Unavailable(trouble))
+        else:
+            tick.well("Samples of GPUs")
+        minutes = sampling.complete()
+        try:
+            if minutes:
+                await broker.run(broker.remember_use, minutes)
+                sampling.written(minutes)
+            if tidy:
+                keep = (days(self.keep_minutes_days), days(self.keep_hours_days))
+                await broker.run(broker.tidy_use, *keep)
+        except GPUSpawnerError as error:
+            tick.trouble("Use of GPUs", error)
+        except Exception as error:
+            tick.trouble("Use of GPUs", error, trace=True)
+        else:
+            tick.well("Use of GPUs")
+
+
+RESTARTS_EVERY = 2.0
+"""Seconds between two looks for servers that are to start again."""
+
+AGAIN = 20.0
+"""Seconds between two tries to start one."""
+
+TRIES = 3
+"""After so many its member is asked to do it."""
+
+
+class WatchesContainers(SamplesUse):
+    """A service that looks into the containers that have devices."""
+
+    look_inside_seconds = Float(
+        45.0,
+        min=0.0,
+        config=True,
+        help="""
+        Seconds between two looks into each container that has GPUs, whether it still reaches
+        them: one small process in it that opens them and ends. 0: nobody looks. Example::
+
+            c.Accounting.look_inside_seconds = 120
+        """,
+    )
+
+    async def watch_devices(
+        self, tick: Tick, supervisor: Supervisor, poke: Callable[[], None]
+    ) -> None:
+        """Sample devices, and look into containers, until it is cancelled."""
+        rounds: list[Round] = [(RESTARTS_EVERY, "Restarts", Restarting(tick).round)]
+        if self.look_inside_seconds:
+            lost = Lost(tick, poke)
+            rounds.append((self.look_inside_seconds, "GPUs in containers", lost.round))
+        await side_by_side(
+            supervisor.keep("Use of GPUs", partial(self.remember_use, tick)),
+            *(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds),
+        )
+
+
+class Lost:
+    """Rounds of looking, one after the other; none of it on the event loop."""
+
+    def __init__(self, tick: Tick, poke: Callable[[], None] = lambda: None) -> None:
+        self.tick = tick
+        self.broker = tick.broker
+        self.poke = poke
+        self.engine = DockerEngine()  # a client of its own: a look may take long
+        self.looks = LostDevices(self.engine)
+        self._lost: set[str] = set()
+
+    async def round(self) -> None:
+        """Look into every container that has devices. Raises EngineUnavailable."""
+        held = await self.broker.run(self.broker.holding_gpus)
+        held = [lease for lease in held if lease.engine == self.engine.name and lease.engine_ref]
+        self._lost &= {lease.id for lease in held}
+        if not held:
+            return
+        found = await asyncio.to_thread(self.looks.surely, held)
+        for lease in held:
+            if found.get(lease.id) and lease.id not in self._lost:
+                await self._tell(lease)
+
+    async def _tell(self, lease: Lease) -> None:
+        if await self.broker.run(self.broker.tell_lost, lease.id):
+            self.poke()
+        try:
+            why = await asyncio.to_thread(cause_and_remedy, self.engine, lease.engine_ref)
+        except EngineUnavailable as error:
+            why = str(error)
+        gpus = ", ".join(str(device.index) for device in lease.devices)
+        what = (
+            "%s does not reach its GPUs (%s) any more, though they are leased to it (lease %s). %s"
+        )
+        self.tick.log.warning(what, lease.server, gpus, lease.id, why)
+        self._lost.add(lease.id)
+
+
+class Restarting:
+    """Rounds in which servers that have stopped for it are started again."""
+
+    def __init__(self, tick: Tick) -> None:
+        self.tick = tick
+        self.broker = tick.broker
+        self._tries: dict[ServerRef, tuple[int, float]] = {}
+        """How often each was tried, and when it may be again, by the event loop's clock."""
+
+    async def round(self) -> None:
+        """Start who has stopped; give up who did not come back. Raises Unavailable."""
+        going_on = await self.broker.run(self.broker.restarts)
+        self._forget_all_but({each.server for each in going_on})
+        for each in going_on:
+            if not each.is_gone:
+                continue
+            if self.broker.clock() - each.since > KEPT:
+                await self._give_up(each, f"it did not start within {KEPT.seconds // 60} minutes")
+            else:
+                await self._start(each)
+
+    async def _start(self, restart: Restart) -> None:
+        tries, not_before = self._tries.get(restart.server, (0, 0.0))
+        now = asyncio.get_running_loop().time()
+        if now < not_before or await self.tick.hub.server(restart.server):
+            return  # it stops still, or starts already
+        if tries >= TRIES:
+            await self._give_up(restart, f"its start failed {TRIES} times")
+            return
+        self._tries[restart.server] = (tries + 1, now + AGAIN)
+        started = await self.tick.hub.start_server(restart.server, None)
+        if started is Started.YES:
+            self.tick.log.info("%s starts again with the GPUs that it had", restart.server)
+        else:
+            await self._give_up(restart, "the Hub does not start it any more")
+
+    async def _give_up(self, restart: Restart, why: str) -> None:
+        await self.broker.run(self.broker.end_restart, restart.server, why)
+        self.tick.log.warning("%s does not start again: %s", restart.server, why)
+
+    def _forget_all_but(self, servers: Collection[ServerRef]) -> None:
+        self._tries = {server: x for server, x in self._tries.items() if server in servers}

@@ -1,0 +1,262 @@
+"""The service's part in the engine's disk: it looks how much servers wrote into their containers,
+and has those stopped that wrote too much before the disk is full.
+
+How large a container is, only its engine can say, which looks at every file in it. So that is asked
+seldom, unless the disk's free space falls: no server can have written more than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import docker
+from docker.errors import NotFound
+from docker.utils import kwargs_from_env
+
+from ..core.errors import EngineUnavailable, Unavailable
+from ..engines.disk_usage import SPARE, Limited, limited, room, size, written_bytes
+from ..engines.docker import DockerEngine
+from ..leases.models import Lease
+from ..slurm.cluster import Cluster
+from ..slurm.images import connector
+from ..slurm.scheduler import SlurmDelegate
+from .worker import Round, Tick
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 2.0
+"""Seconds between two looks at the free space of the disk."""
+SELDOM_SECONDS = 60.0
+"""Seconds between two measurements while the free space does not fall."""
+BLIND_SECONDS = 15.0
+"""Seconds between two measurements where the free space cannot be seen."""
+STEP = 0.05
+"""The part of the smallest limit by which free space may fall before all is measured again."""
+MOST_BUSY = 5.0
+"""How many times as long as a measurement took is waited before the next one."""
+PATIENCE_SECONDS = 120.0
+"""Seconds that an engine may take to say how large one container is."""
+ROUND_SECONDS = 5.0
+"""Seconds that a round waits for sizes; a container that takes longer holds up no other's."""
+AT_ONCE = 8
+"""Containers of one engine that are measured at the same time."""
+
+HERE = "this machine"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The last measurement on one engine, by a monotonic clock."""
+
+    at: float
+    seconds: float
+    """How long it took."""
+    free_bytes: int | None
+    """Free space before it; None if that cannot be seen."""
+    step_bytes: float
+
+
+def is_due(last: Measured | None, now: float, free_bytes: int | None) -> bool:
+    """Return True if it is time to measure again. Pure."""
+    if last is None:
+        return True
+    since = now - last.at
+    if since < MOST_BUSY * last.seconds:
+        return False
+    if free_bytes is None or last.free_bytes is None:
+        return since >= BLIND_SECONDS
+    return since >= SELDOM_SECONDS or last.free_bytes - free_bytes >= last.step_bytes
+
+
+class DiskDuty:
+    """Rounds of looking at engines; none of it on the event loop, and one that does not answer
+    holds up no other's servers."""
+
+    def __init__(
+        self,
+        tick: Tick,
+        engines: Mapping[str, DockerEngine],
+        machine_of: Callable[[Lease], str],
+        poke: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``engines``: by the machine that each is on. ``machine_of``: where a lease's server is;
+        empty if it is on none of them."""
+        self.tick = tick
+        self.broker = tick.broker
+        self.poke = poke
+        self._machine_of = machine_of
+        self._disks = {name: Disk(self, name, engine) for name, engine in engines.items()}
+
+    async def round(self) -> None:
+        """Look at every disk that is due. Raises StoreUnavailable."""
+        leases: dict[str, dict[str, Lease]] = {name: {} for name in self._disks}
+        for lease in await self.broker.run(self.broker.open_leases):
+            if (machine := self._machine_of(lease)) in leases:
+                leases[machine][lease.id] = lease
+        rounds = (disk.round(leases[name]) for name, disk in self._disks.items())
+        for error in await asyncio.gather(*rounds, return_exceptions=True):
+            if error is not None:
+                raise error
+
+
+class Disk:
+    """One engine's disk and the containers on it."""
+
+    def __init__(self, duty: DiskDuty, machine: str, engine: DockerEngine) -> None:
+        self.tick = duty.tick
+        self.broker = duty.broker
+        self.engine = engine
+        self._poke = duty.poke
+        self._part = f"Disk of {machine}"
+        self._is_here = machine == HERE
+        self._root: str | None = None
+        self._last: Measured | None = None
+        self._warned: set[str] = set()
+        self._measuring: dict[str, asyncio.Task[int | None]] = {}
+        """What is not done yet, by the id of the lease."""
+        self._gate = asyncio.Semaphore(AT_ONCE)
+
+    async def round(self, leases: Mapping[str, Lease]) -> None:
+        """Measure the containers of these leases if that is due. That the engine does not answer
+        is said in the log."""
+        self._warned &= leases.keys()
+        if not leases:
+            self._last = None
+            return
+        try:
+            await self._round(leases)
+        except EngineUnavailable as error:
+            self.tick.trouble(self._part, error)
+
+    async def _round(self, leases: Mapping[str, Lease]) -> None:
+        began = time.monotonic()
+        found = await _in_daemon_thread(self._room) if self._is_here else None
+        free = found[0] if found else None
+        if not is_due(self._last, began, free):
+            return
+        limits = await _in_daemon_thread(lambda: self.engine.call(limited))
+        # What is being stopped is measured no more.
+        here = [x for x in limits if x.lease_id in leases and not leases[x.lease_id].outcome]
+        for each in here:
+            if each.lease_id not in self._measuring:
+                work = self._see_to(each, leases[each.lease_id])
+                self._measuring[each.lease_id] = asyncio.ensure_future(work)
+        if self._measuring:
+            await asyncio.wait(self._measuring.values(), timeout=ROUND_SECONDS)
+        done = {name: task for name, task in self._measuring.items() if task.done()}
+        for name in done:
+            del self._measuring[name]
+        sizes = {name: task.result() for name, task in done.items()}
+        self._say(found, {leases[name]: sizes[name] for name in sizes if name in leases})
+        # Before there is any container, nobody knows how fast one may grow.
+        step = STEP * min((x.limit_bytes for x in here), default=0)
+        ended = time.monotonic()
+        self._last = Measured(ended, ended - began, free, step) if here else None
+
+    def _room(self) -> tuple[int, int] | None:
+        """Free and all bytes of the engine's disk; None if it cannot be seen from here."""
+        if self._root is None:
+            info: dict[str, Any] = self.engine.call(lambda client: client.info())
+            self._root = str(info.get("DockerRootDir", ""))
+        return room(self._root)
+
+    async def _see_to(self, container: Limited, lease: Lease) -> int | None:
+        """Measure one container, and do what its size asks for. None: its size is not known."""
+        try:
+            async with self._gate:
+                written = await _in_daemon_thread(lambda: self._written(container.container_id))
+        except EngineUnavailable:
+            return None
+        if written is None:
+            return 0  # it has ended
+        verdict, limit = container.judge(written), container.limit_bytes
+        told: dict[str, Any] = {"written_bytes": written, "limit_bytes": limit}
+        told["folders"] = container.folders
+        said = f"{size(written)} of {size(limit)} in its own container (lease {lease.id})"
+        if verdict == "over":
+            if await self.broker.run(self.broker.stop_for_disk, lease.id, **told):
+                self.tick.log.warning("%s is to be stopped: %s", lease.server, said)
+                self._poke()
+        elif verdict == "near" and lease.id not in self._warned:
+            told["is_enforced"] = container.is_enforced
+            if await self.broker.run(self.broker.warn_of_disk, lease.id, **told):
+                self.tick.log.info("%s was warned: %s", lease.server, said)
+                self._poke()
+            self._warned.add(lease.id)
+        return written
+
+    def _written(self, container_id: str) -> int | None:
+        try:
+            return self.engine.call(lambda client: written_bytes(client, container_id))
+        except NotFound:
+            return None
+
+    def _say(self, found: tuple[int, int] | None, sizes: Mapping[Lease, int | None]) -> None:
+        """Say once in the log what an admin has to see to."""
+        if unknown := [str(lease.server) for lease, written in sizes.items() if written is None]:
+            said = f"the engine does not say how large the containers of {', '.join(unknown)} are"
+            self.tick.trouble(self._part, Unavailable(said))
+        elif found and found[0] < SPARE * found[1]:
+            known = sorted(((s, str(x.server)) for x, s in sizes.items() if s), reverse=True)
+            most = [f"{server} ({size(written)})" for written, server in known[:3]]
+            who = f"; the largest containers: {', '.join(most)}" if most else ""
+            said = f"less than {SPARE:.0%} of {size(found[1])} is free{who}. Make room there"
+            self.tick.trouble(self._part, Unavailable(said))
+        else:
+            self.tick.well(self._part)
+
+
+def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run what blocks in a thread that the service does not wait for when it ends."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(settle_with: Callable[[Any], None], value: Any) -> None:
+        if not done.done():
+            settle_with(value)
+
+    def run() -> None:
+        result: tuple[Callable[[Any], None], Any]
+        try:
+            result = done.set_result, work()
+        except Exception as error:  # whatever it is, who waits hears it
+            result = done.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the service has ended meanwhile
+            loop.call_soon_threadsafe(settle, *result)
+
+    threading.Thread(target=run, name="gpuspawner-disk", daemon=True).start()
+    return done
+
+
+def _patient_client() -> docker.APIClient:
+    """A client that waits until a large container was measured."""
+    return docker.APIClient(version="auto", timeout=PATIENCE_SECONDS, **kwargs_from_env())
+
+
+def node_of(cluster: Cluster, engine: str, lease: Lease) -> str:
+    """The name of the machine that a lease's server is on; empty if it is not of the cluster."""
+    if lease.engine != engine or not lease.devices:
+        return ""
+    found = cluster.device(lease.uuids[0])
+    return found[0].name if found else ""
+
+
+def disk_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
+    """The duties of this kind: one for this machine's engine, one for those of a cluster."""
+    engine = DockerEngine(_patient_client)
+    here = DiskDuty(tick, {HERE: engine}, lambda x: HERE if x.engine == engine.name else "", poke)
+    rounds: list[Round] = [(LOOK_SECONDS, "Disk", here.round)]
+    delegate = tick.broker.delegate
+    if isinstance(delegate, SlurmDelegate):
+        cluster = delegate.cluster
+        nodes = {x.name: DockerEngine(connector(x, PATIENCE_SECONDS)) for x in cluster.nodes}
+        on_nodes = DiskDuty(tick, nodes, partial(node_of, cluster, delegate.engine), poke)
+        rounds.append((LOOK_SECONDS, "Disks of nodes", on_nodes.round))
+    return rounds

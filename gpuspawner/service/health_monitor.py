@@ -1,0 +1,218 @@
+"""The service's part in sick GPUs: what was sampled is judged, and sick ones are probed.
+
+Verdicts, drains, warnings and refunds are the broker's, and in the store; here is nothing that a
+restart would lose but what the driver said in the last seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import docker
+from docker.errors import DockerException
+from docker.utils import kwargs_from_env
+from traitlets import Enum, Unicode
+from traitlets.config import SingletonConfigurable
+
+from ..catalog.loader import WatchedCatalog
+from ..core.errors import GPUSpawnerError, Unavailable
+from ..devices.simulated import SimulatedSampler
+from ..devices.source import Sampler
+from ..engines.device_probe import Probed, Untried, probe_by_process, probe_in_container
+from ..engines.injection import MODES
+from ..monitoring.health import Signs
+from ..monitoring.health_service import FoundSymptoms
+from ..monitoring.models import Sample
+from ..slurm.cluster import Node
+from ..slurm.images import connector
+from ..slurm.scheduler import SlurmDelegate
+from .sampler import Sampling
+from .worker import Tick
+
+ENGINE_SECONDS = 60.0
+"""Seconds that the engine may take to answer one question."""
+
+LEAKS_EVERY = 6
+"""After so many rounds it looks for devices that are not empty: that lists processes."""
+
+ONCE_MORE = 15.0
+"""Seconds until a device is probed again when what came of it could not be written or told."""
+
+Probe = Callable[[str], Probed]
+"""Tries the device with this UUID. Blocks. Raises Untried."""
+
+
+class ProbesDevices(SingletonConfigurable):
+    """A service that tries devices."""
+
+    probe_image = Unicode(
+        "",
+        config=True,
+        help="""
+        The image in which a sick GPU is tried; one with Python, so that its memory is too. Where
+        it is not on the engine, or none is named, the first of the catalog that is.
+        ``add_services`` takes it from the spawner's own ``image``.
+
+        Example::
+
+            c.Accounting.probe_image = "quay.io/jupyter/base-notebook"
+        """,
+    )
+
+    probe_injection = Enum(
+        ("auto", "process", *MODES),
+        "auto",
+        config=True,
+        help="""
+        How the container gets the GPU, as ``c.GPUDockerSpawner.gpu_injection``, from which
+        ``add_services`` takes it; ``process``: it is tried by a process of this host.
+
+        Example::
+
+            c.Accounting.probe_injection = "cdi"
+        """,
+    )
+
+    def health_duty(self, tick: Tick, sampling: Sampling, sampler: Sampler) -> HealthDuty:
+        """What judges the samples of this host."""
+
+        def probe(uuid: str) -> Probed:
+            if isinstance(sampler, SimulatedSampler):
+                if failure := sampler.fails_probe(uuid):
+                    return Probed(failure.rstrip("."))
+                if self.probe_injection in ("auto", "process", "none"):
+                    return Probed(text="a simulated device")
+            if self.probe_injection in ("process", "none"):
+                if _node_of(tick, uuid):
+                    how = f"c.Accounting.probe_injection is {self.probe_injection!r}"
+                    raise Untried(f"{how}, and it is on a machine of the cluster")
+                return probe_by_process(uuid)
+            return self._in_container(tick, uuid)
+
+        return HealthDuty(tick, sampling, probe)
+
+    def _in_container(self, tick: Tick, uuid: str) -> Probed:
+        try:
+            images = [self.probe_image, *self._images(tick)]
+            client = _engine_of(tick, uuid)
+        except (GPUSpawnerError, DockerException, OSError) as error:
+            raise Untried(str(error)) from error
+        try:
+            return probe_in_container(client, images, self.probe_injection, uuid)
+        finally:
+            client.close()
+
+    def _images(self, tick: Tick) -> Sequence[str]:
+        path = getattr(self, "catalog", "")  # whose images are pulled ahead, if any are
+        if not path:
+            return ()
+        known = WatchedCatalog(path, tick.log).current()
+        return [image for each in known.environments for image in each.images]
+
+
+class HealthDuty:
+    """Rounds of this duty, one after the other; probes run beside them."""
+
+    def __init__(self, tick: Tick, sampling: Sampling, probe: Probe) -> None:
+        self.tick = tick
+        self.broker = tick.broker
+        self.sampling = sampling
+        self._probe = probe
+        self._signs: dict[str, Signs] = {}
+        self._last: dict[str, Sample] = {}
+        self._rounds = 0
+        self._probing: dict[str, asyncio.Task[None]] = {}
+
+    async def round(self) -> None:
+        """Judge what is new, and give back what leases that have ended cost on sick devices.
+
+        Raises StoreUnavailable; what happened meanwhile is judged in the next round.
+        """
+        signs = self._new()
+        found = {uuid: FoundSymptoms(its.look(), its.going_on) for uuid, its in signs.items()}
+        if found:
+            for change in await self.broker.run(self.broker.judge_health, found):
+                if change.event == "sick":
+                    what = "Device %s is sick: %s. Nobody new gets it; told: %s"
+                    told = ", ".join(str(lease.server) for lease in change.told) or "nobody has it"
+                    self.tick.log.warning(what, change.uuid, change.reason, told)
+                elif change.event == "probe":
+                    self._begin_probe(change.uuid)
+            for its in signs.values():
+                its.judged()
+        await self.broker.run(self.broker.settle_sick)
+        if self._rounds % LEAKS_EVERY == 0:
+            await self.broker.run(self.broker.judge_leaks)
+        self._rounds += 1
+        self.tick.well("Sick GPUs")
+
+    async def close(self) -> None:
+        """Wait for no probe any more: the next service makes another one."""
+        probing = list(self._probing.values())
+        for task in probing:
+            task.cancel()
+        await asyncio.gather(*probing, return_exceptions=True)
+
+    def _new(self) -> dict[str, Signs]:
+        """The devices with new samples, and all that was found of them."""
+        found = {}
+        for uuid, samples in self.sampling.recent().items():
+            fresh = _after(samples, self._last.get(uuid))
+            if fresh:
+                self._last[uuid] = fresh[-1]
+                found[uuid] = self._signs.setdefault(uuid, Signs())
+                found[uuid].add(fresh)
+        return found
+
+    def _begin_probe(self, uuid: str) -> None:
+        if uuid not in self._probing:
+            task = asyncio.ensure_future(self._try(uuid))
+            self._probing[uuid] = task
+            task.add_done_callback(lambda _: self._probing.pop(uuid, None))
+
+    async def _try(self, uuid: str) -> None:
+        part = f"Probe of {uuid}"
+        try:
+            found = await asyncio.to_thread(self._probe, uuid)
+            done = await self.broker.run(self.broker.probed, uuid, found.failure)
+        except Untried as reason:
+            said = f"it stays out and is tried again, for it could not be tried: {reason}"
+            self.tick.trouble(part, Unavailable(said))
+        except Unavailable as error:
+            self.tick.trouble(part, error)
+            await asyncio.sleep(ONCE_MORE)  # it passed, and who is to be told may be back by then
+        except GPUSpawnerError as error:
+            self.tick.trouble(part, error)
+        except Exception as error:
+            self.tick.trouble(part, error, trace=True)
+        else:
+            self.tick.well(part)
+            if done and found.failure:
+                self.tick.log.warning("Device %s failed its probe: %s", uuid, found.failure)
+            elif done:
+                self.tick.log.warning("Device %s is given out again: %s", uuid, found.text)
+
+
+def _node_of(tick: Tick, uuid: str) -> Node | None:
+    """The machine of a cluster that the device is in; None for this host."""
+    delegate = tick.broker.delegate
+    found = delegate.cluster.device(uuid) if isinstance(delegate, SlurmDelegate) else None
+    return found[0] if found else None
+
+
+def _engine_of(tick: Tick, uuid: str) -> docker.APIClient:
+    """A client of the engine on the machine that the device is in. Raises DockerException or
+    OSError."""
+    if node := _node_of(tick, uuid):
+        return connector(node, ENGINE_SECONDS)()
+    arguments = {"version": "auto", "timeout": ENGINE_SECONDS, **kwargs_from_env()}
+    return docker.APIClient(**arguments)
+
+
+def _after(samples: Sequence[Sample], last: Sample | None) -> Sequence[Sample]:
+    """Those that were taken after the last one that was seen, also when the clock was set."""
+    for number in range(len(samples) - 1, -1, -1):
+        if samples[number] is last:
+            return samples[number + 1 :]
+    return samples

@@ -1,0 +1,218 @@
+"""The catalog's images, pulled before anybody waits for one, and never in a member's way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import docker
+import requests
+from docker.errors import DockerException
+from docker.utils import kwargs_from_env
+from traitlets import Unicode
+from traitlets.config import SingletonConfigurable
+
+from ..catalog.loader import WatchedCatalog
+from ..catalog.models import Environment
+from ..core.errors import GPUSpawnerError, ImageUnavailable
+from ..engines.images import Connect, local_images, offered_digest, pull
+from ..leases.models import LeaseState
+from ..queue.models import Ticket
+from ..services import Broker
+
+EVERY = 30.0
+"""Seconds between two looks at the catalog and at the engine's images."""
+OFFERS_EVERY = 24 * 3600.0
+"""Seconds between two questions to a registry for a newer image."""
+ENGINE_SECONDS = 60.0
+"""Seconds that the engine may take to answer one question."""
+LOOK_AROUND = 1.0
+"""Seconds between two looks whether a member waits for an image."""
+AGAIN = (300.0, 1800.0, 7200.0)
+"""Seconds until an image that could not be pulled is tried again; the last one stays."""
+
+
+class PullsAhead(SingletonConfigurable):
+    """A service that pulls what its hub's members could choose."""
+
+    catalog = Unicode(
+        "",
+        config=True,
+        help="""
+        The file of environments whose images are pulled before anybody waits for one, in the
+        background and one at a time. ``add_services`` takes it from a Docker spawner's own
+        ``catalog``, unless its ``pull_policy`` is ``never`` or ``skip``. Empty: none is pulled.
+
+        Example::
+
+            c.Accounting.catalog = ""
+        """,
+    )
+
+    def pull_ahead(self, broker: Broker) -> None:
+        """Begin, here and on every machine that servers run on, and go on until the service
+        ends."""
+        if not self.catalog:
+            return
+        catalog = WatchedCatalog(self.catalog, self.log)
+        broker.name_images(partial(image_of, catalog))
+        PullAhead(catalog, broker, self.log).start()
+        for name, connect in broker.engines_elsewhere().items():
+            PullAhead(catalog, broker, self.log, connect, where=name).start()
+
+
+def image_of(catalog: WatchedCatalog, ticket: Ticket) -> str:
+    """The image that the server of a ticket needs; empty where it is one of several."""
+    if own := ticket.options.get("own_image"):
+        return str(own)
+    try:
+        images = catalog.current().get(ticket.request.environment).images
+    except GPUSpawnerError:
+        return ""
+    known = set(filter(None, images))
+    return known.pop() if len(known) == 1 else ""
+
+
+class PullAhead:
+    """One pull at a time, in a thread that the service does not wait for when it ends.
+
+    The engine downloads a few layers at once, for everybody: as soon as a server is being
+    started whose image is not here, our own pull is given up. What is whole of it stays.
+    """
+
+    def __init__(
+        self,
+        catalog: WatchedCatalog,
+        broker: Broker,
+        log: logging.Logger | Any,
+        connect: Connect | None = None,
+        *,
+        where: str = "",
+    ) -> None:
+        """``where`` names the machine of the engine; empty is this one, whose registry is asked
+        what is newer."""
+        self._catalog = catalog
+        self._broker = broker
+        self._log = log
+        self._connect = connect or _client
+        self._where = where
+        self._on = f" on {where}" if where else ""
+        self._failed: dict[str, tuple[int, float]] = {}
+        self._asked: dict[str, float] = {}
+        self._problem = ""
+
+    def start(self) -> None:
+        """Go on until the process ends."""
+        threading.Thread(target=self._run, name="gpuspawner-ahead", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.look()
+                self._problem = ""
+            except (GPUSpawnerError, DockerException, requests.RequestException, OSError) as error:
+                if str(error) != self._problem:  # said once, and not every half minute
+                    self._problem = str(error)
+                    self._log.warning("No image is pulled ahead%s: %s", self._on, error)
+            except Exception:
+                self._log.exception("Pulling images ahead failed; it is tried again")
+            time.sleep(EVERY)
+
+    def look(self) -> None:
+        """Pull what is not here, one after the other; ask what is newer. Blocks, maybe long."""
+        environments = self._catalog.current().environments
+        client = self._connect(ENGINE_SECONDS)
+        try:
+            images = (image for each in environments if _pulls(each) for image in each.images)
+            for image in dict.fromkeys(filter(None, images)):
+                if local_images(client, image) is not None:
+                    self._failed.pop(image, None)
+                elif self._is_due(image) and not self._pull(client, image):
+                    return
+            for environment in () if self._where else environments:
+                self._ask(client, environment)
+        finally:
+            client.close()
+
+    def _pull(self, client: docker.APIClient, image: str) -> bool:
+        """Whether the next one may follow: a member waits for none."""
+        looked_at = 0.0
+        began = time.monotonic()
+        with closing(pull(self._connect, image)) as progress:
+            try:
+                for _ in progress:
+                    if time.monotonic() - looked_at < LOOK_AROUND:
+                        continue
+                    if looked_at == 0.0:
+                        self._log.info("Pulling %s ahead of its first server%s", image, self._on)
+                    looked_at = time.monotonic()
+                    if waited := self._waited_for(client):
+                        self._log.info("A member waits for %s: %s can wait", waited, image)
+                        return False
+            except ImageUnavailable as error:
+                tries = self._failed.get(image, (0, 0.0))[0]
+                pause = AGAIN[min(tries, len(AGAIN) - 1)]
+                self._failed[image] = tries + 1, time.monotonic() + pause
+                self._log.warning(
+                    "%s It is tried again%s in %.0f minutes.", error, self._on, pause / 60
+                )
+                return True
+        here = self._on or " here"
+        self._log.info("%s is%s after %.0f s", image, here, time.monotonic() - began)
+        return True
+
+    def _is_due(self, image: str) -> bool:
+        return time.monotonic() >= self._failed.get(image, (0, 0.0))[1]
+
+    def _waited_for(self, client: docker.APIClient) -> str:
+        """An image that a server waits for which is being started; empty when there is none."""
+        starting = {
+            lease.environment
+            for lease in self._broker.open_leases()
+            if lease.state is LeaseState.GRANTED
+        }
+        return _first_missing(client, self._catalog.current().environments, starting)
+
+    def _ask(self, client: docker.APIClient, environment: Environment) -> None:
+        """Say once a day which environments could have a newer image; nothing is pulled."""
+        here = local_images(client, environment.image) if environment.image else None
+        has = environment.image_digest or (here.digest_in(environment.image) if here else "")
+        due = self._asked.get(environment.slug, float("-inf")) + OFFERS_EVERY
+        if not has or time.monotonic() < due:
+            return
+        self._asked[environment.slug] = time.monotonic()
+        try:
+            newest = offered_digest(client, environment.image)
+        except ImageUnavailable as error:
+            self._log.info("Whether %s has a newer image: %s", environment.slug, error)
+            return
+        if newest != has:
+            self._log.info(
+                "There is a newer image for %s (%s). Try it and take it: "
+                "gpuspawner catalog update %s",
+                environment.slug,
+                newest[:19],
+                environment.slug,
+            )
+
+
+def _pulls(environment: Environment) -> bool:
+    """Whether its servers pull their image at all."""
+    policy = str(environment.spawner_override.get("pull_policy", ""))
+    return policy.lower() not in ("never", "skip")
+
+
+def _first_missing(
+    client: docker.APIClient, environments: Collection[Environment], slugs: Collection[str]
+) -> str:
+    images = (image for each in environments if each.slug in slugs for image in each.images)
+    return next((image for image in images if image and local_images(client, image) is None), "")
+
+
+def _client(timeout: float) -> docker.APIClient:
+    return docker.APIClient(version="auto", timeout=timeout, **kwargs_from_env())

@@ -1,0 +1,538 @@
+"""The notifier: sends notices by Apprise, and runs the admin's hooks.
+
+At least once: a notice stays unsent in the store until every channel has taken it, or it is
+given up. Who is killed between sending and noting it may send it again. A channel is one
+queue of its own with a few senders, so that one that hangs holds up no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import timezone
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from apprise import Apprise, AppriseAsset, NotifyFormat, NotifyType
+from traitlets import Dict, Float, List, Unicode
+from traitlets.config import LoggingConfigurable
+
+from ..core.aio import within
+from ..core.errors import GPUSpawnerError, Unavailable
+from ..notifications.channels import Channel, chosen, read, wanted
+from ..notifications.models import Notice, NoticeKind
+from ..notifications.repository import ChannelChoice, Outcome, errors_text, failing
+from ..services import Broker
+
+TITLE, BODY = 200, 4000
+"""The most characters of a message's two parts."""
+
+_TYPES = {
+    NoticeKind.TURN: NotifyType.SUCCESS,
+    NoticeKind.SESSION_ENDS: NotifyType.WARNING,
+    NoticeKind.CREDITS_LOW: NotifyType.WARNING,
+    NoticeKind.GPU_SICK: NotifyType.WARNING,
+    NoticeKind.DISK_LOW: NotifyType.WARNING,
+    NoticeKind.STOPPED: NotifyType.WARNING,
+}
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def send(channel: Channel, address: str, notice: Notice) -> None:
+    """Send a notice. Raises Unavailable with what Apprise said, and no secret in it.
+
+    It may block for as long as the other side keeps the connection busy: use a thread that
+    can be left alone.
+    """
+    secrets = {place: read_secret(place) for place in channel.secrets()}
+    said: list[str] = []
+    token = _said.set(said)
+    try:
+        service = Apprise.instantiate(channel.fill(address, secrets), asset=_asset())
+        if service is None:
+            raise Unavailable(
+                _reason(channel, secrets, said) or "Apprise does not know such a URL."
+            )
+        messenger = Apprise(asset=_asset())
+        messenger.add(service)
+        sent = messenger.notify(
+            title=one_line(notice.title),
+            body=plain(notice.body),
+            notify_type=_TYPES.get(notice.kind, NotifyType.INFO),
+            body_format=NotifyFormat.TEXT,
+        )
+    finally:
+        _said.reset(token)
+    if not sent:
+        raise Unavailable(_reason(channel, secrets, said) or "The message was not taken.")
+
+
+def read_secret(place: str) -> str:
+    """What ``env:NAME`` or ``file:/path`` holds, without space around it.
+
+    Raises Unavailable: it is read anew for each message, so it may be there for the next one.
+    """
+    kind, _, name = place.partition(":")
+    if kind == "env":
+        if not (value := os.environ.get(name, "").strip()):
+            raise Unavailable(f"The variable {name} is not set for the hub.")
+        return value
+    path = Path(name)
+    try:
+        if path.stat().st_mode & 0o077:
+            raise Unavailable(f"Others can read the secret in {path}: chmod 600 {path}")
+        if not (value := path.read_text(encoding="utf-8").strip()):
+            raise Unavailable(f"The secret in {path} is empty.")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise Unavailable(f"The secret in {path} cannot be read: {why}.") from None
+    return value
+
+
+def one_line(text: str) -> str:
+    """A title: no line ends and no control characters, whatever a name in it holds."""
+    return " ".join(_readable(text).split())[:TITLE]
+
+
+def plain(text: str) -> str:
+    """A body: lines and tabs, and no other control characters."""
+    return _readable(text.replace("\r\n", "\n")).strip()[:BODY]
+
+
+def _readable(text: str) -> str:
+    return _CONTROL.sub(" ", text).encode("utf-8", "replace").decode("utf-8")
+
+
+# What Apprise says goes to its logger. It is kept with the message that it is about.
+
+_said: ContextVar[list[str] | None] = ContextVar("said", default=None)
+_CAUSE = "Socket Exception: "
+
+
+class _Listener(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        said = _said.get()
+        if said is not None:
+            text = " ".join(record.getMessage().split())
+            if record.levelno >= logging.WARNING or text.startswith(_CAUSE):
+                said.append(text)
+
+
+def _listen() -> None:
+    logger = logging.getLogger("apprise")
+    logger.addHandler(_Listener())
+    logger.propagate = False
+    logger.setLevel(logging.DEBUG)  # where Apprise 2 says why a mail server did not take it
+
+
+_listen()
+
+
+def _asset() -> AppriseAsset:
+    asset = AppriseAsset(async_mode=False, app_id="gpuspawner", app_desc="gpuspawner")
+    # Apprise 2 would send from a few threads that all channels share: a server that hangs would
+    # hold up the others. Our own limit is in the notifier.
+    asset._service_timeout = 0
+    return asset
+
+
+def _reason(channel: Channel, secrets: dict[str, str], said: list[str]) -> str:
+    """What was said, without the secrets in it."""
+    if not channel.mail:  # the cause may hold the address of a web hook, which is a secret
+        said = [line for line in said if not line.startswith(_CAUSE)]
+    text = " ".join(line.removeprefix(_CAUSE) for line in said)
+    for secret in secrets.values():
+        for form in (secret, quote(secret, safe="")):
+            text = text.replace(form, "(secret)")
+    return text
+
+
+AT_ONCE = 4
+"""Runs of one command that go on at the same time; others wait for one of them."""
+
+SHOWN = 300
+"""Characters of what a failed command wrote that its error repeats."""
+
+READ = 64 * 1024
+_PRIVATE = ("JUPYTERHUB_", "GPUSPAWNER_")
+"""Variables of the service that are not the command's business: tokens and database URLs."""
+
+
+class Hook:
+    """A command of the admin's, run beside everything else; what goes wrong is logged."""
+
+    def __init__(
+        self, command: Sequence[str], seconds: float, log: logging.Logger, setting: str
+    ) -> None:
+        """``setting`` is what it is called in the configuration. No command: nothing is run."""
+        self.command = tuple(command)
+        self.seconds = seconds
+        self.log = log
+        self.setting = setting
+        self._running: set[asyncio.Task[None]] = set()
+        self._gate = asyncio.Semaphore(AT_ONCE)
+
+    def start(self, text: bytes) -> None:
+        """Run it with the text on its standard input; do not wait for its end."""
+        if self.command:
+            task = asyncio.ensure_future(self._run(text))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def close(self) -> None:
+        """End what runs still."""
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _run(self, text: bytes) -> None:
+        async with self._gate:
+            try:
+                await run(self.command, text, self.seconds)
+            except Unavailable as error:
+                self.log.warning("%s: %s", self.setting, error)
+            except Exception:
+                self.log.exception("%s", self.setting)
+
+
+async def run(command: Sequence[str], text: bytes, seconds: float) -> None:
+    """Run the command with the text on its standard input.
+
+    Raises Unavailable when it cannot be started, fails, or is not done in time; then it and
+    whatever it started is killed.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_PRIVATE)}
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env=kept,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"The hook {command[0]} cannot be started: {error}") from None
+    try:
+        said = await within(seconds, _talk(process, text))
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        if isinstance(error, asyncio.TimeoutError):
+            raise Unavailable(f"The hook was not done in {seconds:g} s and was killed.") from None
+        raise
+    if process.returncode:
+        raise Unavailable(f"The hook ended with {process.returncode}: {said or 'it said nothing'}")
+
+
+def as_json(notice: Notice) -> bytes:
+    """A notice as the command reads it: one JSON object and a line end."""
+    told = {
+        "key": notice.key,
+        "user": notice.user,
+        "kind": notice.kind.value,
+        "title": notice.title,
+        "body": notice.body,
+        "at": notice.at.astimezone(timezone.utc).isoformat(timespec="milliseconds"),
+    }
+    return json.dumps(told).encode() + b"\n"
+
+
+async def _talk(process: asyncio.subprocess.Process, text: bytes) -> str:
+    """Give it its input and wait for its end; what it wrote as an error, in short."""
+    assert process.stdin and process.stderr
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read
+        process.stdin.write(text)
+        await process.stdin.drain()
+        process.stdin.close()
+    said = await process.stderr.read(READ)
+    while await process.stderr.read(READ):
+        pass
+    await process.wait()
+    return " ".join(said.decode("utf-8", "replace").split())[:SHOWN]
+
+
+SENDERS = 4
+"""Messages of one channel on their way at once."""
+
+MOST_HANGING = 16
+"""Senders of one channel that may hang; then it is not tried until one comes back."""
+
+BATCH = 500
+"""Notices taken up in one round."""
+
+
+class Notifier(LoggingConfigurable):
+    """Sends notices by mail, chat and push (through Apprise), and to a command of the admin's."""
+
+    channels = Dict(
+        config=True,
+        help="""
+        How members can be told, by name: a URL of Apprise's, or a dictionary with ``url``,
+        ``label``, ``pattern`` (what an address must match) and ``example`` (of an address).
+
+        ``{address}`` in the URL is what a member types; without it there is nothing to type.
+        ``{file:/path}`` (mode 600) and ``{env:NAME}`` are secrets. Example::
+
+            c.Notifier.channels = {
+                "mail": "mailtos://gpu:{file:/etc/gpuspawner/smtp}@smtp.lab.example"
+                "?from=gpu@lab.example&to={address}",
+                "team": {"label": "The lab's chat", "url": "{file:/etc/gpuspawner/team-url}"},
+            }
+        """,
+    )
+
+    default_channels = Dict(
+        config=True,
+        help="""
+        How members are told who chose nothing: channels with their addresses, in which
+        ``{user}`` is the member's name. None: such members are told on their page only. Example::
+
+            c.Notifier.default_channels = {"mail": "{user}@lab.example"}
+        """,
+    )
+
+    hook = List(
+        Unicode(),
+        config=True,
+        help="""
+        A command that is run for each notice of every member, with the notice as JSON on its
+        standard input (``key``, ``user``, ``kind``, ``title``, ``body``, ``at``). Example::
+
+            c.Notifier.hook = ["/usr/local/bin/gpu-notice", "--from-hub"]
+        """,
+    )
+
+    hook_seconds = Float(
+        10.0,
+        min=0.1,
+        config=True,
+        help="""
+        Seconds that the hook may take before it is killed.
+
+        Example::
+
+            c.Notifier.hook_seconds = 30
+        """,
+    )
+
+    send_seconds = Float(
+        60.0,
+        min=0.1,
+        config=True,
+        help="""
+        Seconds that one message may take before it counts as not sent.
+
+        Example::
+
+            c.Notifier.send_seconds = 20
+        """,
+    )
+
+    retry_seconds = List(
+        Float(min=0.0),
+        default_value=[10.0, 60.0, 300.0, 900.0, 3600.0, 10800.0, 21600.0],
+        config=True,
+        help="""
+        Pauses before each further try of a message that was not sent, in seconds. After the last
+        one, and after a day, it is given up; it stays on the member's page. Example::
+
+            c.Notifier.retry_seconds = [30, 300, 3600]
+        """,
+    )
+
+    def __init__(self, *, broker: Broker, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.broker = broker
+        self.known: dict[str, Channel] = read(self.channels, self.default_channels)
+        self._senders = {name: asyncio.Semaphore(SENDERS) for name in self.known}
+        self._threads = dict.fromkeys(self.known, 0)
+        self._hooks = asyncio.Semaphore(SENDERS)
+        self._busy: dict[int, asyncio.Task[None]] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        """What came of notices and is not in the store yet: these are not sent again."""
+        self._writing = asyncio.Lock()
+        self._not_before: dict[int, float] = {}
+        """By id, when the event loop's clock says that the next try is due."""
+        self._trouble: dict[str, str] = {}
+        self._poke = asyncio.Event()
+
+    @property
+    def most_tries(self) -> int:
+        return len(self.retry_seconds) + 1
+
+    # Rounds.
+
+    def poke(self) -> None:
+        """There is something to send: do not wait for the next round. From the event loop."""
+        self._poke.set()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait for the next round, or until somebody pokes."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(seconds, self._poke.wait())
+        self._poke.clear()
+
+    async def round(self) -> None:
+        """Take up all notices that are due. They are sent meanwhile; this does not wait for it."""
+        await self._write()
+        unsent = await self.broker.run(self.broker.unsent, self.most_tries)
+        now = asyncio.get_running_loop().time()
+        self._not_before = {n: self._not_before[n] for n in unsent if n in self._not_before}
+        due = [
+            number
+            for number in unsent
+            if number not in self._busy
+            and number not in self._outcomes
+            and self._not_before.get(number, now) <= now
+        ]
+        found = await self.broker.run(self.broker.with_choices, due[:BATCH]) if due else []
+        for notice, own in found:
+            if notice.sent_at or notice.tries >= self.most_tries:
+                continue  # it was on its way when the ids were read, and has arrived since
+            choices = self._choices(notice, own)
+            if choices or (self.hook and not notice.tries):
+                self._busy[notice.id] = asyncio.create_task(self._deliver(notice, choices))
+            else:
+                self._outcomes[notice.id] = Outcome(self.broker.clock(), notice.tries)
+        await self._write()
+        if len(due) > BATCH:
+            self.poke()
+
+    async def close(self, seconds: float = 3.0) -> None:
+        """Give what is on its way a moment to arrive; then stop."""
+        if tasks := list(self._busy.values()):
+            await asyncio.wait(tasks, timeout=seconds)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _choices(self, notice: Notice, own: Mapping[str, ChannelChoice]) -> list[ChannelChoice]:
+        """By what it is still to be sent: after a try, only where it failed."""
+        choices = wanted(chosen(self.known, own, notice.user), notice)
+        if not notice.tries:
+            return choices
+        failed = failing(notice.error)
+        return [choice for choice in choices if choice.channel in failed]
+
+    # One notice.
+
+    async def _deliver(self, notice: Notice, choices: list[ChannelChoice]) -> None:
+        try:
+            await self._send_all(notice, choices)
+        finally:
+            del self._busy[notice.id]
+
+    async def _send_all(self, notice: Notice, choices: list[ChannelChoice]) -> None:
+        sends = [self._send(self.known[choice.channel], choice, notice) for choice in choices]
+        if self.hook and not notice.tries:
+            sends.append(self._run_hook(notice))
+        said = await asyncio.gather(*sends)
+        names = [choice.channel for choice in choices]
+        errors = {name: why for name, why in zip(names, said, strict=False) if why}
+        self._outcomes[notice.id] = self._outcome(notice, errors)
+        try:
+            await self._write()
+        except Unavailable as error:
+            self._note("Notices", str(error))  # the next round tries again
+
+    def _outcome(self, notice: Notice, errors: Mapping[str, str]) -> Outcome:
+        if not errors:
+            return Outcome(self.broker.clock(), notice.tries)
+        tries, text = notice.tries + 1, errors_text(errors)
+        if notice.kind is NoticeKind.TEST:
+            tries = self.most_tries  # who tries the channels waits for an answer
+        if tries < self.most_tries:
+            pause = self.retry_seconds[tries - 1]
+            self._not_before[notice.id] = asyncio.get_running_loop().time() + pause
+        else:
+            message = "The notice %r for %s is not sent any more: %s"
+            self.log.warning(message, notice.key, notice.user, text.replace("\n", "; "))
+        return Outcome(None, tries, text)
+
+    async def _send(self, channel: Channel, choice: ChannelChoice, notice: Notice) -> str:
+        """Send by one channel; why it failed, or nothing."""
+        name = channel.name
+        async with self._senders[name]:
+            try:
+                if self._threads[name] >= MOST_HANGING:
+                    raise Unavailable("Its server takes messages and does not answer.")
+                await self._in_thread(name, lambda: send(channel, choice.address, notice))
+            except GPUSpawnerError as error:
+                return self._note(f"Channel {name}", error.message)
+            except Exception as error:
+                self.log.exception("Channel %s: %r", name, error)
+                return type(error).__name__
+        self._note(f"Channel {name}", "")
+        return ""
+
+    async def _in_thread(self, name: str, work: Callable[[], None]) -> None:
+        """Run what blocks. A thread that hangs is left alone: it ends with the process.
+
+        Not in the event loop's own executor: at the end of the program, that is waited for.
+        Raises Unavailable when it is not done in time, and whatever the work raises.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._threads[name] += 1
+
+        def settle(error: Exception | None) -> None:
+            self._threads[name] -= 1
+            if not done.done():
+                done.set_exception(error) if error else done.set_result(None)
+
+        def run() -> None:
+            error: Exception | None = None
+            try:
+                work()
+            except Exception as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the service has ended meanwhile
+                loop.call_soon_threadsafe(settle, error)
+
+        threading.Thread(target=run, name=f"notice-{name}", daemon=True).start()
+        await asyncio.wait([done], timeout=self.send_seconds)
+        if not done.done():
+            done.cancel()
+            raise Unavailable(f"It was not done in {self.send_seconds:g} s.")
+        done.result()
+
+    async def _run_hook(self, notice: Notice) -> str:
+        async with self._hooks:
+            try:
+                await run(self.hook, as_json(notice), self.hook_seconds)
+            except GPUSpawnerError as error:
+                self.log.warning("Hook for the notice %r: %s", notice.key, error)
+            except Exception as error:
+                self.log.exception("Hook for the notice %r: %r", notice.key, error)
+        return ""
+
+    # What is noted.
+
+    async def _write(self) -> None:
+        """Bring the outcomes to the store. Raises StoreUnavailable; then they are kept."""
+        async with self._writing:
+            if outcomes := dict(self._outcomes):
+                await self.broker.run(self.broker.mark, outcomes)
+                for number in outcomes:
+                    del self._outcomes[number]
+
+    def _note(self, part: str, sentence: str) -> str:
+        """Log a trouble when it begins or changes, and when it is over; the sentence itself."""
+        if sentence and self._trouble.get(part) != sentence:
+            self._trouble[part] = sentence
+            self.log.warning("%s: %s", part, sentence)
+        elif not sentence and self._trouble.pop(part, ""):
+            self.log.info("%s: all is well again", part)
+        return sentence

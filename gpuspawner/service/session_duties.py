@@ -1,0 +1,165 @@
+"""The service's part in sessions: warnings, ends, and the stops that somebody ordered.
+
+What is due is read from the store every time, so a service that was killed goes on where it
+was: a warning is given once, and an order is carried out until the server is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from ..core.errors import GPUSpawnerError
+from ..leases.models import Lease, LeaseState
+from .notifier import Hook
+from .worker import Tick
+
+AT_ONCE = 10
+"""Stops that the Hub is asked for at the same time."""
+
+AGAIN = 10.0
+"""Seconds after which the Hub is asked again for a stop that it took up."""
+
+LONGEST_PAUSE = 60.0
+"""Seconds between two tries, however often it failed."""
+
+
+@dataclass(slots=True)
+class Stop:
+    """One order, as far as this process carried it out."""
+
+    task: asyncio.Task[None] | None = None
+    tries: int = 0
+    not_before: float = 0.0
+    """When, by the event loop's clock, the Hub may be asked again."""
+
+    @property
+    def under_way(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+
+class SessionDuty:
+    """Rounds of this duty, one after the other; stops and hooks run beside them."""
+
+    def __init__(
+        self,
+        tick: Tick,
+        *,
+        warn_minutes: Sequence[float],
+        command: Sequence[str] = (),
+        command_seconds: float = 10.0,
+        poke: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.broker = tick.broker
+        self.tick = tick
+        self.log = tick.log
+        self.warn_minutes = tuple(warn_minutes)
+        self.hook = Hook(command, command_seconds, tick.log, "c.Accounting.session_hook")
+        self.poke = poke
+        self._stops: dict[str, Stop] = {}
+        self._gate = asyncio.Semaphore(AT_ONCE)
+
+    async def round(self) -> None:
+        """Warn whom it is time to warn, end what is over, and see to the stops."""
+        due = await self.broker.run(self.broker.due_sessions, self.warn_minutes)
+        for lease in due.warn:
+            await self._warn(lease)
+        ordered = [await self._end(lease) for lease in due.over]
+        self._carry_out([*due.stop, *(lease for lease in ordered if lease)])
+
+    async def close(self) -> None:
+        """Leave everything as it is: the next service goes on."""
+        tasks = [stop.task for stop in self._stops.values() if stop.task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, self.hook.close(), return_exceptions=True)
+
+    # Warnings and ends.
+
+    async def _warn(self, lease: Lease) -> None:
+        warned = await self.broker.run(self.broker.warn_session, lease.id, self.warn_minutes)
+        if warned is None:
+            return
+        self.poke()
+        self.log.info("%s was told that its session ends at %s", lease.server, lease.ends_at)
+        self._run_hook("warning", warned)
+
+    async def _end(self, lease: Lease) -> Lease | None:
+        ended: Lease | None = await self.broker.run(self.broker.end_session, lease.id)
+        if ended is not None:
+            self.poke()
+            self._run_hook("end", ended)
+        return ended
+
+    # Stops.
+
+    def _carry_out(self, ordered: Sequence[Lease]) -> None:
+        now = asyncio.get_running_loop().time()
+        wanted = {lease.id for lease in ordered}
+        for gone in [name for name, stop in self._stops.items() if name not in wanted]:
+            if not self._stops[gone].under_way:
+                del self._stops[gone]
+        for lease in ordered:
+            stop = self._stops.setdefault(lease.id, Stop())
+            if not stop.under_way and now >= stop.not_before:
+                stop.task = asyncio.ensure_future(self._stop(lease, stop))
+
+    async def _stop(self, lease: Lease, stop: Stop) -> None:
+        part = f"Stop of {lease.server}"
+        async with self._gate:
+            pause = AGAIN
+            try:
+                known = await self._ask(lease)
+            except Exception as error:  # whatever went wrong, it is tried again
+                self.tick.trouble(part, error, trace=not isinstance(error, GPUSpawnerError))
+                stop.tries += 1
+                pause = min(LONGEST_PAUSE, 2.0 ** min(stop.tries, 10))
+            else:
+                stop.tries = 0
+                self.tick.well(part)
+                if known is False:
+                    # The lease is settled when an engine proves the end, and not before.
+                    self.log.warning("%s is to be stopped, but the Hub has it not", lease.server)
+            stop.not_before = asyncio.get_running_loop().time() + pause
+
+    async def _ask(self, lease: Lease) -> bool | None:
+        """Ask the Hub; whether it has the server. None when the server is gone meanwhile."""
+        # The member may have started another one under this name since the round began.
+        newest = await self.broker.run(self.broker.lease, lease.id)
+        if newest.state is LeaseState.ENDED:
+            return None
+        known = await self.tick.hub.stop_server(lease.server)
+        if known:
+            self.log.warning("Stopping %s: %s", lease.server, newest.end_reason)
+        return known
+
+    def _run_hook(self, event: str, lease: Lease) -> None:
+        self.hook.start(told(event, lease, self.broker.clock()))
+
+
+def told(event: str, lease: Lease, now: datetime) -> bytes:
+    """What the hook reads: one JSON object and a line end."""
+    seen: dict[str, Any] = {
+        "event": event,
+        "lease": lease.id,
+        "user": lease.server.user,
+        "server": lease.server.name,
+        "environment": lease.environment,
+        "gpus": list(lease.uuids),
+        "ends_at": instant(lease.ends_at),
+        "minutes": lease.told_minutes if event == "warning" else 0,
+        "reason": lease.end_reason,
+        "at": instant(now),
+    }
+    return json.dumps(seen).encode() + b"\n"
+
+
+def instant(moment: datetime | None) -> str | None:
+    """A time as commands read it: ISO 8601 in UTC."""
+    if moment is None:
+        return None
+    return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")

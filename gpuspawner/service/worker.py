@@ -1,0 +1,382 @@
+"""The regular rounds of the accounting service: charge, reconcile, and resume waiting spawns.
+
+A spawn finds its ticket by its server, and so its place in line. Whoever is gone loses theirs.
+
+Everything that must survive a restart is in the store: a round can be late, doubled or
+killed at any point, and the next one goes on from what is written there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from ..core.errors import (
+    AnotherHubGrants,
+    EngineUnavailable,
+    GPUSpawnerError,
+    NotTheOwner,
+    Unavailable,
+    UnknownTicket,
+)
+from ..db.leader import TAKE_OVER
+from ..engines.base import Engine, Remembers
+from ..leases.models import Lease, LeaseState, ServerRef, Sighting
+from ..leases.reconciliation import Action, Confirm, HubState, Release, Remove, Unknown
+from ..queue.models import Ticket
+from ..services import Broker, clock_says
+from .hub_client import HubClient, Started
+
+THE_HUB_FIRST = 3.0
+"""Seconds that the Hub has to write down itself what became of a ticket without a spawn: who
+stopped it while the database was away, who was renamed and who removed."""
+
+AT_ONCE = 50
+"""Spawns asked for at once: the Hub takes each one up in some hundredths of a second."""
+
+
+class Resuming:
+    """Sees to it that every ticket has a spawn that waits with it."""
+
+    def __init__(self, broker: Broker, hub: HubClient, log: logging.Logger) -> None:
+        self.broker = broker
+        self.hub = hub
+        self.log = log
+
+    async def resume(self, servers: Collection[ServerRef], pause: float = 0.0) -> int:
+        """Start the spawn of every ticket whose server the Hub does not have. How many.
+
+        Tickets that waited too long, or whose member is gone, end with their reason. ``pause``:
+        seconds to wait before, for the Hub to end them. Raises Unavailable when the Hub does
+        not answer; what was not reached is tried again.
+        """
+        waiting = await self._not_expired(await self.broker.run(self.broker.waiting))
+        missing = [ticket for ticket in waiting if ticket.server not in servers]
+        if missing and pause:
+            await asyncio.sleep(pause)
+            still = {ticket.id for ticket in await self.broker.run(self.broker.waiting)}
+            missing = [ticket for ticket in missing if ticket.id in still]
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def start(ticket: Ticket) -> None:
+            async with gate:
+                await self._start(ticket)
+
+        done = await asyncio.gather(*map(start, missing), return_exceptions=True)
+        for error in done:
+            if isinstance(error, BaseException):
+                raise error
+        return len(missing)
+
+    async def _not_expired(self, waiting: list[Ticket]) -> list[Ticket]:
+        days = self.broker.ticket_days
+        now = self.broker.clock()
+        kept = []
+        for ticket in waiting:
+            if now - ticket.created_at < timedelta(days=days):
+                kept.append(ticket)
+            else:
+                await self._end(ticket, "expired", f"it waited for {days} days")
+        return kept
+
+    async def _start(self, ticket: Ticket) -> None:
+        started = await self.hub.start_server(ticket.server, ticket.options)
+        if started is Started.NO_MEMBER:
+            await self._end(ticket, "member_gone", "the member was removed or renamed")
+        elif started is Started.REFUSED:
+            await self._end(ticket, "refused", "the Hub does not start this server any more")
+        else:
+            self.log.info("Ticket %s: %s waits on", ticket.id, ticket.server)
+
+    async def _end(self, ticket: Ticket, outcome: str, reason: str) -> None:
+        try:
+            await self.broker.run(self.broker.end_ticket, ticket.id, outcome, reason)
+        except UnknownTicket as error:  # only if somebody cleaned the database meanwhile
+            raise Unavailable(error.message) from error
+        self.log.info("Ticket %s of %s ended: %s", ticket.id, ticket.server, reason)
+
+
+PORTION = 200
+"""Leases that are charged in one transaction, at the most."""
+
+OWNED = 1.0
+"""Seconds for which one look at whose the database is serves every duty."""
+
+BETWEEN_PORTIONS = 0.02
+"""Seconds in which somebody else can write."""
+
+Round = tuple[float, str, Callable[[], Awaitable[object]]]
+"""Seconds between two rounds of a duty, its name, and what each does."""
+
+
+class Sightings(Mapping[str, Sequence[Sighting] | None]):
+    """What the engines run, looked at when first asked for, and then once.
+
+    The broker reads its leases before it asks. So a lease that is running and has no server
+    in here has lost it: the server was there before the look, and was not found by it.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], leases: Collection[Lease]) -> None:
+        self._engines = engines
+        self._leases = leases
+        self._found: dict[str, Sequence[Sighting] | None] = {}
+        self.errors: dict[str, EngineUnavailable] = {}
+        """The engines that did not answer. Blocks like everything in here: use a thread."""
+
+    def __getitem__(self, name: str) -> Sequence[Sighting] | None:
+        if name not in self._found:
+            self._found[name] = self._look(self._engines[name])
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._engines)
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def _look(self, engine: Engine) -> Sequence[Sighting] | None:
+        try:
+            found = engine.sightings()
+            if isinstance(engine, Remembers):
+                found += engine.removed(self._leases, found)
+        except EngineUnavailable as error:
+            self.errors[engine.name] = error
+            return None
+        return found
+
+
+@dataclass(slots=True)
+class Tick:
+    """One round of each duty. Rounds of one duty never overlap: the caller awaits them."""
+
+    broker: Broker
+    hub: HubClient
+    engines: Mapping[str, Engine]
+    """Every engine that can be asked, by name."""
+    log: logging.Logger
+    ask: Collection[str] = ()
+    """The engines to ask in every round; none named: those of open and recent leases."""
+    start_grace_seconds: float = 60.0
+    """Nothing younger than this is ended only because the Hub does not name it."""
+    charge_seconds: float = 60.0
+    """How often each running lease is charged, at a moment of its own."""
+    hub_name: str = ""
+    """What our Hub is called in the store's lock; not known when it did not start us."""
+    rounds: Counter[str] = field(default_factory=Counter)
+    """How many rounds each duty has finished, failed ones included, since this process started."""
+    _owned_at: float = float("-inf")
+    _resumed: bool = False
+    _stuck: set[str] = field(default_factory=set)
+    """What the log says of the leases that wait for an admin."""
+    _trouble: dict[str, str] = field(default_factory=dict)
+
+    async def keep_clock(self) -> None:
+        """Notice when the wall clock is set. Raises Unavailable while a step of it is doubted."""
+        verdict = await self.broker.run(self.broker.keep_clock)
+        if verdict is None:
+            return
+        if verdict.event in ("followed", "back"):
+            self.log.warning("%s", clock_says(verdict))
+        if verdict.offset.step:
+            raise Unavailable(clock_says(verdict))
+
+    async def charge(self) -> None:
+        """Charge every running lease whose time has come; after a pause that is all of them, in
+        portions between which others write."""
+        every = timedelta(seconds=self.charge_seconds)
+        while await self.broker.run(self.broker.charge_portion, every, PORTION) >= PORTION:
+            await asyncio.sleep(BETWEEN_PORTIONS)
+
+    @property
+    def charge_pause(self) -> float:
+        """Seconds between two looks for leases to charge, which then are a few of them."""
+        return min(self.charge_seconds, max(1.0, self.charge_seconds / 60))
+
+    # Store, engines and Hub: do they say the same?
+
+    async def reconcile(self) -> list[Action]:
+        """Adopt what lives, settle what is gone, end what nobody owns.
+
+        Raises AnotherHubGrants while another hub gives out the GPUs of this store: its servers
+        and its line are nothing that our Hub knows of, and none of ours.
+        """
+        await self._require_owner()
+        # The Hub is asked first: whatever starts after its answer holds a lease too young
+        # to be touched, or was pending.
+        servers = await self._servers()
+        await self._resume(servers)
+        leases = await self.broker.run(self.broker.open_leases)
+        servers = await self._with_missing(servers, leases)
+        recent = await self.broker.run(self.broker.leases_of, None)
+        names = self.ask or {lease.engine for lease in (*leases, *recent)}
+        asked = {name: engine for name, engine in self.engines.items() if name in names}
+        sightings = Sightings(asked, leases)
+        grace = self.start_grace_seconds
+        actions = await asyncio.to_thread(
+            self.broker.reconcile, sightings, servers, grace_seconds=grace
+        )
+        for name in asked:
+            self._note_engine(name, sightings.errors.get(name))
+        stuck = set()
+        for action in actions:
+            match action:
+                case Confirm(lease):
+                    self.log.info("Lease %s of %s adopted: it runs", lease.id, lease.server)
+                case Release(lease, _, reason):
+                    self.log.info("Lease %s of %s settled: %s", lease.id, lease.server, reason)
+                case Unknown(lease, reason, is_stuck=True):
+                    stuck.add(part := f"Lease {lease.id} of {lease.server}")
+                    self.trouble(part, EngineUnavailable(f"it stays: {reason}"))
+                case Unknown(lease, reason):
+                    self.log.debug("Lease %s of %s left: %s", lease.id, lease.server, reason)
+                case Remove():
+                    await self._remove(action)
+        for part in self._stuck - stuck:
+            self.well(part)
+        self._stuck = stuck
+        await self._end_deserted()
+        return actions
+
+    async def _require_owner(self) -> None:
+        """Raises AnotherHubGrants, or NotTheOwner: leases and tickets are not this hub's."""
+        holder = await self.broker.run(self.broker.granter.holder)
+        if self.hub_name and holder not in ("", self.hub_name):
+            raise AnotherHubGrants()
+        await self.broker.run(self.broker.granter.require_owner)
+
+    async def _is_sure_to_own(self) -> None:
+        """The same for every duty; one answer serves for a second."""
+        if time.monotonic() - self._owned_at >= OWNED:
+            await self._require_owner()
+            self._owned_at = time.monotonic()
+
+    async def _end_deserted(self) -> None:
+        """Take back from a scheduler beside ours what nobody waits for or uses any more, and see
+        that it gives out nothing that is closed."""
+        try:
+            await self.broker.run(self.broker.end_deserted)
+            await self.broker.run(self.broker.keep_closed)
+        except Unavailable as error:
+            self.trouble("Scheduler", error)
+        else:
+            self.well("Scheduler")
+
+    async def _servers(self) -> dict[ServerRef, HubState] | None:
+        try:
+            servers = await self.hub.servers()
+        except Unavailable as error:
+            self.trouble("Hub", error)
+            return None
+        self.well("Hub")
+        return servers
+
+    async def _resume(self, servers: Collection[ServerRef] | None) -> None:
+        """Let every ticket have its spawn, if the Hub lost it."""
+        if servers is None:
+            return
+        pause = THE_HUB_FIRST if self._resumed else 0.0  # a Hub that has just started ends none
+        try:
+            await Resuming(self.broker, self.hub, self.log).resume(servers, pause)
+        except Unavailable as error:
+            self.trouble("Line", error)
+        else:
+            self._resumed = True
+            self.well("Line")
+
+    async def _with_missing(
+        self, servers: dict[ServerRef, HubState] | None, leases: Collection[Lease]
+    ) -> dict[ServerRef, HubState] | None:
+        """A list in pages can miss a server while others stop: those with a lease are asked for."""
+        if servers is None:
+            return None
+        found = dict(servers)
+        known = {lease.server for lease in leases}
+        # The Hub's servers all hold leases. One without is maybe that of a member who was renamed
+        # there, and then the Hub writes its new name into its lease.
+        is_renaming = any(
+            state is HubState.READY for ref, state in servers.items() if ref not in known
+        )
+        for server in known - set(servers):
+            try:
+                if state := await self.hub.server(server):
+                    found[server] = state
+                elif is_renaming and not await self.hub.has_member(server.user):
+                    found[server] = HubState.PENDING
+            except Unavailable as error:
+                self.trouble("Hub", error)
+                return None
+        return found
+
+    async def _remove(self, action: Remove) -> None:
+        """End a server, unless the Hub knows it after all."""
+        sighting = action.sighting
+        part = f"End of {sighting.ref}"
+        try:
+            lease = await self.broker.run(self.broker.lease, sighting.lease_id)
+            # Its labels are not proof enough: the store's own word on the server counts.
+            if lease.state is not LeaseState.ENDED and await self.hub.server(lease.server):
+                return
+            await asyncio.to_thread(self.engines[action.engine].end, sighting)
+        except Unavailable as error:
+            self.trouble(part, error)
+        else:
+            self.well(part)
+            self.log.warning(
+                "Ended %s of %s (%s): %s",
+                sighting.ref[:12],
+                sighting.server,
+                action.engine,
+                action.reason,
+            )
+
+    # Rounds of any duty.
+
+    async def every(self, seconds: float, part: str, work: Callable[[], Awaitable[object]]) -> None:
+        """One round after the other, for ever: they cannot overlap."""
+        while True:
+            await asyncio.sleep(seconds)
+            await self.round(part, work)
+
+    async def round(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
+        """One round; whatever goes wrong, the next one comes."""
+        try:
+            await self._is_sure_to_own()
+            await work()
+        except NotTheOwner as error:
+            self.trouble(part, NotTheOwner(f"{error.message} {TAKE_OVER}"))
+        except GPUSpawnerError as error:
+            self.trouble(part, error)
+        except Exception as error:
+            self.trouble(part, error, trace=True)
+        else:
+            self.well(part)
+        self.rounds[part] += 1
+
+    # What the log says of parts that do not answer: a sentence when it begins, one when it ends.
+
+    def trouble(self, part: str, error: Exception, *, trace: bool = False) -> None:
+        """Say once that a part does not answer, with a traceback when nobody foresaw it."""
+        said = f"{type(error).__name__}: {error}" if trace else str(error)
+        if self._trouble.get(part) != said:
+            self._trouble[part] = said
+            line = " ".join(said.split())  # one record, one line, for whoever searches the log
+            self.log.warning("%s: %s", part, line, exc_info=error if trace else None)
+
+    def well(self, part: str) -> None:
+        """Say once that a part answers again."""
+        if self._trouble.pop(part, None) is not None:
+            self.log.info("%s: all is well again", part)
+
+    def _note_engine(self, name: str, error: EngineUnavailable | None) -> None:
+        part = f"Engine {name}"
+        if error is None:
+            self.well(part)
+            return
+        why = f" ({error.__cause__})" if error.__cause__ else ""
+        said = f"it does not answer{why}; its leases stay as they are until it does"
+        self.trouble(part, EngineUnavailable(said))

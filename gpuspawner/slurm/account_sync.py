@@ -1,0 +1,246 @@
+"""From what Slurm knows to what is wanted of it: the steps, and doing them.
+
+Whatever is not below ``gpuspawner`` is never touched. Nothing is deleted: an association that is
+over takes no jobs any more, and keeps what was used. Each step can be done by itself and only
+brings what is there closer to what is wanted, so whoever is killed in between goes on the next
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+
+from ..core.errors import SlurmRefused
+from . import accounts
+from .accounts import (
+    GPU,
+    MOST_ASSOCIATIONS,
+    QOS,
+    SHARD,
+    AssociationRow,
+    FoundAssociations,
+    WantedAssociations,
+    read_associations,
+    read_places,
+)
+from .config import TESTED, is_tested
+from .programs import Slurm
+
+_DO = ("-i", "-Q")
+_NOTHING_NEW = "nothing new added"
+
+AT_ONCE = 100
+"""Users whom one step is about: the database takes as long for one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncStep:
+    """One call of sacctmgr."""
+
+    words: tuple[str, ...]
+    what: str
+    """What it does, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPlan:
+    """What brings Slurm to what is wanted."""
+
+    steps: tuple[SyncStep, ...] = ()
+    problems: tuple[str, ...] = ()
+    """What cannot be done, as sentences; the rest can."""
+
+
+def plan_sync(
+    asked: WantedAssociations,
+    found: FoundAssociations,
+    cluster: str,
+    is_system: Callable[[str], bool] = lambda user: False,
+) -> SyncPlan:
+    """The steps from what is there to what is wanted; none when it is that already.
+
+    ``is_system``: whether a user is the system's own, whatever a member is called.
+    """
+    steps = [*_qos_steps(asked, found)]
+    problems = []
+    if accounts.ROOT_ACCOUNT not in found.accounts:
+        words = ("description=gpuspawner", "organization=gpuspawner")
+        steps.append(_add_account(accounts.ROOT_ACCOUNT, cluster, *words))
+    theirs = {name for name in asked.accounts if name in found.accounts and not found.is_ours(name)}
+    for name in sorted(theirs):
+        problems.append(
+            f"Slurm has an account {name} that is not below {accounts.ROOT_ACCOUNT}: it is not "
+            f"ours, and stays as it is. Give it another name, or another parent: sacctmgr modify "
+            f"account {name} set parent={accounts.ROOT_ACCOUNT}."
+        )
+    for name, row in asked.accounts.items():
+        if name not in theirs:
+            steps += _account_steps(name, row, found, cluster)
+    changes: list[_Change] = []
+    for user, (account, row, qos) in asked.users.items():
+        if (account, user) not in found.places and is_system(user):
+            problems.append(
+                f"The member {user} cannot have jobs: on this machine {user} is a user of the "
+                "system. Give the member another name in the hub."
+            )
+        elif account not in theirs:
+            changes += _changes(user, account, row, qos, found)
+    steps += _together(changes, cluster)
+    return SyncPlan(tuple(steps), tuple(problems))
+
+
+def apply_plan(slurm: Slurm, steps: Iterable[SyncStep]) -> None:
+    """Do it, one step after the other. Raises SlurmUnavailable or SlurmRefused; what was done
+    before stays, and what is left is in the next plan."""
+    for step in steps:
+        try:
+            slurm.run("sacctmgr", *_DO, *step.words)
+        except SlurmRefused as error:
+            if _NOTHING_NEW not in error.message.lower():
+                raise  # else somebody else has just done the same
+
+
+def check_version(slurm: Slurm) -> None:
+    """Raises SlurmRefused for a Slurm whose words may be others than those that were tried."""
+    said = slurm.run("sacctmgr", "--version").strip()
+    if not is_tested(said):
+        why = f"it is {said}, and gpuspawner was tried with {' and '.join(TESTED)}"
+        raise SlurmRefused(why=f"{why}. Install that one")
+
+
+def is_there(slurm: Slurm, cluster: str, asked: WantedAssociations) -> bool:
+    """Whether the people who are asked for have their places already, by one question: before
+    every start of theirs but the first it is so."""
+    found = read_places(slurm, cluster, asked.users)
+    return not any(
+        change
+        for user, (account, row, qos) in asked.users.items()
+        for change in _changes(user, account, row, qos, found)
+    )
+
+
+def bring(slurm: Slurm, cluster: str, asked: WantedAssociations) -> SyncPlan:
+    """Bring Slurm to what is wanted; what was done, and what could not be."""
+    found = plan_sync(asked, read_associations(slurm, cluster), cluster, accounts.is_system_user)
+    apply_plan(slurm, found.steps)
+    return found
+
+
+def _qos_steps(asked: WantedAssociations, found: FoundAssociations) -> Iterable[SyncStep]:
+    for name, priority in asked.qos.items():
+        said = f"QOS {name}: priority {priority}"
+        if name not in found.qos:
+            new = (f"priority={priority}", "description=gpuspawner")
+            yield SyncStep(("add", "qos", name, *new), f"{said}, new")
+        elif found.qos[name] != priority:
+            words = ("where", f"name={name}", "set", f"priority={priority}")
+            yield SyncStep(("modify", "qos", *words), f"{said} (was {found.qos[name]})")
+
+
+def _add_account(name: str, cluster: str, *words: str) -> SyncStep:
+    said = ", ".join(word for word in words if not word.startswith(("desc", "org", "parent")))
+    what = f"account {name}: new{', ' + said if said else ''}"
+    return SyncStep(("add", "account", name, f"cluster={cluster}", *words), what)
+
+
+def _account_steps(
+    name: str, row: AssociationRow, found: FoundAssociations, cluster: str
+) -> Iterable[SyncStep]:
+    if name not in found.accounts:
+        words = ("description=gpuspawner", "organization=gpuspawner")
+        parent = f"parent={accounts.ROOT_ACCOUNT}"
+        yield _add_account(
+            name, cluster, *words, parent, *_settings(row, AssociationRow(share=0), "Grp")
+        )
+    elif changes := _settings(row, found.accounts[name], "Grp"):
+        where = ("where", f"name={name}", f"cluster={cluster}")
+        what = f"account {name}: {', '.join(changes)}"
+        yield SyncStep(("modify", "account", *where, "set", *changes), what)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What becomes of a user, alike for many."""
+
+    stage: int
+    """Those of an earlier one are done first."""
+    user: str
+    verb: str
+    words: tuple[str, ...]
+    what: str
+
+
+def _changes(
+    user: str, account: str, row: AssociationRow, qos: str, found: FoundAssociations
+) -> Iterator[_Change]:
+    there = found.places.get((account, user))
+    if there is None:
+        settings = _settings(row, AssociationRow(), "Max")
+        many = (f"qos={qos}", f"defaultqos={qos}")
+        said = f", {', '.join(settings)}" if settings else ""
+        words = (f"account={account}", "fairshare=1", *settings, *many)
+        yield _Change(0, user, "add", words, f"in {account} with {qos}{said}, new")
+    else:
+        # What an admin added stays; of ours there is one.
+        right = (*(name for name in there.qos if not name.startswith(QOS)), qos)
+        changes = _settings(replace(row, share=there.row.share), there.row, "Max")
+        if set(right) != set(there.qos):
+            changes += (f"qos={','.join(right)}",)
+        if there.default_qos != qos:
+            changes += (f"defaultqos={qos}",)
+        if changes:
+            yield _in_account(1, user, account, changes)
+    default = found.defaults.get(user, account)
+    if default != account and found.is_ours(default):
+        # By itself it is set when a user is new; one of the site's own stays.
+        words = ("set", f"defaultaccount={account}")
+        yield _Change(2, user, "modify", words, f"{account} by default (was {default})")
+    for (other, name), place in found.places.items():
+        if name == user and other != account and found.is_ours(other):
+            over = replace(row, share=place.row.share, submits=0)
+            if changes := _settings(over, place.row, "Max"):
+                yield _in_account(3, user, other, changes)
+
+
+def _in_account(stage: int, user: str, account: str, changes: tuple[str, ...]) -> _Change:
+    words = (f"account={account}", "set", *changes)
+    return _Change(stage, user, "modify", words, f"in {account}: {', '.join(changes)}")
+
+
+def _together(changes: Iterable[_Change], cluster: str) -> Iterator[SyncStep]:
+    """The steps: what is the same for many users is one."""
+    alike: dict[_Change, list[str]] = {}
+    for change in sorted(changes, key=lambda change: change.stage):
+        alike.setdefault(replace(change, user=""), []).append(change.user)
+    for change, users in alike.items():
+        for first in range(0, len(users), AT_ONCE):
+            some = users[first : first + AT_ONCE]
+            named = ",".join(some)
+            which = (named,) if change.verb == "add" else ("where", f"name={named}")
+            words = (change.verb, "user", *which, f"cluster={cluster}", *change.words)
+            yield SyncStep(words, f"{', '.join(some)}: {change.what}")
+
+
+def _settings(row: AssociationRow, there: AssociationRow, submits: str) -> tuple[str, ...]:
+    """What differs, as sacctmgr takes it; -1 takes a limit away."""
+    words = []
+    differ = {
+        one.name
+        for one in fields(AssociationRow)
+        if getattr(row, one.name) != getattr(there, one.name)
+    }
+    if "share" in differ:
+        words.append(f"fairshare={row.share}")
+    limits = [(GPU, "gpus", row.gpus), (SHARD, "shards", row.shards)]
+    if changed := [f"{tres}={_limit(most)}" for tres, name, most in limits if name in differ]:
+        words.append(f"GrpTRES={','.join(changed)}")
+    if "gpu_minutes" in differ:
+        words.append(f"GrpTRESRunMins={GPU}={_limit(row.gpu_minutes)}")
+    if "submits" in differ:
+        words.append(f"{submits}SubmitJobs={_limit(row.submits)}")
+    return tuple(words)
+
+
+def _limit(most: int | None) -> int:
+    return -1 if most is None else min(most, MOST_ASSOCIATIONS)

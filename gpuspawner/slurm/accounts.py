@@ -1,0 +1,351 @@
+"""Users and accounts in Slurm: their names, shares and limits.
+
+A name that Linux and Slurm take as it is stays as it is, so that ``ada`` signs in over SSH as
+``ada``. Every other one is written in letters that they take, behind ``u-``, and can be read back;
+one that is too long for that becomes a digest, behind ``h-``, and is found again among the names
+that are known. No two members get the same name: what stays as it is never begins with ``u-`` or
+``h-``, what is written behind ``u-`` can be read in one way only, and two digests of 150 bits do
+not meet by chance.
+
+A group's account always begins with ``g-`` (``gh-`` for a digest), so that it is no account that a
+site made by itself.
+
+What a site's configuration says of groups and members becomes accounts, associations and QOS:
+
+- an account for each group that has a say, below ``gpuspawner``, with its weight as share;
+- for each member one association that is open, in the account of the group that they count on;
+- a QOS for each priority.
+
+Whatever is not below ``gpuspawner`` is the site's own. :mod:`~gpuspawner.slurm.account_sync` brings
+Slurm there.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import pwd
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from .programs import Slurm
+
+LONGEST_NAME = 32
+"""Characters of a user's name, for ``useradd`` and Slurm alike."""
+
+ROOT_ACCOUNT = "gpuspawner"
+"""The account above all of ours; what is not below it is the site's own."""
+
+EVERYBODY = "gpuspawner-members"
+"""The account of members who are in no group that has a say."""
+
+FIRST_UID = 1000
+"""Users below it are the system's, as ``login.defs`` has it everywhere."""
+
+_PLAIN = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+_WRITTEN = re.compile(r"(?:[a-z0-9-]|_[0-9a-f]{2})*")
+_KEPT = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-")
+_BYTE = re.compile(rb"_([0-9a-f]{2})")
+
+# Of Debian, Ubuntu and Red Hat, and of what a cluster runs.
+_SYSTEM = """
+    root toor bin daemon adm lp sync shutdown halt mail news uucp operator games gopher ftp man
+    proxy www-data backup list irc gnats nobody nogroup sys sshd messagebus dbus polkitd avahi
+    syslog tss ntp chrony landscape pollinate lxd statd rpc rpcuser nfsnobody postfix exim
+    dnsmasq systemd nginx apache redis postgres mysql mariadb mongodb docker dockerroot
+    containerd libvirt qemu slurm slurmdbd slurmrestd munge nvidia-persistenced jupyterhub
+    jupyter gpuspawner telegraf grafana prometheus admin sudo wheel staff users
+"""
+SYSTEM_USERS = frozenset(_SYSTEM.split())
+"""Names that are no member's on a node, whoever signs in by them."""
+
+
+def user_of(member: str) -> str:
+    """The user on the nodes that a member is: at most 32 of ``a-z 0-9 _ -``, a letter first."""
+    plain = _PLAIN.fullmatch(member) and not member.startswith(("u-", "h-", "systemd-"))
+    if plain and member not in SYSTEM_USERS:
+        return member
+    return _written("u-", "h-", member)
+
+
+def member_of(user: str) -> str | None:
+    """The member who is this user; None for a digest, and for a user whom no member can be."""
+    found = _read("u-", user) if user.startswith("u-") else user
+    return found if found is not None and user_of(found) == user else None
+
+
+def account_of(group: str) -> str:
+    """Slurm's account of a group; that of who is in none for an empty one."""
+    return _written("g-", "gh-", group) if group else EVERYBODY
+
+
+def group_of(account: str) -> str | None:
+    """The group of an account, empty for that of everybody; None when it is no group's that can
+    be read."""
+    if account == EVERYBODY:
+        return ""
+    found = _read("g-", account) if account.startswith("g-") else None
+    return found if found and account_of(found) == account else None
+
+
+def by_user(members: Iterable[str]) -> dict[str, str]:
+    """These members by the users that they are; digests too."""
+    return {user_of(member): member for member in members}
+
+
+def is_system_user(user: str) -> bool:
+    """Whether this machine has a user of this name who is no person."""
+    try:
+        return pwd.getpwnam(user).pw_uid < FIRST_UID
+    except KeyError:
+        return False
+
+
+def _written(prefix: str, digest: str, name: str) -> str:
+    data = name.encode("utf-8", "surrogatepass")
+    found = prefix + "".join(chr(b) if b in _KEPT else f"_{b:02x}" for b in data)
+    if len(found) <= LONGEST_NAME:
+        return found
+    bits = base64.b32encode(hashlib.sha256(data).digest()).decode("ascii").lower()
+    return digest + bits[: LONGEST_NAME - len(digest)]
+
+
+def _read(prefix: str, word: str) -> str | None:
+    rest = word.removeprefix(prefix)
+    if not _WRITTEN.fullmatch(rest):
+        return None
+    data = _BYTE.sub(lambda match: bytes([int(match[1], 16)]), rest.encode("ascii"))
+    try:
+        return data.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return None
+
+
+QOS = "gpuspawner-"
+"""How the names of our QOS begin; the priority follows."""
+
+SHARES = 100
+"""Slurm's shares of a group of weight 1: Slurm knows no fractions of one."""
+
+_FORMAT = (
+    "account,user,partition,parentname,share,grptres,grptresrunmins,grpsubmit,maxsubmit,qos,"
+    "defaultqos"
+)
+_SHOW = ("-n", "-P", "show")
+GPU, SHARD = "gres/gpu", "gres/shard"
+"""What devices, and shares of one, are called in Slurm's limits."""
+
+MOST_ASSOCIATIONS = 2**31 - 1
+"""The greatest number that Slurm keeps."""
+
+
+# What is wanted.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssociationLimits:
+    """The most that a member or a group may have; None is no limit."""
+
+    devices: int | None = None
+    tickets: int | None = None
+    """Requests that wait. Slurm counts those that run with them."""
+    gpu_hours: float | None = None
+    """Devices times the rest of their sessions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A group that has a say."""
+
+    weight: float = 1.0
+    limits: AssociationLimits = field(default_factory=AssociationLimits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Person:
+    """A member, or a former one."""
+
+    member: str
+    group: str = ""
+    """The one that they count on; empty for none."""
+    priority: str = "normal"
+    closed: bool = False
+    """Whether they are no member any more: no job of theirs is taken or begins."""
+    dry: bool = False
+    """Whether the account that pays for them is empty: no job of theirs gets a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssociationRow:
+    """What Slurm is to know of an account, or of somebody in it; None is no limit."""
+
+    share: int = 1
+    gpus: int | None = None
+    shards: int | None = None
+    gpu_minutes: int | None = None
+    submits: int | None = None
+    """Jobs that wait and run."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedAssociations:
+    """All that the configuration asks for."""
+
+    qos: Mapping[str, int]
+    """Priority by name."""
+    accounts: Mapping[str, AssociationRow]
+    users: Mapping[str, tuple[str, AssociationRow, str]]
+    """Account, row and QOS of each user."""
+
+
+def wanted_associations(
+    people: Iterable[Person],
+    groups: Mapping[str, Group],
+    member_limits: AssociationLimits,
+    priorities: Mapping[str, float],
+) -> WantedAssociations:
+    """What these people and groups are to be in Slurm.
+
+    ``priorities`` are points by the name of a priority; Slurm's begin at 0.
+    """
+    least = min(priorities.values(), default=0.0)
+    people = list(people)
+    named = {*groups, *(person.group for person in people), ""}
+    return WantedAssociations(
+        qos={QOS + name: round(points - least) for name, points in priorities.items()},
+        accounts={
+            account_of(name): _group_row(groups.get(name, Group())) for name in sorted(named)
+        },
+        users={
+            user_of(person.member): (
+                account_of(person.group),
+                _person_row(person, member_limits),
+                QOS + person.priority,
+            )
+            for person in people
+        },
+    )
+
+
+def _group_row(group: Group) -> AssociationRow:
+    share = min(max(1, round(group.weight * SHARES)), MOST_ASSOCIATIONS)
+    return replace(_row(group.limits), share=share)
+
+
+def _person_row(person: Person, limits: AssociationLimits) -> AssociationRow:
+    row = _row(limits)
+    if person.closed or person.dry:
+        row = replace(row, gpus=0, shards=0)
+    return replace(row, submits=0) if person.closed else row
+
+
+def _row(limits: AssociationLimits) -> AssociationRow:
+    both = limits.devices is not None and limits.tickets is not None
+    return AssociationRow(
+        gpus=limits.devices,
+        gpu_minutes=None if limits.gpu_hours is None else int(limits.gpu_hours * 60),
+        submits=(limits.devices or 0) + (limits.tickets or 0) if both else None,
+    )
+
+
+# What is there.
+
+
+@dataclass(frozen=True, slots=True)
+class UserAssociation:
+    """Somebody in one of our accounts."""
+
+    row: AssociationRow
+    qos: tuple[str, ...]
+    default_qos: str
+
+
+@dataclass(frozen=True, slots=True)
+class FoundAssociations:
+    """What Slurm knows, as far as it concerns us."""
+
+    qos: Mapping[str, int]
+    parents: Mapping[str, str]
+    """The account above each one."""
+    accounts: Mapping[str, AssociationRow]
+    places: Mapping[tuple[str, str], UserAssociation]
+    """By account and user."""
+    defaults: Mapping[str, str]
+    """Each user's default account."""
+
+    def is_ours(self, account: str) -> bool:
+        """Whether an account is below ours, or is ours itself."""
+        seen: set[str] = set()
+        while account and account not in seen:
+            if account == ROOT_ACCOUNT:
+                return True
+            seen.add(account)
+            account = self.parents.get(account, "")
+        return False
+
+
+def read_associations(slurm: Slurm, cluster: str) -> FoundAssociations:
+    """What Slurm's database says. Raises SlurmUnavailable or SlurmRefused."""
+    return parse_associations(
+        slurm.run("sacctmgr", *_SHOW, "assoc", f"cluster={cluster}", f"format={_FORMAT}"),
+        slurm.run("sacctmgr", *_SHOW, "qos", "format=name,priority"),
+        slurm.run("sacctmgr", *_SHOW, "user", "format=user,defaultaccount"),
+    )
+
+
+def read_places(slurm: Slurm, cluster: str, users: Collection[str]) -> FoundAssociations:
+    """The places of these users alone, of what there is."""
+    which = (f"cluster={cluster}", f"user={','.join(users)}")
+    return parse_associations(
+        slurm.run("sacctmgr", *_SHOW, "assoc", *which, f"format={_FORMAT}"), "", ""
+    )
+
+
+def parse_associations(associations: str, qos: str, users: str) -> FoundAssociations:
+    """What sacctmgr's three tables say."""
+    parents: dict[str, str] = {}
+    accounts: dict[str, AssociationRow] = {}
+    places: dict[tuple[str, str], UserAssociation] = {}
+    for cells in _lines(associations, 11):
+        account, user, partition, parent = cells[:4]
+        if partition:
+            continue  # none of ours has one
+        if user:
+            many = tuple(word for word in cells[9].split(",") if word)
+            places[account, user] = UserAssociation(_read_row(cells, cells[8]), many, cells[10])
+        else:
+            parents[account], accounts[account] = parent, _read_row(cells, cells[7])
+    return FoundAssociations(
+        qos={name: _number(priority) or 0 for name, priority in _lines(qos, 2)},
+        parents=parents,
+        accounts=accounts,
+        places=places,
+        defaults={row[0]: row[1] for row in _lines(users, 2)},
+    )
+
+
+def _lines(text: str, width: int) -> list[list[str]]:
+    rows = [line.split("|") for line in text.splitlines()]
+    return [row for row in rows if len(row) == width]
+
+
+def _read_row(cells: list[str], submits: str) -> AssociationRow:
+    tres, minutes = _tres(cells[5]), _tres(cells[6])
+    return AssociationRow(
+        share=_number(cells[4]) or 0,  # "parent", too, is none of ours
+        gpus=tres.get(GPU),
+        shards=tres.get(SHARD),
+        gpu_minutes=minutes.get(GPU),
+        submits=_number(submits),
+    )
+
+
+def _tres(text: str) -> dict[str, int]:
+    """``cpu=4,gres/gpu=2``."""
+    pairs = (part.rpartition("=") for part in text.split(",") if part)
+    return {name: int(amount) for name, _, amount in pairs if amount.isdecimal()}
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,271 @@
+"""The commands ``gpuspawner slurm inventory``, ``sync`` and ``audit``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import docker
+from docker.errors import DockerException
+from requests import RequestException
+
+from ..cli.config import Settings
+from ..cli.output import Add, count, exact, local, note, printable, show, table, utc
+from ..core.errors import ConfigError, GPUSpawnerError, InvalidRequest
+from ..devices.models import Device, DeviceStatus, Inventory
+from ..devices.source import open_source
+from ..ledger.pricing import parse_moment
+from ..services import Broker, utcnow
+from . import account_sync
+from .cluster import NodeDevice
+from .inventory import HostInventory
+from .job_billing import SessionDifference
+from .programs import Slurm
+from .repository import BatchJob
+
+SECONDS = 20.0
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+_MINOR = re.compile(r"^Device Minor:\s*(\d+)$", re.MULTILINE)
+_LAYOUT = ("Boards", "SocketsPerBoard", "CoresPerSocket", "ThreadsPerCore")
+
+
+def print_inventory(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Print this machine's inventory as JSON. 1 when its GPUs cannot be seen."""
+    print(this_host(settings).to_json())
+    return 0
+
+
+def this_host(settings: Settings) -> HostInventory:
+    """What this machine has. Raises ConfigError when its GPUs cannot be seen."""
+    seen = open_source(settings.broker.device_source).observe(utcnow())
+    if seen.error:
+        raise ConfigError(f"No GPU of this machine can be seen: {seen.error}")
+    hardware = _hardware()
+    memory = int(hardware.get("RealMemory", "0")) * 2**20
+    return HostInventory(
+        hostname=socket.gethostname().partition(".")[0],
+        cpus=int(hardware.get("CPUs", "0")) or os.cpu_count() or 1,
+        memory_bytes=memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        layout=" ".join(f"{word}={hardware[word]}" for word in _LAYOUT if word in hardware),
+        slurm=_asked("slurmd", "-V").removeprefix("slurm-wlm ").removeprefix("slurm ").strip(),
+        engine=_engine(),
+        driver=seen.driver_version,
+        devices=tuple(node_devices(seen)),
+    )
+
+
+def node_devices(seen: Inventory, gpus: Path = DRIVER_GPUS) -> list[NodeDevice]:
+    """The devices in the order of their files. One that does not answer is an error: Slurm counts
+    by place, and those behind it would be taken for others."""
+    silent = [d for d in seen.devices if d.status is DeviceStatus.UNKNOWN]
+    if silent:
+        raise ConfigError(
+            f"The GPU {silent[0].index} does not answer: {silent[0].reason} Mend it first, or take "
+            "it out."
+        )
+    whole = [d for d in seen.devices if d.status is not DeviceStatus.PARENT]
+    numbered = [(_minor(device, gpus), device) for device in whole]
+    if len({minor for minor, _ in numbered}) < len(numbered):
+        numbered = [(device.index, device) for device in whole]
+    numbered.sort(key=lambda pair: pair[0])
+    return [
+        NodeDevice(device.uuid, device.model, device.memory_bytes, f"/dev/nvidia{minor}")
+        for minor, device in numbered
+    ]
+
+
+def _minor(device: Device, gpus: Path) -> int:
+    """N of the GPU's /dev/nvidiaN: the driver's own count, which need not be NVML's."""
+    domain, _, rest = device.pci_bus_id.lower().partition(":")
+    try:
+        told = (gpus / f"{domain[-4:]}:{rest}" / "information").read_text(encoding="utf-8")
+    except OSError:
+        return device.index
+    found = _MINOR.search(told)
+    return int(found[1]) if found else device.index
+
+
+def _hardware() -> dict[str, str]:
+    """What slurmd finds on this machine, in slurm.conf's words; nothing where it is not there."""
+    first = _asked("slurmd", "-C").partition("\n")[0]
+    return dict(word.split("=", 1) for word in first.split() if "=" in word)
+
+
+def _asked(program: str, *words: str) -> str:
+    try:
+        return Slurm(seconds=SECONDS, folder=_folder(program)).run(program, *words)
+    except GPUSpawnerError:
+        return ""
+
+
+def _folder(program: str) -> str:
+    """Where root finds it, and others often do not look."""
+    return next((f for f in ("/usr/sbin", "/usr/local/sbin") if os.access(f"{f}/{program}", 1)), "")
+
+
+def _engine() -> str:
+    try:
+        return str(docker.from_env(timeout=5).version()["Version"])
+    except (DockerException, RequestException, OSError, KeyError):
+        return ""
+
+
+# Other hosts'.
+
+
+def fetched(host: str) -> str:
+    """What ``gpuspawner slurm inventory`` prints on another host, asked by ssh. Raises
+    ConfigError."""
+    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "--", host]
+    remedy = f"Run it there by hand, and give the file: {host}=FILE."
+    try:
+        done = subprocess.run(
+            [*command, "gpuspawner", "slurm", "inventory"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise ConfigError(f"There is no ssh on this machine to ask {host} by. {remedy}") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{host} did not answer within 60 seconds. {remedy}") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split())[-300:] or f"ssh ended with {done.returncode}"
+        raise ConfigError(
+            f"gpuspawner slurm inventory cannot be asked on {host}: {said.rstrip('.')}. {remedy}"
+        )
+    return done.stdout
+
+
+TRIES = 3
+"""How often Slurm is told the same, when its database does not keep it."""
+
+DAYS = 7
+"""How far back an audit looks unless somebody says it."""
+
+
+def sync_grammar(add: Add) -> None:
+    """The two words after ``gpuspawner slurm``."""
+    telling = add("sync", sync, "Make Slurm's accounts, shares and limits what the hub's are.")
+    telling.add_argument("--dry-run", action="store_true", help="say what would be done")
+    looking = add("audit", audit, "Hold sessions against Slurm's jobs, to the second.")
+    looking.add_argument(
+        "--since",
+        default="",
+        metavar="WHEN",
+        help=f"of sessions that ended since, such as 2026-10-01 (default: {DAYS} days ago)",
+    )
+
+
+def sync(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Bring Slurm to what the configuration and the store say; 1 when a part cannot be done."""
+    broker = settings.open_broker()
+    plan = broker.plan_for_cluster()
+    problems = plan.problems
+    if plan.steps and not arguments.dry_run:
+        problems = _done(broker, plan)
+    value = {
+        "done": not arguments.dry_run,
+        "steps": [{"what": s.what, "sacctmgr": list(s.words)} for s in plan.steps],
+        "problems": list(problems),
+    }
+    lines = [printable(step.what) for step in plan.steps]
+    if not plan.steps:
+        lines.append("Slurm knows every member and group as the hub does: nothing to do.")
+    else:
+        steps = count(len(plan.steps), "step")
+        lines += ["", f"{'Would do' if arguments.dry_run else 'Did'} {steps}."]
+    show(arguments.json, value, "\n".join(lines))
+    for problem in problems:
+        note(printable(problem))
+    return 1 if problems else 0
+
+
+def _done(broker: Broker, plan: account_sync.SyncPlan) -> tuple[str, ...]:
+    """Do it, and see that it is so: Slurm's database may forget a part of what it is told while
+    others tell it something, too. What could not be done."""
+    for _ in range(TRIES):
+        account_sync.apply_plan(broker.slurm(), plan.steps)
+        plan = broker.plan_for_cluster()
+        if not plan.steps:
+            return plan.problems
+    return (*plan.problems, "Slurm's database does not keep what it was told: run it again.")
+
+
+def audit(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Compare sessions with Slurm's jobs for them; 1 when some differ."""
+    broker = settings.open_broker()
+    until = broker.clock()
+    since = _since(arguments.since, broker.rate_zone, until)
+    sessions, found = broker.audit_cluster(since, until)
+    jobs = broker.jobs_since(broker.nodes().name, since)
+    strangers = [job for job in jobs if job.member is None]
+    value = {
+        "ok": not found,
+        "since": utc(since),
+        "sessions": sessions,
+        "differences": [
+            {"subject": d.subject, "what": d.what, "ours": d.ours, "slurm": d.theirs} for d in found
+        ],
+        "batch_jobs": len(jobs) - len(strangers),
+        "batch_charged": exact(sum(job.charged for job in jobs)),
+        "of_nobody": [_plain(job) for job in strangers],
+    }
+    show(arguments.json, value, _text(sessions, found, jobs, strangers, since))
+    return 1 if found else 0
+
+
+def _text(
+    sessions: int,
+    found: Sequence[SessionDifference],
+    jobs: Sequence[BatchJob],
+    strangers: Sequence[BatchJob],
+    since: datetime,
+) -> str:
+    lines = [f"DIFFERS  {printable(str(each))}" for each in found]
+    if strangers:
+        rows = [
+            (j.label, j.user, j.devices, str(j.seconds), local(j.started_at)) for j in strangers
+        ]
+        headers = ("JOB", "USER", "DEVICES", "SECONDS", "STARTED")
+        lines += ["Jobs of users who are no members; nobody was charged:"]
+        lines += [table(headers, rows, right=("SECONDS",)), ""]
+    said = f"{len(found)} differ from Slurm's jobs" if found else "all as Slurm's jobs say"
+    charged = exact(sum(job.charged for job in jobs))
+    lines.append(
+        f"{count(sessions, 'session')} since {local(since)}: {said}. "
+        f"{count(len(jobs) - len(strangers), 'batch job')} of members paid {charged} credits."
+    )
+    return "\n".join(lines)
+
+
+def _plain(job: BatchJob) -> dict[str, Any]:
+    return {
+        "job": job.label,
+        "user": job.user,
+        "devices": job.devices,
+        "seconds": job.seconds,
+        "started_at": utc(job.started_at),
+    }
+
+
+def _since(text: str, zone: str, now: datetime) -> datetime:
+    """Raises InvalidRequest."""
+    if not text:
+        return now - timedelta(days=DAYS)
+    try:
+        moment = parse_moment(text, zone)
+    except ValueError as error:
+        raise InvalidRequest(f"--since: {error}", field="since") from None
+    if moment >= now:
+        raise InvalidRequest(f"--since: {text} is still to come.", field="since")
+    return moment

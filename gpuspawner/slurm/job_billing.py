@@ -1,0 +1,570 @@
+"""Jobs that run beside servers: charged once, and compared with Slurm's accounting."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+
+from ..core.errors import GPUSpawnerError, SlurmRefused, SlurmUnavailable, StoreUnavailable
+from ..devices import closures
+from ..leases.models import Lease
+from ..ledger import credit_repository, usage
+from ..ledger import repository as ledger_repository
+from ..ledger.pricing import RateCard
+from ..queue import repository as queue_repository
+from . import repository
+from .accounts import by_user
+from .cluster import Cluster
+from .jobs import (
+    JobRun,
+    UsagePart,
+    living,
+    parts_of,
+    read_holders,
+    read_runs,
+    read_usage,
+    stays_behind,
+)
+from .programs import Slurm
+from .repository import BatchJob
+from .service import Admitting
+
+
+def price_of_job(card: RateCard, parts: Iterable[UsagePart]) -> int:
+    """Microcredits an hour; the lowest of what it may have been, where nobody can say what."""
+    total = 0
+    for part in parts:
+        rates = [card.rate_of(model, part.slots) for model in part.models or ("",)]
+        total += part.count * min(rates)
+    return total
+
+
+def job_words(parts: Iterable[UsagePart]) -> str:
+    """``2 NVIDIA A100``, ``3/4 of a Tesla T4``."""
+    return usage.job_in_words((part.count, part.slots, part.models) for part in parts)
+
+
+def shown(name: str) -> str:
+    """A job's name as it can stand on a statement."""
+    return "".join(c if c.isprintable() else "?" for c in name)[:60]
+
+
+def job_reason(job: BatchJob, run: JobRun, amount: int) -> str:
+    """What a statement says of a debit, or of what comes back."""
+    if amount < 0:
+        said = f"Charged too much for batch job {job.label} ({job.name}): it ran"
+        return f"{said} {_lasted(run.seconds)}"
+    what = f"Batch job {job.label} ({job.name}) on {job.devices}"
+    if run.ended_at is None:
+        return f"{what}: the first {_lasted(run.seconds // usage.JOB_HOUR * usage.JOB_HOUR)}"
+    return f"{what}: {_lasted(run.seconds)}{' in all' if job.charged else ''}"
+
+
+def _lasted(seconds: int) -> str:
+    """``1 h 30 min``, ``2 h 5 s``: exact."""
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [(hours, "h"), (minutes, "min"), (seconds, "s")]
+    return " ".join(f"{number} {unit}" for number, unit in parts if number) or "0 s"
+
+
+OVERLAP = timedelta(hours=1)
+"""What is read again each time: the end of a job can become known late, and clocks differ."""
+
+LOOK_BACK = timedelta(days=7)
+"""What is read again on another day: whatever became known later than anybody thought of."""
+
+SETTLED = timedelta(minutes=10)
+"""After so long Slurm's database says nothing more of what is known to its controller."""
+
+LATE = timedelta(hours=6)
+"""After so long somebody should see why Slurm's database does not get everything."""
+
+AT_ONCE = 200
+"""Jobs that are debited in one transaction, at the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Debited:
+    """What a look at the jobs of a cluster did."""
+
+    jobs: int = 0
+    """Those that paid or got something back."""
+    amount: int = 0
+    """Microcredits in all."""
+    unknown: tuple[str, ...] = ()
+    """Users of jobs that were new and that no member is."""
+
+
+class JobBilling(Admitting):
+    """The part of the broker that charges for jobs beside servers."""
+
+    if TYPE_CHECKING:
+
+        def _usual_payer(
+            self, connection: sa.Connection, user: str, groups: Collection[str]
+        ) -> str: ...
+
+        def _settle_lots(self, connection: sa.Connection, account: str, now: datetime) -> None: ...
+
+    _told: dict[str, str] = {}
+    """The jobs that could not be charged, and what was said of each."""
+    _unclear: dict[str, datetime] = {}
+    """The runs of which not everything is known that makes their price, and since when."""
+    _in_step: datetime | None = None
+    """Since when Slurm's database has had everything that its controller knows."""
+
+    def debit_cluster(self) -> Debited:
+        """Read what the cluster's jobs used and charge what is due. Blocks. Raises
+        SlurmUnavailable or SlurmRefused."""
+        cluster, slurm, now = self.nodes(), self.slurm(), self.clock()
+        marks = self._marks(cluster.name, now)
+        unended = self.store.run(lambda connection: repository.open_jobs(connection, cluster.name))
+        try:
+            complete = self._is_complete(slurm, now)  # before the database is asked
+            alive = living(slurm)
+            read = min(marks.until, now)  # a clock may have been set back
+            another_day = complete and read.date() != now.date()
+            start = read - (LOOK_BACK if another_day else OVERLAP)
+            runs = read_usage(slurm, max(marks.since, start), now)
+            # What ended long ago can become known only now: its end is in no recent hour.
+            seen = {job_id(cluster.name, run) for run in runs}
+            if lost := [job for job in unended if job.id not in seen]:
+                numbers = {job.id.split(":")[1] for job in lost}
+                runs += read_runs(slurm, numbers, min(job.started_at for job in lost))
+        except (SlurmUnavailable, SlurmRefused):
+            self._in_step = None
+            raise
+        return self.debit(cluster, runs, living=alive, until=now if complete else None)
+
+    def debit(
+        self,
+        cluster: Cluster,
+        runs: Collection[JobRun],
+        *,
+        living: Collection[str] | None = None,
+        until: datetime | None = None,
+    ) -> Debited:
+        """Charge these runs what is due and not charged yet.
+
+        ``living``: the jobs that Slurm's controller knows, so that those which it lost are not
+        charged on and on. ``until``: everything up to then is among the runs. It may be done
+        twice, late, or be killed anywhere: what a run owes follows from its rate and its time.
+        One that cannot be charged keeps no other from it.
+        """
+        now = self.clock()
+        marks = self._marks(cluster.name, now)
+        clear, open_since = self._cleared(cluster, runs, now)
+        some = [
+            run
+            for run in self._not_holders(cluster, clear)
+            if run.started_at and run.started_at >= marks.since
+        ]
+        done: list[tuple[str, int]] = []
+        unknown: list[str] = []
+        for first in range(0, len(some), AT_ONCE):
+            part = self._with_news(cluster, some[first : first + AT_ONCE], living)
+            paid, strangers = self._debit_some(cluster, part, living, now)
+            done += paid
+            unknown += strangers
+        if until is not None:
+            self._read_up_to(cluster.name, marks, min([until, now, *open_since]), now)
+        return Debited(len(done), sum(amount for _, amount in done), tuple(dict.fromkeys(unknown)))
+
+    def unread_since(self) -> datetime | None:
+        """Up to when all that ended is paid for sure, where that is long ago and Slurm's database
+        did not answer, or lacked something that its controller knows, at the last look."""
+        now = self.clock()
+        until = self._marks(self.nodes().name, now).until
+        return until if self._in_step is None and now - until > LATE else None
+
+    def jobs_since(self, cluster: str, moment: datetime) -> list[BatchJob]:
+        """The jobs of a cluster beside servers that go on or ended after a moment."""
+        return self.store.run(lambda connection: repository.since(connection, cluster, moment))
+
+    # Steps of the above.
+
+    def _marks(self, cluster: str, now: datetime) -> repository.Marks:
+        """How far this cluster's jobs were read; written where nobody has looked yet."""
+        found = self.store.run(lambda connection: repository.find_marks(connection, cluster))
+        if found is None:
+            with self.store.write() as connection:
+                found = repository.marks(connection, cluster, now)
+        return found
+
+    def _read_up_to(
+        self, cluster: str, marks: repository.Marks, until: datetime, now: datetime
+    ) -> None:
+        """Write down that everything up to then is read: now and then, since each time some more
+        is read than that. What is ahead of a clock that was set back is taken back."""
+        until = max(marks.since, until)
+        another_day = marks.until.date() < until.date()
+        if marks.until > now or another_day or until - marks.until >= OVERLAP / 2:
+            with self.store.write() as connection:
+                repository.mark(connection, cluster, until=until)
+
+    def _is_complete(self, slurm: Slurm, now: datetime) -> bool:
+        """Whether Slurm's database has had everything for a while: while it was away, its
+        controller keeps what happened, and what a job had comes some seconds after its end."""
+        if stays_behind(slurm):
+            self._in_step = None
+        elif self._in_step is None or self._in_step > now:
+            self._in_step = now
+        return self._in_step is not None and now - self._in_step >= SETTLED
+
+    def _cleared(
+        self, cluster: Cluster, runs: Iterable[JobRun], now: datetime
+    ) -> tuple[list[JobRun], list[datetime]]:
+        """The runs of which is known whatever ever will be, and from when on the others are to be
+        read again. A price is for good: it waits for what comes late, but no longer than that."""
+        waiting: dict[str, datetime] = {}
+        clear, again = [], []
+        for run in runs:
+            since = self._unclear.get(run.key, now)
+            if not _is_unclear(run, cluster):
+                clear.append(run)
+                continue
+            waiting[run.key] = since
+            if now - since >= SETTLED:
+                clear.append(run)
+            else:
+                again.append(min(since, run.ended_at or since))
+        self._unclear = waiting
+        return clear, again
+
+    def _with_news(
+        self, cluster: Cluster, runs: Collection[JobRun], living: Collection[str] | None
+    ) -> list[JobRun]:
+        """Those that are new, or of which something is to be written: mostly none."""
+        with self.store.read() as connection:
+            known = repository.some(connection, {job_id(cluster.name, run) for run in runs})
+        return [
+            run
+            for run in runs
+            if (job := known.get(job_id(cluster.name, run))) is None
+            or (not _is_lost(run, living) and _changes(job, run))
+        ]
+
+    def _debit_some(
+        self,
+        cluster: Cluster,
+        runs: Sequence[JobRun],
+        living: Collection[str] | None,
+        now: datetime,
+    ) -> tuple[list[tuple[str, int]], list[str]]:
+        """Charge these together, or each by itself when that fails because of one of them."""
+        try:
+            return self._debit_together(cluster, runs, living, now) if runs else ([], [])
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            if len(runs) == 1:
+                self._complain(cluster, runs[0], error)
+                return [], []
+        paid: list[tuple[str, int]] = []
+        unknown: list[str] = []
+        for run in runs:
+            more, strangers = self._debit_some(cluster, [run], living, now)
+            paid += more
+            unknown += strangers
+        return paid, unknown
+
+    def _debit_together(
+        self,
+        cluster: Cluster,
+        runs: Iterable[JobRun],
+        living: Collection[str] | None,
+        now: datetime,
+    ) -> tuple[list[tuple[str, int]], list[str]]:
+        """Charge some in one transaction: the jobs that paid and how much, and the users of new
+        ones that no member is."""
+        paid: list[tuple[str, int]] = []
+        unknown: list[str] = []
+        with self.store.write() as connection:
+            users = by_user(repository.members(connection))
+            groups = self._groups(connection)
+            for run in runs:
+                job = repository.find(connection, job_id(cluster.name, run))
+                if job is None:
+                    job = self._new_job(connection, cluster, run, users, groups)
+                    if job.member is None:
+                        unknown.append(run.user)
+                if not _is_lost(run, living) and (amount := self._debit(connection, job, run, now)):
+                    paid.append((job.id, amount))
+        return paid, unknown
+
+    def _complain(self, cluster: Cluster, run: JobRun, error: Exception) -> None:
+        """Say once what keeps a job from being charged."""
+        said = f"{type(error).__name__}: {error}"
+        if self._told.get(run.key) == said:
+            return
+        self._told = {**self._told, run.key: said}
+        self.log.error(
+            "Job %s of %s on %s cannot be charged, all others are (%s). Mend that: gpuspawner "
+            "audit says what is wrong with the books. It is tried again within a day, and for %d "
+            "days; after that take the credits by hand with gpuspawner grant.",
+            *(run.label, run.user, cluster.name, said, LOOK_BACK.days),
+            exc_info=None if isinstance(error, GPUSpawnerError) else error,
+        )
+
+    def _not_holders(self, cluster: Cluster, runs: Collection[JobRun]) -> list[JobRun]:
+        """The runs with devices that are no server's: a name alone proves nothing, for everybody
+        can give any to a job. What a server runs on was submitted first by that name, while its
+        ticket waited, and began before ticket and session were over. What was no server's once
+        never becomes it, though all others of its name are forgotten."""
+        some = [run for run in runs if run.uses_devices]
+        named = {run.ticket_id for run in some if run.ticket_id}
+        keys = {job_id(cluster.name, run) for run in some if run.ticket_id}
+        with self.store.read() as connection:
+            known = {
+                ticket.id: ticket for ticket in queue_repository.some_tickets(connection, named)
+            }
+            granted = [ticket.lease_id for ticket in known.values() if ticket.lease_id]
+            ends = {
+                lease.id: lease.ended_at
+                for lease in queue_repository.some_leases(connection, granted)
+            }
+            beside = repository.some(connection, keys).keys()
+        first: dict[str, str] = {}
+        for run in sorted(runs, key=lambda run: (run.submitted_at, int(run.id))):
+            ticket = known.get(run.ticket_id)
+            if ticket is None or run.submitted_at < ticket.created_at - OVERLAP:
+                continue
+            if job_id(cluster.name, run) in beside:
+                continue
+            over = (
+                ends.get(ticket.lease_id, ticket.ended_at) if ticket.lease_id else ticket.ended_at
+            )
+            began = run.started_at or run.submitted_at
+            if over is None or began <= over + timedelta(seconds=5):
+                first.setdefault(run.ticket_id, run.id)
+        return [run for run in some if first.get(run.ticket_id) != run.id]
+
+    def _new_job(
+        self,
+        connection: sa.Connection,
+        cluster: Cluster,
+        run: JobRun,
+        users: Mapping[str, str],
+        groups: Mapping[str, Collection[str]],
+    ) -> BatchJob:
+        """Write a run down, with its price and who pays as of now: neither changes any more."""
+        if run.started_at is None:
+            raise ValueError(f"job {run.label} has not started: there is nothing to charge")
+        member = users.get(run.user)
+        parts = parts_of(run, cluster)
+        payer = self._usual_payer(connection, member, groups.get(member, ())) if member else None
+        job = BatchJob(
+            id=job_id(cluster.name, run),
+            cluster=cluster.name,
+            label=run.label,
+            name=shown(run.name),
+            user=run.user,
+            member=member,
+            account=payer,
+            rate=price_of_job(self.rates_in(connection).card(run.started_at), parts),
+            devices=job_words(parts),
+            started_at=run.started_at,
+        )
+        repository.insert(connection, job)
+        if member is None:
+            self.log.warning(
+                "Job %s of %s on %s has %s, and no member is that user: nobody is charged",
+                *(run.label, run.user, cluster.name, job.devices),
+            )
+        return job
+
+    def _debit(self, connection: sa.Connection, job: BatchJob, run: JobRun, now: datetime) -> int:
+        """Charge one; the microcredits that moved."""
+        if run.started_at is None:
+            raise ValueError(f"job {run.label} has not started: there is nothing to charge")
+        if not _changes(job, run):
+            return 0
+        amount = _due(job, run)
+        until = run.ended_at or run.started_at + timedelta(seconds=run.seconds)
+        until = max(run.started_at, min(now, until))
+        if job.account is not None:
+            transfer = usage.debit_for_job(
+                job.account,
+                amount,
+                key=f"{repository.KEY}{job.id}:{job.entries}",
+                at=until,
+                reason=job_reason(job, run, amount),
+            )
+            posted = transfer is not None and ledger_repository.post(connection, transfer)
+            if posted and credit_repository.lots_closed_since(connection, job.account, until):
+                self._settle_lots(connection, job.account, now)
+        repository.update(
+            connection,
+            job.id,
+            ended_at=run.ended_at,
+            seconds=run.seconds,
+            charged=job.charged + amount,
+            entries=job.entries + bool(amount),
+        )
+        return amount
+
+
+def job_id(cluster: str, run: JobRun) -> str:
+    """What a run is called in the store."""
+    return f"{cluster}:{run.key}"
+
+
+def _is_lost(run: JobRun, living: Collection[str] | None) -> bool:
+    """Whether the database has a run going on that the controller knows nothing of."""
+    return run.ended_at is None and living is not None and run.id not in living
+
+
+def _is_unclear(run: JobRun, cluster: Cluster) -> bool:
+    """Whether more may become known of what a run has: what it is at all, or of which model."""
+    if not run.told:
+        return bool(run.started_at and (run.seconds or run.ended_at is None))
+    return run.uses_devices and any(len(part.models) != 1 for part in parts_of(run, cluster))
+
+
+def _due(job: BatchJob, run: JobRun) -> int:
+    """Microcredits to charge now; below zero they come back."""
+    if job.account is None:
+        return 0
+    return usage.due_for_job(job.rate, run.seconds, job.charged, over=run.ended_at is not None)
+
+
+def _changes(job: BatchJob, run: JobRun) -> bool:
+    """Whether something is to be written of a job that is known: at its end its last word, and
+    before that only what it pays."""
+    same = (job.ended_at, job.seconds) == (run.ended_at, run.seconds)
+    return bool(_due(job, run)) or (run.ended_at is not None and not same)
+
+
+ENGINE = "slurm"
+"""The engine of the leases that jobs hold devices for."""
+
+TOLERANCE = 1
+"""Seconds by which a session and its job may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionDifference:
+    """A session of ours and a job of Slurm's that do not agree."""
+
+    subject: str
+    what: str
+    ours: int = 0
+    """Seconds."""
+    theirs: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.what}"
+
+
+class ClusterAudit(JobBilling):
+    """The part of the broker that compares sessions on a cluster with their jobs."""
+
+    def audited_until(self) -> datetime:
+        """Up to when the sessions on the cluster were compared."""
+        return self._marks(self.nodes().name, self.clock()).audited_until
+
+    def audit_cluster(
+        self, since: datetime, until: datetime
+    ) -> tuple[int, list[SessionDifference]]:
+        """Hold the sessions that ended between two moments against Slurm's jobs for them: how
+        many there were, and what differs. Blocks. Raises SlurmUnavailable or SlurmRefused."""
+        slurm = self.slurm()
+        sessions = self.store.run(lambda c: repository.sessions_ended(c, ENGINE, since, until))
+        first = min((lease.granted_at for lease in sessions), default=since)
+        ids = {lease.ticket_id for lease in sessions if lease.ticket_id}
+        last = max(until, self.clock()) + OVERLAP
+        holders = read_holders(slurm, ids, min(first, since) - OVERLAP, last)
+        others = read_usage(slurm, since, until)
+        # Whoever calls a job as servers' jobs are called has paid for it.
+        named = [run for run in others if run.ticket_id]
+        named += (run for runs in holders.values() for run in runs)
+        keys = {job_id(self.nodes().name, run): run.key for run in named}
+        paid = {keys[name] for name in self.store.run(lambda c: repository.some(c, keys))}
+        true = {
+            ticket: [run for run in runs if run.key not in paid] for ticket, runs in holders.items()
+        }
+        rest = [run for run in others if run.key not in paid]
+        return len(sessions), self.compare(sessions, true, rest)
+
+    def compare(
+        self,
+        sessions: Iterable[Lease],
+        holders: Mapping[str, Iterable[JobRun]],
+        others: Iterable[JobRun] = (),
+    ) -> list[SessionDifference]:
+        """Where our sessions and Slurm's jobs for them differ by more than a second.
+
+        ``holders``: the jobs of each session's ticket. ``others``: jobs of the same time, of
+        which none may hold devices for a ticket that got no session.
+        """
+        by_ticket: dict[str, list[Lease]] = {}
+        for lease in sessions:
+            by_ticket.setdefault(lease.ticket_id or "", []).append(lease)
+        found = []
+        for ticket_id, mine in by_ticket.items():
+            runs = [run for run in holders.get(ticket_id, ()) if run.started_at]
+            found += _compared(mine, runs)
+        held = {run.ticket_id: run for run in others if run.ticket_id and run.uses_devices}
+        with self.store.read() as connection:
+            there = queue_repository.some_tickets(connection, held)
+            served = repository.served(connection, held)
+        for ticket in there:
+            run = held[ticket.id]
+            if ticket.id not in served and run.ended_at and run.seconds > TOLERANCE:
+                what = f"job {run.label} had its devices for {run.seconds} s, and no session did"
+                subject = f"ticket {ticket.id} of {ticket.server}"
+                found.append(SessionDifference(subject, what, 0, run.seconds))
+        return found
+
+    def note_audit(
+        self, differences: Collection[SessionDifference], until: datetime, *, actor: str
+    ) -> None:
+        """Write down how far sessions were compared, and each difference in the trail."""
+        now, cluster = self.clock(), self.nodes().name
+        with self.store.write() as connection:
+            if until > repository.marks(connection, cluster, now).audited_until:
+                repository.mark(connection, cluster, audited_until=until)
+            for each in differences:
+                closures.note(
+                    connection,
+                    at=now,
+                    actor=actor,
+                    action="slurm audit",
+                    subject=each.subject,
+                    detail=each.what,
+                )
+        for each in differences:
+            self.log.warning("Slurm and the books differ: %s", each)
+
+
+def _compared(mine: list[Lease], runs: list[JobRun]) -> list[SessionDifference]:
+    """What does not agree about the sessions of one ticket: more than one when the first was lost
+    with its hub and its job went on."""
+    last = mine[-1]
+    subject = f"lease {last.id} of {last.server}"
+    ends = [lease.ended_at for lease in mine if lease.ended_at]
+    ours = round((max(ends) - min(lease.granted_at for lease in mine)).total_seconds())
+    if not runs:
+        what = f"it had devices for {ours} s, and Slurm knows no job for it"
+        return [SessionDifference(subject, what, ours, 0)] if ours > TOLERANCE else []
+    theirs = sum(run.seconds for run in runs)
+    found = []
+    labels = ", ".join(run.label for run in runs)
+    if len(runs) > 1:
+        what = f"Slurm had {len(runs)} jobs for it ({labels}), together {theirs} s"
+        found.append(SessionDifference(subject, what, ours, theirs))
+    if abs(ours - theirs) > TOLERANCE:
+        what = f"{ours} s here, and {theirs} s in Slurm (job {labels})"
+        found.append(SessionDifference(subject, what, ours, theirs))
+    # What a job had is written down some seconds after the rest of it.
+    counts = {run.devices or sum(run.shards.values()) for run in runs if run.uses_devices}
+    if counts - {len(last.devices)}:
+        said = " and ".join(str(count) for count in sorted(counts))
+        what = f"{len(last.devices)} devices here, and {said} in Slurm (job {labels})"
+        found.append(SessionDifference(subject, what, ours, theirs))
+    return found

@@ -1,0 +1,175 @@
+"""The job that holds devices for a ticket. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from ..core.errors import TooMuchAsked
+from ..devices.models import Device
+from ..devices.placement import format_memory, suitable
+from ..leases.models import Request
+from ..queue.models import Ticket
+from .cluster import Cluster, Node
+from .jobs import HOLDER
+from .programs import Holder
+
+STARTING = 20
+"""Minutes that a job gets beyond the session: a session begins when its server answers."""
+
+PRIORITY_A_POINT = 1000
+"""What a point of an admin's is worth in Slurm's priorities: a hundredth of the fair share's
+weight in the files that ``gpuspawner slurm config`` writes."""
+
+BEHIND_ALL = 2_000_000_000
+"""Nearly the most by which Slurm lets a job stand back."""
+
+
+def devices_of(cluster: Cluster) -> tuple[Device, ...]:
+    """The devices of all nodes, as the pool knows them."""
+    found: list[Device] = []
+    for node in cluster.nodes:
+        for device in node.devices:
+            found.append(
+                Device(
+                    uuid=device.uuid,
+                    index=len(found),
+                    model=device.model,
+                    memory_bytes=device.memory_bytes,
+                    slots=max(1, cluster.shards),
+                )
+            )
+    return tuple(found)
+
+
+def able(request: Request, cluster: Cluster) -> frozenset[str]:
+    """The nodes whose devices would do. Raises TooMuchAsked when there are none."""
+    _, types, without = _wanted(request, cluster)
+    fitting = {device.uuid for device in suitable(request, devices_of(cluster))}
+    found = set()
+    for node in cluster.nodes:
+        count = _suited(node, fitting)
+        most = max((count[each] for each in types or count), default=0)
+        if node.name not in without and most >= request.devices:
+            found.add(node.name)
+    return frozenset(found)
+
+
+def of(
+    ticket: Ticket,
+    cluster: Cluster,
+    *,
+    user: str = "",
+    account: str = "",
+    lacking: Collection[str] = (),
+) -> Holder:
+    """The job of a ticket. Nothing in it is a member's own word but the comment, which is JSON.
+    ``lacking``: nodes that would do and must not be chosen. Raises TooMuchAsked for what no node
+    has."""
+    request = ticket.request
+    kind, types, without = _wanted(request, cluster)
+    some = [node for node in cluster.nodes if node.name not in without and node.devices]
+    share = request.devices / max(1, cluster.shards)
+    return Holder(
+        name=f"{HOLDER}{ticket.id}",
+        comment=json.dumps({"server": str(ticket.server)}),
+        partition=cluster.partition,
+        cpus=max(1, int(share * min(_cpus(node) for node in some))),
+        megabytes=max(1, int(share * min(_megabytes(node) for node in some))),
+        gres=":".join([kind, *types, str(request.devices)]),
+        minutes=None if ticket.seconds is None else minutes(ticket.seconds),
+        excluded=tuple(excluded(request, cluster, lacking)),
+        nice=nice_of(ticket),
+        user=user,
+        account=account,
+    )
+
+
+def excluded(request: Request, cluster: Cluster, lacking: Collection[str]) -> list[str]:
+    """The nodes that Slurm must not choose, in their order. Raises TooMuchAsked."""
+    return sorted({*_wanted(request, cluster)[2], *lacking})
+
+
+def nice_of(ticket: Ticket) -> int:
+    """What a ticket's job has in Slurm's order beside what everybody has there."""
+    return niceness(ticket.boost) + (BEHIND_ALL if ticket.last else 0)
+
+
+def niceness(points: float) -> int:
+    """An admin's points in Slurm's order."""
+    return -round(points * PRIORITY_A_POINT)
+
+
+def minutes(seconds: int) -> int:
+    """The time limit of a job for a session of so many seconds."""
+    return math.ceil(seconds / 60) + STARTING
+
+
+def _wanted(request: Request, cluster: Cluster) -> tuple[str, list[str], Collection[str]]:
+    """The kind of gres, its type if it must be one, and the nodes that would not do."""
+    fitting = {device.uuid for device in suitable(request, devices_of(cluster))}
+    if cluster.shards and request.devices > 1:
+        raise TooMuchAsked(
+            "The GPUs of this cluster are shared in parts, and a server has one part. Ask for 1.",
+            asked=request.devices,
+            most=1,
+        )
+    kind = "shard" if cluster.shards else "gpu"
+    nodes = [node for node in cluster.nodes if node.devices]
+    counts = {node.name: _suited(node, fitting) for node in nodes}
+    most = max((max(count.values(), default=0) for count in counts.values()), default=0)
+    if most < request.devices:
+        raise _too_many(request, most)
+    types = {each for count in counts.values() for each in count}
+    # Those of one server are of one model, and Slurm may give what it likes of the others.
+    good = {
+        node.name
+        for node in nodes
+        if sum(counts[node.name].values()) == len(node.devices)
+        and (request.devices == 1 or len(counts[node.name]) == 1)
+    }
+    if len(good) == len(nodes):
+        return kind, [], ()
+    if len(types) == 1:
+        return kind, sorted(types), ()
+    if any(sum(counts[name].values()) >= request.devices for name in good):
+        return kind, [], [node.name for node in nodes if node.name not in good]
+    # Nodes of several models: the one that there is most of.
+    best = max(sorted(types), key=lambda each: max(count[each] for count in counts.values()))
+    return kind, [best], ()
+
+
+def _suited(node: Node, fitting: Collection[str]) -> Counter[str]:
+    return Counter(device.gres for device in node.devices if device.uuid in fitting)
+
+
+def _too_many(request: Request, most: int) -> TooMuchAsked:
+    what = "GPUs"
+    if request.model:
+        what += f" of model {request.model}"
+    if request.memory_bytes:
+        what += f" with {format_memory(request.memory_bytes)}"
+    if not most:
+        return TooMuchAsked(f"No machine has {what}. Choose another.", asked=request.devices)
+    return TooMuchAsked(
+        f"You asked for {request.devices} {what} for one server, and no machine has more than "
+        f"{most}. Ask for {most} at most.",
+        asked=request.devices,
+        most=most,
+    )
+
+
+def _cpus(node: Node) -> float:
+    return node.cpus / len(node.devices)
+
+
+def _megabytes(node: Node) -> float:
+    """Of each device's share, what Slurm gives out at the most."""
+    return node.memory_bytes / 2**20 * 0.9 / len(node.devices)
+
+
+def indices_to_uuids(node: Node, indices: Sequence[int]) -> tuple[str, ...]:
+    """The devices that Slurm names by number. Raises ConfigError for one the file lacks."""
+    return tuple(node.device_at(index).uuid for index in indices)

@@ -1,0 +1,195 @@
+"""An admin's hand on what Slurm orders: places, points and pauses.
+
+What admins decided is in the store. Slurm is brought in line with it again and again, so that
+nothing is lost whoever dies in between, and whoever made the change.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..core.errors import SlurmRefused
+from ..queue.models import Ticket
+from . import job_spec
+from .jobs import GIVEN_BACK, SlurmJob
+from .programs import Controller
+
+FIRST = 4_000_000_000
+"""The priority of the first place of an admin's own. Slurm keeps to a priority that it is told,
+whatever becomes of the fair share, until the job is released to the order again."""
+
+PLACES = 2_000_000
+"""Priorities below :data:`FIRST` that are places. No job comes near them by itself."""
+
+
+MARK = "[gpuspawner: held for a pause]"
+"""Of the admin's comment of a job while we hold it back. It stays with the job whoever is started
+anew, and no member can write it: what an admin holds is not released by us."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
+"""Seconds until Slurm is told again what it refused, or took and did not do: twice as many each
+time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What Slurm was told of a ticket's job."""
+
+    what: str
+    again_at: float
+    """When it is told once more, if it is not so by then."""
+    pause: float
+
+
+class Hand:
+    """Keeps the jobs of one process's waiting tickets as admins want them."""
+
+    def __init__(
+        self,
+        slurm: Controller,
+        log: logging.Logger | Any,
+        clock: Callable[[], float] = time.monotonic,
+        user: int | None = None,
+    ) -> None:
+        """``user``: who we are to Slurm, if it is not the user that runs us."""
+        self._slurm = slurm
+        self._log = log
+        self._clock = clock
+        self._user = os.geteuid() if user is None else user
+        self._nice: dict[str, int] = {}
+        """What Slurm took last of each ticket."""
+        self._told: dict[str, _Told] = {}
+        """What it was told last and is not so yet, by ticket."""
+        self._refused: set[str] = set()
+
+    def submitted(self, ticket: Ticket) -> None:
+        """A job was handed in with its ticket's points."""
+        self._nice[ticket.id] = job_spec.nice_of(ticket)
+
+    def pause(self, jobs: Iterable[SlurmJob]) -> None:
+        """Hold each of these jobs that waits. Raises SlurmUnavailable."""
+        found = [job for job in jobs if job.waits and job.priority]
+        held = 0
+        for note, some in _by_note(found, MARK).items():
+            said = f"hold {_listed(some)}"
+            # Without the rights of an admin we hold what is our own, as its owner.
+            if self._tell(partial(self._slurm.hold, some, note), said) or self._tell(
+                partial(self._slurm.hold, some), said
+            ):
+                held += len(some)
+        if held:
+            self._log.info("Held %d jobs: no GPUs are given out just now", held)
+
+    def go_on(self, jobs: Iterable[SlurmJob], places: Mapping[int, int]) -> None:
+        """Release what we held for a pause: first the jobs with places of an admin's, so that
+        nobody goes before them. Raises SlurmUnavailable."""
+        ours = [job for job in jobs if job.waits and self._is_ours(job)]
+        held = {job.id for job in ours if not job.priority}
+        for job in ours:
+            if self._nice.get(job.ticket_id):
+                del self._nice[job.ticket_id]  # it is lost where a job is released twice
+        for number in sorted(held & places.keys(), key=lambda each: places[each]):
+            # Slurm gives no priority to a job that is held; the others are held until it has it.
+            self._release([number])
+            self._change(number, priority=FIRST - places[number])
+            held.remove(number)
+        if held and self._release(held):
+            self._log.info("Released %d jobs", len(held))
+        marked = [job for job in jobs if job.waits and MARK in job.note]
+        for note, some in _by_note(marked, "").items():
+            self._tell(partial(self._slurm.note, some, note), f"comment of {_listed(some)}")
+
+    def order(self, waiting: Collection[tuple[Ticket, SlurmJob]]) -> None:
+        """Each job at its admin's place, or in the order with its points. Raises
+        SlurmUnavailable."""
+        for ticket, job in waiting:
+            if job.priority == 0:
+                continue  # somebody holds it back
+            if ticket.position is not None:
+                place = FIRST - ticket.position
+                if job.priority != place:
+                    self._insist(ticket, job, priority=place)
+                else:
+                    self._told.pop(ticket.id, None)
+                continue
+            if job.priority > FIRST - PLACES:
+                self._release([job.id])
+                self._nice.pop(ticket.id, None)
+            nice = job_spec.nice_of(ticket)
+            if self._nice.get(ticket.id) == nice or self._insist(ticket, job, nice=nice):
+                self._nice[ticket.id] = nice
+                self._told.pop(ticket.id, None)
+        there = {ticket.id for ticket, _ in waiting}
+        for known in (self._nice, self._told):
+            for gone in known.keys() - there:
+                known.pop(gone)
+
+    def exclude(self, job: SlurmJob, nodes: Collection[str]) -> None:
+        """Let a job that waits run on all nodes but these. Raises SlurmUnavailable."""
+        self._change(job.id, excluded=nodes)
+
+    def give_back(self, job: SlurmJob) -> None:
+        """End a job whose ticket is to get another one. Raises SlurmUnavailable."""
+        note = _noted(job, GIVEN_BACK)
+        self._tell(partial(self._slurm.note, [job.id], note), f"comment of {job.id}")
+        self._tell(partial(self._slurm.cancel, job.id), f"end {job.id}")
+
+    def _insist(self, ticket: Ticket, job: SlurmJob, **what: int) -> bool:
+        """Tell it, and the same again only after a pause that grows; whether Slurm took it now."""
+        said, now = f"{job.id} {what}", self._clock()
+        before, pause = self._told.get(ticket.id), FIRST_PAUSE
+        if before is not None and before.what == said:
+            if now < before.again_at:
+                return False
+            pause = min(2 * before.pause, LONGEST_PAUSE)
+        self._told[ticket.id] = _Told(said, now + pause, pause)
+        return self._change(job.id, **what)
+
+    def _is_ours(self, job: SlurmJob) -> bool:
+        """Whether we hold a job for a pause, if it is held: not one that an admin held, in one
+        way or the other, before it or since."""
+        if job.reason == "JobHeldUser" and not self._slurm.owner_writes_notes:
+            # An owner who is no admin can hold in this way only.
+            return MARK not in job.note and job.uid == self._user != 0
+        return MARK in job.note
+
+    def _release(self, jobs: Collection[int]) -> bool:
+        return self._tell(partial(self._slurm.release, jobs), f"release {_listed(jobs)}")
+
+    def _change(self, job: int, **what: Any) -> bool:
+        said = ", ".join(f"{name} {value}" for name, value in what.items())
+        return self._tell(partial(self._slurm.change, job, **what), f"job {job}: {said}")
+
+    def _tell(self, tell: Callable[[], None], what: str) -> bool:
+        """Whether Slurm did it; a no is said once."""
+        try:
+            tell()
+        except SlurmRefused as error:
+            if error.message not in self._refused:
+                self._refused.add(error.message)
+                self._log.warning("%s: %s", what, error.message)
+            return False
+        return True
+
+
+def _by_note(jobs: Iterable[SlurmJob], mark: str) -> dict[str, list[int]]:
+    """The jobs by the comment that they are to have; what else an admin wrote there stays."""
+    found = defaultdict(list)
+    for job in jobs:
+        found[_noted(job, mark)].append(job.id)
+    return found
+
+
+def _noted(job: SlurmJob, mark: str) -> str:
+    return f"{job.note.replace(MARK, '').strip()} {mark}".strip()
+
+
+def _listed(ids: Iterable[int]) -> str:
+    return ",".join(map(str, sorted(ids)))

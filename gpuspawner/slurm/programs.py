@@ -1,0 +1,391 @@
+"""Calls of Slurm: its programs, the interface of a controller, and many questions as one call."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from ..core.errors import SlurmRefused, SlurmUnavailable
+
+LOG = logging.getLogger(__name__)
+
+PATIENCE, AWAY_PATIENCE = 5.0, 1.0
+"""Seconds that somebody waits for an answer of Slurm; and who can do without one, or when it gave
+none the last time: a hub has few threads for all that its members want."""
+
+
+class Asker:
+    """Asks, and lets as many wait for the end of it as like, none of them for long.
+
+    Whoever asks in a thread of their own would hold it as long as nobody answers; a hub has few.
+    """
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        """``ask`` keeps the answer itself, and also that there was none."""
+        self._ask = ask
+        self._news = threading.Condition()
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Since when it is being asked; 0 when it is not."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def wait(self, is_due: Callable[[], bool], patience: float) -> bool:
+        """Have it asked when it is due, unless that goes on; False when it is still going on so
+        many seconds after it began."""
+        with self._news:
+            if not is_due():
+                return True
+            if self._since is None:
+                # First: where no thread can be started just now, the next one tries again.
+                threading.Thread(target=self._run, name="gpuspawner-asker", daemon=True).start()
+                self._since = time.monotonic()
+            began = self._since
+            while self._since == began:
+                left = began + patience - time.monotonic()
+                if left <= 0:
+                    return False
+                self._news.wait(left)
+            return True
+
+    def _run(self) -> None:
+        try:
+            self._ask()
+        except Exception:  # a mistake of ours: the next one asks again
+            LOG.exception("A question to Slurm failed")
+        finally:
+            with self._news:
+                self._since = None
+                self._news.notify_all()
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class _Call(Generic[T, R]):
+    """What one call is about, and what came of it."""
+
+    def __init__(self) -> None:
+        self.wanted: list[T] = []
+        self.begun = False
+        self.result: list[R] = []
+        self.error: Exception | None = None
+
+
+class Together(Generic[T, R]):
+    """Calls a function with what several threads want of it, never twice at once."""
+
+    def __init__(self, tell: Callable[[list[T]], R]) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._one_at_a_time = threading.Lock()
+        self._next: _Call[T, R] = _Call()
+
+    def tell(self, *wanted: T) -> R:
+        """What came of it for all who shared the call, or its error. Blocks."""
+        with self._lock:
+            call = self._next
+            call.wanted += wanted
+        with self._one_at_a_time:
+            if not call.begun:  # nobody of those who share it came first
+                self._do(call)
+        if call.error is not None:
+            raise call.error
+        return call.result[0]
+
+    def _do(self, call: _Call[T, R]) -> None:
+        with self._lock:
+            call.begun = True
+            self._next = _Call()
+        try:
+            call.result.append(self._tell(call.wanted))
+        except Exception as error:  # everybody's who waits for it
+            call.error = error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A job to hand in that only holds what Slurm gives."""
+
+    name: str
+    comment: str
+    """JSON."""
+    partition: str
+    cpus: int
+    megabytes: int
+    gres: str
+    """Kind, type if it must be one, and number: ``gpu:a100:2``."""
+    minutes: int | None = None
+    """How long it may run; None leaves it to the partition."""
+    excluded: tuple[str, ...] = ()
+    """Nodes that it must not run on."""
+    nice: int = 0
+    user: str = ""
+    """Whose job it is; empty for whoever hands it in."""
+    account: str = ""
+    """Which account of theirs it counts on; empty for their default."""
+
+
+SCRIPT = "#!/bin/sh\nexec sleep infinity\n"
+"""The whole job: the server runs beside it, in its cgroup, and the epilog removes that."""
+
+
+class Controller(Protocol):
+    """Every call blocks, and raises SlurmUnavailable when nobody answers, and SlurmRefused with
+    Slurm's own words when the answer is no."""
+
+    notes: ClassVar[str]
+    """What the JSON of jobs calls the comments that :meth:`note` writes."""
+    owner_writes_notes: ClassVar[bool]
+    """Whether who owns a job can write them, and not an admin alone."""
+
+    def jobs(self) -> str:
+        """Everybody's jobs, and those that ended of late, in the JSON of ``squeue``."""
+
+    def nodes(self) -> str:
+        """All nodes, in the JSON of ``sinfo``."""
+
+    def longest(self, partition: str) -> float:
+        """Minutes that a job may run there; infinite where there is no limit."""
+
+    def submit(self, holder: Holder) -> None:
+        """Hand a job in. After SlurmUnavailable it may be there all the same: look for its
+        name."""
+
+    def cancel(self, *jobs: int) -> None:
+        """End jobs, waiting or not. Those that are over already are refused after the others
+        were ended."""
+
+    def cancel_named(self, name: str) -> None:
+        """End every job of this name, waiting or not."""
+
+    def change(
+        self,
+        job: int,
+        *,
+        minutes: int | None = None,
+        priority: int | None = None,
+        nice: int | None = None,
+        excluded: Collection[str] | None = None,
+    ) -> None:
+        """Change what is named of a job: its time limit, its priority, its nice value, or the
+        nodes that it must not run on."""
+
+    def hold(self, jobs: Collection[int], note: str | None = None) -> None:
+        """Let none of these jobs begin until they are released; with an admin's comment, if there
+        is one to write."""
+
+    def note(self, jobs: Collection[int], note: str) -> None:
+        """Write an admin's comment beside these jobs, in place of what was there."""
+
+    def release(self, jobs: Collection[int]) -> None:
+        """Let them begin, and give them back to the order."""
+
+    def close(self, node: str, reason: str) -> None:
+        """No job starts on a node any more; what runs goes on."""
+
+    def reopen(self, node: str) -> None:
+        """Give a closed node to jobs again."""
+
+
+def minutes_of(limit: str) -> float:
+    """A time limit as Slurm writes it, such as ``1-02:30:00``; infinite where there is none."""
+    days, _, rest = limit.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdigit() for part in (*parts, days or "0")):
+        return math.inf
+    seconds = sum(int(part) * 60**power for power, part in enumerate(reversed(parts)))
+    return int(days or 0) * 24 * 60 + seconds / 60
+
+
+_AWAY = (
+    "unable to contact slurm controller",
+    "unable to establish configuration source",
+    "connection refused",
+    "connection timed out",
+    "socket timed out",
+    "problem talking to the database",
+    "zero bytes were transmitted",
+    "unexpected message received",
+    "munge",
+    "authentication",
+    "resource temporarily unavailable",
+)
+"""Parts of what the programs say when nobody can answer, in lower case. None of it is an answer:
+a job that could not be asked for may live."""
+
+_PREFIX = re.compile(r"^(?:\w+: )?(?:(?:fatal|error): )?(?:Batch job submission failed: )?")
+
+
+@dataclass(frozen=True, slots=True)
+class Slurm:
+    """Slurm as its programs reach it: controller and database. Every call blocks: use a
+    thread."""
+
+    notes: ClassVar[str] = "admin_comment"
+    owner_writes_notes: ClassVar[bool] = False
+
+    conf: str = ""
+    """Path of slurm.conf; empty for Slurm's own default place."""
+    seconds: float = 20.0
+    """How long a program may take; Slurm's own patience for a lost controller is a part of it."""
+    folder: str = ""
+    """Where the programs are, if they are not on PATH."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """More variables for the programs."""
+
+    def run(self, program: str, *words: str, script: str = "") -> str:
+        """What a program such as ``squeue`` prints, given ``script`` on its standard input.
+
+        Raises SlurmUnavailable when nobody answers, and SlurmRefused with Slurm's own words when
+        the answer is no.
+        """
+        path = os.path.join(self.folder, program) if self.folder else program
+        try:
+            done = subprocess.run(
+                [path, *words],
+                input=script,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self.seconds,
+                env=self._environment(),
+                check=False,
+            )
+        except FileNotFoundError:
+            why = f"the program {program} is not on this machine (install slurm-client)"
+            raise SlurmUnavailable(why=why) from None
+        except subprocess.TimeoutExpired:
+            why = f"{program} did not answer within {self.seconds:g} seconds"
+            raise SlurmUnavailable(why=why) from None
+        except OSError as error:
+            raise SlurmUnavailable(why=f"{program} cannot be run ({error.strerror})") from None
+        if done.returncode:
+            raise _error(program, done.stderr or done.stdout, done.returncode)
+        return done.stdout
+
+    # The controller; see :class:`gpuspawner.slurm.programs.Controller`.
+
+    def jobs(self) -> str:
+        return self.run("squeue", "--json")
+
+    def nodes(self) -> str:
+        return self.run("sinfo", "--json")
+
+    def longest(self, partition: str) -> float:
+        told = self.run("sinfo", "--noheader", f"--partition={partition}", "--format=%l")
+        return min(map(minutes_of, told.split()), default=math.inf)
+
+    def submit(self, holder: Holder) -> None:
+        self.run("sbatch", *words(holder), script=SCRIPT)
+
+    def cancel(self, *jobs: int) -> None:
+        self.run("scancel", "--quiet", *map(str, jobs))
+
+    def cancel_named(self, name: str) -> None:
+        self.run("scancel", "--quiet", f"--name={name}")
+
+    def change(
+        self,
+        job: int,
+        *,
+        minutes: int | None = None,
+        priority: int | None = None,
+        nice: int | None = None,
+        excluded: Collection[str] | None = None,
+    ) -> None:
+        nodes = None if excluded is None else ",".join(excluded)
+        told = {"TimeLimit": minutes, "Priority": priority, "Nice": nice, "ExcNodeList": nodes}
+        changes = [f"{key}={value}" for key, value in told.items() if value is not None]
+        self.run("scontrol", "update", f"JobId={job}", *changes)
+
+    def hold(self, jobs: Collection[int], note: str | None = None) -> None:
+        if note is None:
+            self.run("scontrol", "hold", _listed(jobs))
+        else:
+            words = f"JobId={_listed(jobs)}", "Priority=0", f"AdminComment={note}"
+            self.run("scontrol", "update", *words)
+
+    def note(self, jobs: Collection[int], note: str) -> None:
+        self.run("scontrol", "update", f"JobId={_listed(jobs)}", f"AdminComment={note}")
+
+    def release(self, jobs: Collection[int]) -> None:
+        self.run("scontrol", "release", _listed(jobs))
+
+    def close(self, node: str, reason: str) -> None:
+        self.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}")
+
+    def reopen(self, node: str) -> None:
+        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
+    def _environment(self) -> dict[str, str]:
+        """No setting of whoever started us reaches the programs: SBATCH_* and the like are
+        options too."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "SBATCH_", "SQUEUE_", "SACCT_", "SCONTROL", "SINFO_"))
+            or name == "SLURM_CONF"
+        }
+        if self.conf:
+            kept["SLURM_CONF"] = self.conf
+        return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "TZ": "UTC"} | self.environment
+
+
+def words(holder: Holder) -> list[str]:
+    """What ``sbatch`` is told of a job."""
+    told = [
+        "--parsable",
+        "--no-requeue",
+        f"--job-name={holder.name}",
+        f"--comment={holder.comment}",
+        f"--partition={holder.partition}",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--cpus-per-task={holder.cpus}",
+        f"--mem={holder.megabytes}M",
+        f"--gres={holder.gres}",
+        "--output=/dev/null",
+        "--error=/dev/null",
+        "--chdir=/",
+        "--export=NONE",
+    ]
+    if holder.minutes is not None:
+        told.append(f"--time={holder.minutes}")
+    if holder.excluded:
+        told.append("--exclude=" + ",".join(holder.excluded))
+    if holder.nice:
+        told.append(f"--nice={holder.nice}")
+    if holder.user:
+        told.append(f"--uid={holder.user}")
+    if holder.account:
+        told.append(f"--account={holder.account}")
+    return told
+
+
+def _listed(jobs: Collection[int]) -> str:
+    return ",".join(map(str, sorted(jobs)))
+
+
+def is_away(said: str) -> bool:
+    """Whether these words of Slurm's are no answer of it."""
+    return any(part in said.lower() for part in _AWAY)
+
+
+def _error(program: str, said: str, status: int) -> SlurmUnavailable | SlurmRefused:
+    lines = [_PREFIX.sub("", line).strip() for line in said.splitlines() if line.strip()]
+    why = "; ".join(dict.fromkeys(lines)) or f"{program} ended with status {status}"
+    if is_away(said):
+        return SlurmUnavailable(why=why[:300])
+    return SlurmRefused(why=why[:300].rstrip("."))

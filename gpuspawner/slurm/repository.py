@@ -1,0 +1,215 @@
+"""Rows of jobs that run beside servers, of how far they were read, and of members' groups."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..db.schema import (
+    OPEN_JOB,
+    accounts,
+    batch_jobs,
+    batch_marks,
+    leases,
+    member_groups,
+    postings,
+    transfers,
+)
+from ..leases import repository as leases_repository
+from ..leases.models import Lease
+from ..ledger.usage import cost_of_job
+
+KEY = "slurm:"
+"""How the keys of the transfers of these jobs begin; the job's id follows."""
+
+_SEPARATOR = "\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchJob:
+    """A run of a job that is not a server's."""
+
+    id: str
+    cluster: str
+    label: str
+    """Its number as people see it."""
+    name: str
+    user: str
+    """Whose it is on the nodes."""
+    member: str | None
+    """None for somebody who is no member of ours: nobody is charged then."""
+    account: str | None
+    rate: int
+    """Microcredits an hour for all that it has, as it was when the run was first seen."""
+    devices: str
+    started_at: datetime
+    ended_at: datetime | None = None
+    seconds: int = 0
+    """It ran so long, as far as is known."""
+    charged: int = 0
+    """Microcredits."""
+    entries: int = 0
+    """How many transfers that took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """How far the jobs of a cluster were read."""
+
+    since: datetime
+    """What began before is not ours to charge."""
+    until: datetime
+    audited_until: datetime
+
+
+_NAMES = tuple(each.name for each in fields(BatchJob))
+
+
+def find(connection: sa.Connection, job_id: str) -> BatchJob | None:
+    """One, which nobody else changes until the transaction ends."""
+    query = sa.select(batch_jobs).where(batch_jobs.c.id == job_id).with_for_update()
+    row = connection.execute(query).mappings().first()
+    return _job(row) if row else None
+
+
+def some(connection: sa.Connection, job_ids: Collection[str]) -> dict[str, BatchJob]:
+    """Those of these that there are, by their ids."""
+    found: dict[str, BatchJob] = {}
+    listed = sorted(job_ids)
+    for first in range(0, len(listed), 500):
+        query = sa.select(batch_jobs).where(batch_jobs.c.id.in_(listed[first : first + 500]))
+        found |= {row["id"]: _job(row) for row in connection.execute(query).mappings()}
+    return found
+
+
+def insert(connection: sa.Connection, job: BatchJob) -> None:
+    """Write a new one."""
+    row = {name: getattr(job, name) for name in _NAMES}
+    connection.execute(sa.insert(batch_jobs).values(row))
+
+
+def update(connection: sa.Connection, job_id: str, **values: Any) -> None:
+    """Change some columns of one."""
+    connection.execute(sa.update(batch_jobs).where(batch_jobs.c.id == job_id).values(values))
+
+
+def since(connection: sa.Connection, cluster: str, moment: datetime) -> list[BatchJob]:
+    """Those of a cluster that go on or ended after a moment, by their start."""
+    mine = batch_jobs.c.cluster == cluster
+    query = sa.select(batch_jobs).where(mine, OPEN_JOB | (batch_jobs.c.ended_at >= moment))
+    ordered = query.order_by(batch_jobs.c.started_at, batch_jobs.c.id)
+    return [_job(row) for row in connection.execute(ordered).mappings()]
+
+
+def open_jobs(connection: sa.Connection, cluster: str) -> list[BatchJob]:
+    """Those of a cluster whose end is not known yet, by their start."""
+    query = sa.select(batch_jobs).where(batch_jobs.c.cluster == cluster, OPEN_JOB)
+    ordered = query.order_by(batch_jobs.c.started_at, batch_jobs.c.id)
+    return [_job(row) for row in connection.execute(ordered).mappings()]
+
+
+# Sessions on a cluster.
+
+
+def sessions_ended(
+    connection: sa.Connection, engine: str, since: datetime, until: datetime
+) -> list[Lease]:
+    """The leases with devices of an engine that ended after one moment and up to another."""
+    ended = (leases.c.ended_at > since) & (leases.c.ended_at <= until)
+    found = leases_repository.where(connection, (leases.c.engine == engine) & ended)
+    return [lease for lease in found if lease.devices]
+
+
+def served(connection: sa.Connection, ticket_ids: Collection[str]) -> set[str]:
+    """Which of these tickets got a lease."""
+    found: set[str] = set()
+    listed = sorted(ticket_ids)
+    for first in range(0, len(listed), 500):
+        some = leases.c.ticket_id.in_(listed[first : first + 500])
+        found |= set(connection.execute(sa.select(leases.c.ticket_id).where(some)).scalars())
+    return found
+
+
+# How far.
+
+
+def find_marks(connection: sa.Connection, cluster: str) -> Marks | None:
+    """The marks of a cluster; None where there are none yet."""
+    row = connection.execute(sa.select(batch_marks).where(batch_marks.c.cluster == cluster)).first()
+    return Marks(*row[1:]) if row else None
+
+
+def marks(connection: sa.Connection, cluster: str, now: datetime) -> Marks:
+    """The marks of a cluster; where there are none, they are set to now. Writers only."""
+    if known := find_marks(connection, cluster):
+        return known
+    found = Marks(now, now, now)
+    row_now = {"cluster": cluster, "since": now, "until": now, "audited_until": now}
+    connection.execute(sa.insert(batch_marks).values(row_now))
+    return found
+
+
+def mark(connection: sa.Connection, cluster: str, **values: datetime) -> None:
+    """Move some of them."""
+    mine = batch_marks.c.cluster == cluster
+    connection.execute(sa.update(batch_marks).where(mine).values(values))
+
+
+# Groups.
+
+
+def groups(connection: sa.Connection) -> dict[str, frozenset[str]]:
+    """The groups of every member of whom some are known."""
+    rows = connection.execute(sa.select(member_groups.c.user, member_groups.c.groups))
+    return {user: frozenset(found.split(_SEPARATOR)) - {""} for user, found in rows}
+
+
+def put_groups(
+    connection: sa.Connection, found: Mapping[str, Collection[str]], now: datetime
+) -> None:
+    """Write the groups of these members, in the place of what was there."""
+    for user, mine in found.items():
+        connection.execute(sa.delete(member_groups).where(member_groups.c.user == user))
+        row = {"user": user, "groups": _SEPARATOR.join(sorted(mine)), "at": now}
+        connection.execute(sa.insert(member_groups).values(row))
+
+
+def members(connection: sa.Connection) -> list[str]:
+    """Everybody with an account of their own, by name."""
+    query = sa.select(accounts.c.name).where(accounts.c.name.startswith("member:"))
+    return sorted(name.removeprefix("member:") for name in connection.execute(query).scalars())
+
+
+# What must hold.
+
+
+def check(connection: sa.Connection) -> Iterator[str]:
+    """A job beside servers paid what it owed, and what it says it paid is what moved."""
+    moved: dict[str, int] = {}
+    joined = postings.join(transfers, transfers.c.id == postings.c.transfer_id)
+    query = sa.select(transfers.c.key, postings.c.amount).select_from(joined)
+    theirs = query.where(transfers.c.key.startswith(KEY), ~postings.c.account.startswith("system:"))
+    for key, amount in connection.execute(theirs):
+        name = key.removeprefix(KEY).rpartition(":")[0]
+        moved[name] = moved.get(name, 0) - amount
+    for row in connection.execute(sa.select(batch_jobs).order_by(batch_jobs.c.id)).mappings():
+        job = _job(row)
+        total = moved.pop(job.id, 0)
+        if total != job.charged:
+            yield (
+                f"Job {job.id} says {job.charged} microcredits were charged, but its postings "
+                f"took {total} from {job.account}."
+            )
+        due = cost_of_job(job.rate, job.seconds) if job.account else 0
+        if job.charged > due or (job.ended_at and job.charged != due):
+            yield f"Job {job.id} owes {due} microcredits, but {job.charged} were charged."
+    for name in moved:
+        yield f"Credits moved for the job {name}, and there is no such job."
+
+
+def _job(row: sa.RowMapping) -> BatchJob:
+    return BatchJob(**{name: row[name] for name in _NAMES})

@@ -1,0 +1,714 @@
+"""Slurm as the external scheduler: jobs for tickets, nodes, images, and admins' priorities."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from typing import Any
+
+from ..core.errors import (
+    ConfigError,
+    GPUSpawnerError,
+    ImageAwaited,
+    InvalidRequest,
+    Refused,
+    SlurmRefused,
+    SlurmUnavailable,
+)
+from ..devices.models import Device, DeviceStatus, Inventory
+from ..queue.models import Ticket, Turn
+from . import job_spec
+from .accounts import user_of
+from .cluster import Cluster, Node
+from .images import NodeImages
+from .jobs import HOLDER, SlurmJob, read_jobs
+from .priority import Hand
+from .programs import AWAY_PATIENCE, PATIENCE, Asker, Controller, Holder, Together
+from .telemetry import SamplesNodes
+
+NODES_EVERY = 15.0
+"""Seconds between two looks at the nodes."""
+
+OURS = "gpuspawner: "
+"""How the reason of a node begins that we closed. Every other one stays closed until whoever closed
+it opens it: an admin, or an admin for Slurm, which closes a node whose epilog failed."""
+
+_GONE = frozenset({"DOWN", "NOT_RESPONDING", "FAIL"})
+"""What Slurm calls nodes that get no jobs now."""
+_OFF = {
+    "POWERED_DOWN": "off (power saving)",
+    "POWERING_DOWN": "being switched off (power saving)",
+    "POWERING_UP": "being switched on",
+}
+"""What Slurm calls nodes that it switches on for a job, and what people are told."""
+
+
+class Nodes:
+    """Looks at the nodes, closes them, and opens what it closed."""
+
+    name: str
+
+    def __init__(self, cluster: Cluster, slurm: Controller, log: logging.Logger | Any) -> None:
+        self.cluster = cluster
+        self.slurm = slurm
+        self._log = log
+        self._nodes: Inventory | None = None
+        self._resting: Mapping[str, str] = {}
+        self._drained: frozenset[str] = frozenset()
+        """The nodes that are closed in Slurm, as of its last answer."""
+        self._nodes_at = self._nodes_told_at = float("-inf")
+        self._nodes_asker = Asker(self._look_at_nodes)
+        self._untold: Mapping[str, str] = {}
+        """The nodes that are closed here and open in Slurm, and why they are."""
+        self._refused_at: dict[str, float] = {}
+        """When Slurm refused to close a node."""
+
+    def observe(self, now: datetime) -> Inventory:
+        """The devices of all nodes, as of the last answer; those of a node that gets no jobs are
+        unknown or drained."""
+
+        def is_due() -> bool:
+            old = time.monotonic() - self._nodes_at >= NODES_EVERY
+            return old or self._nodes_at <= self._nodes_told_at
+
+        # Who looks may hold up others: an older answer will do.
+        known = self._nodes is not None
+        self._nodes_asker.wait(is_due, AWAY_PATIENCE if known else PATIENCE)
+        nodes = self._nodes
+        if nodes is None:
+            why = SlurmUnavailable(why="it has not said yet which nodes there are").message
+            return Inventory(devices=(), observed_at=now, source=self.name, error=why)
+        return replace(nodes, observed_at=now)
+
+    def resting(self, machine: str) -> str:
+        """Why nobody is to expect an answer of a machine; empty when somebody is. Blocks."""
+        self.observe(datetime.now(timezone.utc))
+        return self._resting.get(machine, "")
+
+    def machine_of(self, uuid: str) -> str:
+        found = self.cluster.device(uuid)
+        return found[0].name if found else ""
+
+    def on_machine(self, uuid: str) -> tuple[str, ...]:
+        found = self.cluster.device(uuid)
+        return tuple(device.uuid for device in found[0].devices) if found else (uuid,)
+
+    def drained(self) -> frozenset[str]:
+        nodes = [node for node in self.cluster.nodes if node.name in self._drained]
+        return frozenset(device.uuid for node in nodes for device in node.devices)
+
+    def close(self, uuid: str, reason: str) -> None:
+        if not (machine := self.machine_of(uuid)):
+            return
+        found, words = self._state_of(machine), OURS + reason
+        if not found.drained or (found.is_ours and found.reason != words):
+            self.slurm.close(machine, words)
+            self._nodes_told_at = time.monotonic()
+
+    def keep_closed(self, closed: Mapping[str, str]) -> list[str]:
+        wanted = {self.machine_of(uuid): (uuid, reason) for uuid, reason in closed.items()}
+        wanted.pop("", None)  # of no machine of the cluster: this one's own, from before
+        if wanted:
+            self.observe(datetime.now(timezone.utc))
+        told, untold = [], {}
+        for machine in sorted(wanted.keys() - self._drained):
+            uuid, reason = wanted[machine]
+            if machine in self._untold and self._is_asked_often(machine):
+                untold[machine] = self._untold[machine]
+                continue
+            try:
+                self.close(uuid, reason)
+                told.append(uuid)
+            except GPUSpawnerError as error:
+                if isinstance(error, SlurmRefused):
+                    self._refused_at[machine] = time.monotonic()
+                untold[machine] = error.message
+                if self._untold.get(machine) != error.message:
+                    self._log.warning("The machine %s is open yet: %s", machine, error.message)
+        self._untold = untold
+        return told
+
+    def reopen(self, uuid: str) -> None:
+        if not (machine := self.machine_of(uuid)):
+            return
+        found = self._state_of(machine)
+        if not found.drained:
+            return
+        if not found.is_ours:
+            why = (found.reason or "none is given") + (f" (by {found.by})" if found.by else "")
+            raise InvalidRequest(
+                f"The machine {machine} was drained in Slurm, not by gpuspawner; the reason: "
+                f"{why}. See to that, then type: scontrol update NodeName={machine} "
+                "State=RESUME."
+            )
+        self.slurm.reopen(machine)
+        self._nodes_told_at = time.monotonic()
+
+    def must_be_open(self, ticket: Ticket) -> frozenset[str]:
+        """The nodes that a job must not run on: they are closed, and Slurm does not know it.
+        Raises SlurmUnavailable where no other one would do."""
+        untold = frozenset(self._untold)
+        if untold and job_spec.able(ticket.request, self.cluster) <= untold:
+            raise SlurmUnavailable(why="the machines that would do are closed")
+        return untold
+
+    # Steps of the above.
+
+    def _is_asked_often(self, machine: str) -> bool:
+        """Whether Slurm refused a moment ago to close it: it would say so each second."""
+        at = self._refused_at.get(machine, float("-inf"))
+        return time.monotonic() - at < NODES_EVERY
+
+    def _look_at_nodes(self) -> None:
+        began, now = time.monotonic(), datetime.now(timezone.utc)
+        try:
+            self._nodes = self._observed(now)
+        except GPUSpawnerError as error:
+            devices = self._nodes.devices if self._nodes else ()
+            self._nodes = Inventory(
+                devices=devices, observed_at=now, source=self.name, error=error.message
+            )
+        finally:
+            self._nodes_at = began
+
+    def _observed(self, now: datetime) -> Inventory:
+        """Raises SlurmUnavailable or SlurmRefused."""
+        states = _states(self.slurm.nodes())
+        self._resting = {name: state.resting for name, state in states.items()}
+        self._drained = frozenset(name for name, state in states.items() if state.drained)
+        node_of = {device.uuid: node for node in self.cluster.nodes for device in node.devices}
+        devices = tuple(
+            _seen(device, node_of[device.uuid], states)
+            for device in job_spec.devices_of(self.cluster)
+        )
+        return Inventory(devices=devices, observed_at=now, source=self.name)
+
+    def _state_of(self, machine: str) -> _State:
+        """How a node is now. Raises SlurmRefused or SlurmUnavailable."""
+        states = _states(self.slurm.nodes())
+        if machine not in states:
+            raise SlurmUnavailable(why=f"it says nothing of the machine {machine}")
+        return states[machine]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """How a node is, as far as it matters to who waits for its devices."""
+
+    status: DeviceStatus
+    why: str = ""
+    resting: str = ""
+    """Why nobody is to expect an answer of it."""
+    drained: bool = False
+    reason: str = ""
+    """Slurm's own, and who gave it."""
+    by: str = ""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether we closed it, if it is closed."""
+        return self.reason.startswith(OURS)
+
+
+_UNHEARD_OF = _State(status=DeviceStatus.UNKNOWN, why="Slurm does not know it")
+
+
+def _seen(device: Device, node: Node, states: Mapping[str, _State]) -> Device:
+    state = states.get(node.name, _UNHEARD_OF)
+    reason = state.why
+    if state.status is DeviceStatus.UNKNOWN:
+        reason = f"the machine {node.name} gets no work: {reason}"
+    return replace(device, status=state.status, reason=reason)
+
+
+def _states(text: str) -> dict[str, _State]:
+    """How each node is, by its name. Raises SlurmUnavailable."""
+    try:
+        found = json.loads(text)
+        if errors := found.get("errors"):
+            raise SlurmUnavailable(why=f"sinfo says {str(errors)[:200]}")
+        return {str(node["name"]): _state(node) for node in found["nodes"]}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"sinfo --json did not answer as Slurm 22.05 does ({error!r:.80})"
+        raise SlurmUnavailable(why=why) from None
+
+
+def _state(node: Mapping[str, Any]) -> _State:
+    flags: Iterable[str] = node.get("state_flags") or ()
+    words = {str(node["state"]).upper(), *(str(flag).upper() for flag in flags)}
+    reason, by = str(node.get("reason") or ""), str(node.get("reason_set_by_user") or "")
+    off = next((said for word, said in _OFF.items() if word in words), "")
+    state = _State(
+        status=DeviceStatus.OK,
+        why=off,
+        resting=off,
+        drained="DRAIN" in words,
+        reason=reason,
+        by=by,
+    )
+    # One that is off does not respond, and gets jobs all the same.
+    if gone := words & (_GONE - {"NOT_RESPONDING"} if off else _GONE):
+        said = " and ".join(sorted(word.lower().replace("_", " ") for word in gone))
+        why = f"{said} ({reason})" if reason else said
+        return replace(state, status=DeviceStatus.UNKNOWN, why=why, resting="")
+    if state.drained:
+        who = f"drained by {by}" if by and not state.is_ours else "drained"
+        said = reason.removeprefix(OURS)
+        why = f"{who}: {said}" if said else who
+        return replace(state, status=DeviceStatus.DRAINED, why=why)
+    return state
+
+
+class Tending(Nodes):
+    """What the jobs that wait are told beside submits and cancels."""
+
+    _jobs: Mapping[str, SlurmJob]
+    _began: float
+
+    def __init__(self, cluster: Cluster, slurm: Controller, log: logging.Logger | Any) -> None:
+        super().__init__(cluster, slurm, log)
+        self.images = NodeImages(cluster.nodes, log)
+        self._hand = Hand(slurm, log)
+        self._tended = float("-inf"), False
+        """When jobs were told something last, and whether that was in a pause."""
+
+    # Jobs that wait.
+
+    def lacking(self, ticket: Ticket) -> Collection[str]:
+        """The nodes that would do and lack the ticket's image. Raises TooMuchAsked, and what
+        :meth:`gpuspawner.slurm.images.NodeImages.lacking` does."""
+        return self.images.lacking(ticket, job_spec.able(ticket.request, self.cluster))
+
+    def why_not_yet(self, ticket: Ticket) -> str:
+        with suppress(GPUSpawnerError):  # what no node has is said at the next try
+            return self.images.why_not_yet(ticket, job_spec.able(ticket.request, self.cluster))
+        return ""
+
+    def tend(self, waiting: Collection[Ticket], *, paused: bool) -> None:
+        tended_at, was_paused = self._tended
+        if self._began <= tended_at and paused == was_paused:
+            return  # what came of that is not known yet
+        self._tend(waiting, paused)
+        self._tended = time.monotonic(), paused
+
+    def _tend(self, waiting: Collection[Ticket], paused: bool) -> None:
+        jobs = self._jobs
+        # Jobs of no ticket that waits here may be another hub's.
+        found = [(t, jobs[t.id]) for t in waiting if t.id in jobs and jobs[t.id].waits]
+        if paused:
+            self._hand.pause(job for _, job in found)
+            return
+        places = {job.id: ticket.position for ticket, job in found if ticket.position is not None}
+        self._hand.go_on([job for _, job in found], places)
+        self._hand.order(found)
+        for ticket, job in found:
+            if job.excluded and self.images.wanted(ticket) is not None:
+                self._let_in(ticket, job)
+
+    def _let_in(self, ticket: Ticket, job: SlurmJob) -> None:
+        """Let a job that waits run also where its image has come meanwhile."""
+        with suppress(ImageAwaited, Refused):
+            lacking = {*self.lacking(ticket), *self._untold}
+            nodes = job_spec.excluded(ticket.request, self.cluster, lacking)
+            if set(nodes) < set(job.excluded.split(",")):
+                self._hand.exclude(job, nodes)
+
+    def must_allow(self, minutes: int) -> None:
+        """Raises SlurmRefused for a job that is longer than the partition allows, which Slurm
+        itself would let root have, and SlurmUnavailable."""
+        partition = self.cluster.partition
+        most = self.slurm.longest(partition)
+        if minutes > most:
+            hours = f"{most / 60:.1f}".removesuffix(".0")
+            raise SlurmRefused(why=f"the partition {partition} lets nothing run for over {hours} h")
+
+
+LOG = logging.getLogger(__name__)
+
+EVERY = 1.35
+"""Seconds that one answer of Slurm serves everybody who asks: it is asked once in them. With what
+the accounting service asks, the two ask less than once a second."""
+
+SOON, EAGER = 0.3, 3.0
+"""Who hands in a job while Slurm is hardly asked hears of it sooner: for so long it may be asked
+again so many seconds after an answer."""
+
+SAVED = 2
+"""Looks that may come before their time, at most; they are saved up by not asking."""
+
+AT_ONCE = 16
+"""Tickets that are submitted at once."""
+
+OLD = timedelta(seconds=5)
+"""Of this age, a ticket may have a job that we did not submit."""
+
+SETTLING = 0.3
+"""Seconds that Slurm gets to act on what it was told, before it is asked what came of it."""
+
+ENDING = 10.0
+"""Seconds after which a job that was told to end and runs on was not told: Slurm refused it."""
+
+FRESH = 2.0
+"""Seconds for which a look says what jobs a ticket has."""
+
+SWITCHED_ON = "its machine is being switched on"
+
+
+class SlurmDelegate(Tending, SamplesNodes):
+    """Tickets as jobs, and jobs as turns; see :class:`gpuspawner.queue.models.Delegate`."""
+
+    engine = "slurm"
+    name = "slurm"
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        slurm: Controller,
+        *,
+        as_member: bool = True,
+        before: Callable[[Ticket], str] = lambda ticket: "",
+        log: logging.Logger | Any = LOG,
+    ) -> None:
+        """``as_member``: jobs belong to the members' own users on the nodes, else to ours.
+        ``before`` is called with each ticket before its job is submitted; it says which account
+        of its member the job counts on, and nothing for their default."""
+        super().__init__(cluster, slurm, log)
+        self._ending = Together(self._end)
+        self._as_member = as_member
+        self._before = before
+        self._log = log
+        self._asker = Asker(lambda: self._look())
+        self._jobs: dict[str, SlurmJob] = {}
+        self._turns: dict[str, Turn] = {}
+        self._told_to_end: dict[str, float] = {}
+        """When the jobs of tickets were told to end, by ticket, until a look has shown the end."""
+        self._telling = threading.Lock()
+        self._ended_by_us: set[int] = set()
+        """Jobs that have ended since they were told to: their tickets may get others."""
+        self._began = self._answered = self._paid = float("-inf")
+        self._handed_in = self._nobody_waited = float("-inf")
+        self._trouble: SlurmUnavailable | None = None
+        self._told: float | None = None
+        """When Slurm was first told something since the last look."""
+        self._submitted: dict[str, float] = {}
+        self._submitting = [threading.Lock() for _ in range(AT_ONCE)]
+
+    # Tickets.
+
+    def submit(self, ticket: Ticket) -> None:
+        """Raises TooMuchAsked, SlurmRefused or SlurmUnavailable."""
+        # Who asks and the round may both find that it has no job.
+        with self._submitting[hash(ticket.id) % len(self._submitting)]:
+            self._must_answer()
+            if ticket.id not in self._submitted and _is_old(ticket):
+                self.turns()  # an earlier hub may have submitted it
+            job = self._jobs.get(ticket.id)
+            if self.is_missing(ticket) and (job is None or not job.lives):
+                self._submit(ticket)
+
+    def _submit(self, ticket: Ticket) -> None:
+        user = user_of(ticket.server.user) if self._as_member else ""
+        lacking = {*self.must_be_open(ticket), *self.lacking(ticket)}
+        account = self._before(ticket)
+        job = job_spec.of(ticket, self.cluster, user=user, account=account, lacking=lacking)
+        # Before and after: a look that begins in between proves nothing.
+        self._submitted[ticket.id] = float("inf")
+        try:
+            self._hand_in(job)
+        except SlurmRefused as error:
+            if job.minutes is not None and "time limit" in error.message:
+                self.must_allow(job.minutes)  # which says how long it may be
+            raise _explained(error, user) from None
+        finally:
+            self._submitted[ticket.id] = self._handed_in = time.monotonic()
+            self._has_news()
+        self._hand.submitted(ticket)
+        self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
+
+    def _hand_in(self, job: Holder) -> None:
+        """Raises SlurmRefused or SlurmUnavailable."""
+        try:
+            self.slurm.submit(job)
+        except SlurmRefused as error:
+            if not job.account or "Invalid account" not in error.message:
+                raise
+            # The controller may hear of it later than its database, or it is gone since.
+            self._log.warning("Slurm does not know %s in the account %s", job.user, job.account)
+            self.slurm.submit(replace(job, account=""))
+
+    def is_missing(self, ticket: Ticket) -> bool:
+        submitted = self._submitted.get(ticket.id)
+        return submitted is None or submitted < self._began
+
+    def cancel(self, ticket_id: str) -> None:
+        """Every job of this ticket, waiting or not. Raises SlurmUnavailable."""
+        self._must_answer()
+        job = self._surely(ticket_id)
+        if job is None:
+            self._tell_end(ticket_id, partial(self._end_named, ticket_id))
+        elif job.lives:
+            self._tell_end(ticket_id, partial(self._ending.tell, job.id))
+
+    def cancel_job(self, number: int) -> None:
+        """One that lived a moment ago. Raises SlurmUnavailable."""
+        jobs = self._jobs
+        ticket_id = next((name for name, job in jobs.items() if job.id == number), "")
+        self._tell_end(ticket_id, partial(self._ending.tell, number))
+
+    def _tell_end(self, ticket_id: str, tell: Callable[[], object]) -> None:
+        """Have the job of a ticket ended. From now on :meth:`turns` names no devices of it, though
+        it runs in the last look. Raises SlurmUnavailable; then it may have been told."""
+        with self._telling:
+            self._told_to_end[ticket_id] = float("inf")
+        try:
+            tell()
+        finally:
+            with self._telling:
+                self._told_to_end[ticket_id] = time.monotonic()
+            self._has_news()
+
+    def _end_named(self, ticket_id: str) -> None:
+        with suppress(SlurmRefused):  # there is none any more
+            self.slurm.cancel_named(f"{HOLDER}{ticket_id}")
+
+    def _end(self, numbers: list[int]) -> None:
+        with suppress(SlurmRefused):  # some are over already
+            self.slurm.cancel(*sorted(set(numbers)))
+
+    def _surely(self, ticket_id: str) -> SlurmJob | None:
+        """The one job of a ticket, when a look of just now has shown it; None when there may be
+        another one. To find it by its name, Slurm is asked for everybody's jobs; and a number that
+        is not of just now may be somebody else's, once a controller has lost what it knew."""
+        with suppress(SlurmUnavailable):
+            self.turns(FRESH)
+        began = self._began  # first: another look may come in between
+        job, submitted = self._jobs.get(ticket_id), self._submitted.get(ticket_id)
+        if job is None or time.monotonic() - began > 2 * FRESH:
+            return None
+        if submitted is None:  # by another process, which may have done it again
+            return job if job.lives else None
+        return job if submitted < began else None
+
+    def extend(self, ticket_id: str, seconds: int) -> None:
+        """Raises SlurmRefused or SlurmUnavailable."""
+        asked_at = time.monotonic()
+        self.turns()
+        if ticket_id not in self._jobs:
+            self._look_since(asked_at)  # the last look may be older than the job
+        if (job := self._jobs.get(ticket_id)) is None or not job.lives:
+            raise SlurmRefused(why="its job has ended")
+        minutes = job_spec.minutes(seconds)
+        self.must_allow(minutes)
+        self.slurm.change(job.id, minutes=minutes)
+
+    def decline(self, ticket_id: str) -> None:
+        job = self._jobs.get(ticket_id)
+        if job is not None and job.lives:
+            self._tell_end(ticket_id, partial(self._hand.give_back, job))
+
+    def turns(self, age: float = EVERY) -> Mapping[str, Turn]:
+        def is_due() -> bool:
+            return time.monotonic() >= self._due(age)
+
+        patience = PATIENCE if self._trouble is None else AWAY_PATIENCE
+        if not self._asker.wait(is_due, patience):
+            why = f"it has not answered for {self._asker.seconds:.0f} seconds"
+            raise self._trouble or SlurmUnavailable(why=why)
+        if (trouble := self._trouble) is not None:
+            raise trouble
+        return self._without_ending()
+
+    def _without_ending(self) -> Mapping[str, Turn]:
+        """The turns of the last look, and no devices of jobs that were told to end."""
+        with self._telling:  # first: what is taken out here was shown to have ended before that
+            ending = set(self._told_to_end)
+        turns = self._turns
+        hidden = [name for name in ending if name in turns and turns[name].uuids]
+        if not hidden:
+            return turns
+        return {**turns, **{name: replace(turns[name], uuids=(), since=None) for name in hidden}}
+
+    def _look_since(self, moment: float) -> None:
+        """Wait for a look that began after this moment. Raises SlurmUnavailable."""
+        while self._began < moment:
+            time.sleep(max(0.0, self._due(0) - time.monotonic()))
+            self.turns(0)
+
+    def _must_answer(self) -> None:
+        """Before it is told something: nobody waits long where it does not answer already. Raises
+        SlurmUnavailable."""
+        if self._trouble is not None or self._asker.seconds > PATIENCE:
+            self.turns()
+
+    def soon(self) -> float:
+        now = time.monotonic()
+        if self._settled() < now - EVERY and not self._is_eager():
+            return EVERY  # nobody was told anything, or nobody wants to know
+        return max(0.0, self._due(EVERY) - now)
+
+    def _due(self, age: float) -> float:
+        """When Slurm is asked next, by who does with an answer of that age."""
+        due = self._answered + max(age, EVERY)
+        if age <= EVERY and self._is_eager():
+            due = min(due, max(self._answered + SOON, self._paid - SAVED * EVERY))
+        never = self._answered == float("-inf")  # then no answer is better than none
+        return due if never else max(due, self._settled())
+
+    def _is_eager(self) -> bool:
+        """Whether somebody handed in a job a moment ago, and waits to hear more of a Slurm that
+        answers."""
+        handed_in = self._handed_in
+        recent = time.monotonic() < handed_in + EAGER
+        return recent and self._trouble is None and self._nobody_waited <= handed_in
+
+    def _has_news(self) -> None:
+        if self._told is None:
+            self._told = time.monotonic()
+
+    def _settled(self) -> float:
+        """When a look shows what came of what Slurm was told."""
+        told = self._told
+        return float("-inf") if told is None else told + SETTLING
+
+    def living(self) -> list[SlurmJob]:
+        """The jobs with which tickets wait and servers run. Raises SlurmUnavailable."""
+        self.turns()
+        return [job for job in self._jobs.values() if job.lives]
+
+    def known(self) -> list[SlurmJob]:
+        """The jobs of tickets in the last look, those that have ended among them."""
+        return list(self._jobs.values())
+
+    def job(self, ticket_id: str) -> SlurmJob | None:
+        """The job of a ticket, as of the last look that named it; with the devices that it had,
+        which Slurm forgets at its end."""
+        return self._jobs.get(ticket_id)
+
+    def _look(self) -> None:
+        began = time.monotonic()
+        self._told = None
+        self._paid = max(began, self._paid) + EVERY
+        try:
+            self._read(read_jobs(self.slurm), began)
+        except SlurmUnavailable as error:
+            self._trouble = error
+        except SlurmRefused as error:
+            self._trouble = SlurmUnavailable(why=error.message)
+        except Exception as error:  # what it says is nothing that we can go by
+            self._log.exception("Slurm's answer could not be read")
+            self._trouble = SlurmUnavailable(why=f"its answer could not be read ({error!r:.80})")
+        else:
+            self._trouble = None
+        finally:
+            self._answered = time.monotonic()  # also no answer costs Slurm time
+
+    def _read(self, jobs: list[SlurmJob], began: float) -> None:
+        line = sorted((job for job in jobs if job.waits), key=lambda job: (-job.priority, job.id))
+        places = {job.id: place for place, job in enumerate(line, start=1)}
+        found: dict[str, SlurmJob] = {}
+        for job in jobs:
+            if job.ticket_id:
+                found[job.ticket_id] = self._better(found.get(job.ticket_id), job)
+        before = self._jobs
+        self._jobs = {name: _with_devices(job, before.get(name)) for name, job in found.items()}
+        self._note_ends({job.id for job in jobs})
+        self._turns = {
+            name: self._turn(job, places.get(job.id, 0), len(line))
+            for name, job in self._jobs.items()
+        }
+        self._began = began
+        self._forget_ends(began)
+        if not any(job.waits for job in self._jobs.values()):
+            self._nobody_waited = began
+        for name in self._submitted.keys() - self._jobs.keys():
+            if self._submitted[name] < began:
+                del self._submitted[name]
+
+    def _note_ends(self, known: Collection[int]) -> None:
+        """Keep which jobs have ended since they were told to, as long as Slurm knows them."""
+        with self._telling:
+            told = [job for name in self._told_to_end if (job := self._jobs.get(name))]
+        self._ended_by_us |= {job.id for job in told if not job.lives}
+        self._ended_by_us.intersection_update(known)
+
+    def _forget_ends(self, began: float) -> None:
+        """Forget who was told to end before this look, and has ended or was not told after all."""
+        with self._telling:
+            for name, told_at in list(self._told_to_end.items()):
+                job = self._jobs.get(name)
+                pause = ENDING if job is not None and job.lives else 0.0
+                if told_at + pause < began:
+                    del self._told_to_end[name]
+
+    def _better(self, one: SlurmJob | None, other: SlurmJob) -> SlurmJob:
+        """Which of two jobs of one ticket counts: the first, or one that was submitted after its
+        end. Any other that lives is one too many: a submit that was cut off came through after
+        all, or somebody took the name for a job of their own."""
+        if one is None:
+            return other
+        first, second = sorted((one, other), key=lambda job: job.id)
+        ended, submitted = first.ended_at, second.submitted_at
+        if not first.lives and (ended is None or submitted is None or ended <= submitted):
+            return second
+        if second.lives:
+            self._log.warning("Two jobs for one ticket: cancelling %s", second.id)
+            with suppress(GPUSpawnerError):
+                self.slurm.cancel(second.id)
+        return first
+
+    def _turn(self, job: SlurmJob, place: int, of: int) -> Turn:
+        if job.waits:
+            return Turn(
+                ticket_id=job.ticket_id,
+                place=place,
+                of=of,
+                score=float(job.priority),
+                why=job.why,
+                start=job.started_at,
+            )
+        if not job.lives:
+            return Turn(
+                ticket_id=job.ticket_id,
+                over=job.end,
+                again=job.may_come_again or job.id in self._ended_by_us,
+                ended_at=job.ended_at,
+            )
+        why = SWITCHED_ON if job.state == "CONFIGURING" else ""
+        return Turn(ticket_id=job.ticket_id, uuids=self._uuids(job), since=job.started_at, why=why)
+
+    def _uuids(self, job: SlurmJob) -> tuple[str, ...]:
+        """The devices of a job that runs; none while it is being cleared away."""
+        if job.state != "RUNNING" or not job.indices:
+            return ()
+        try:
+            return job_spec.indices_to_uuids(self.cluster.node(job.node), job.indices)
+        except ConfigError as error:
+            self._log.error("%s", error.message)
+            return ()
+
+
+def _is_old(ticket: Ticket) -> bool:
+    # Either way: the wall clock may have been set since.
+    return abs(datetime.now(timezone.utc) - ticket.created_at) > OLD
+
+
+def _with_devices(job: SlurmJob, before: SlurmJob | None) -> SlurmJob:
+    """With what it had while it ran: Slurm does not say it of one that has ended."""
+    if job.indices or before is None or before.id != job.id:
+        return job
+    return replace(job, kind=before.kind, indices=before.indices)
+
+
+def _explained(error: SlurmRefused, user: str) -> SlurmRefused:
+    said = str(error.fields.get("why", ""))
+    if "Invalid user" in said or "Invalid account" in said:
+        who = f"the user {user} has no account there" if user else "we have no account there"
+        return SlurmRefused(why=f"{who}. Tell your admin: gpuspawner slurm sync makes them")
+    return error

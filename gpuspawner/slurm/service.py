@@ -1,0 +1,250 @@
+"""Who may use the cluster beside the hub: members and their groups, as its scheduler has to know
+them. The store and the configuration decide; Slurm is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import sqlalchemy as sa
+
+from ..core.errors import ConfigError, SlurmRefused, SlurmUnavailable
+from ..ledger import repository as ledger_repository
+from ..ledger.models import member_account
+from ..ledger.rules import accounts_of
+from ..members import repository as members_repository
+from ..queue import repository as queue_repository
+from ..queue.delegation import Delegating
+from ..queue.models import Priority, QueueLimits, Ticket
+from ..queue.settings import QueueSettings
+from . import account_sync, accounts, repository
+from .accounts import (
+    Group,
+    Person,
+    WantedAssociations,
+    account_of,
+    is_system_user,
+    read_associations,
+)
+from .cluster import Cluster, read_cluster
+from .programs import Slurm, Together
+
+PATIENCE = 5.0
+"""Seconds that the start of a server waits for Slurm's database."""
+
+KNOWN = 300.0
+"""Seconds for which a member who is known to Slurm is believed to be: it is asked as seldom."""
+
+TRIES = 3
+"""How often Slurm's database is told the same, when others tell it something meanwhile."""
+
+
+class Admitting(Delegating, QueueSettings):
+    """The part of the broker that knows who may use the cluster."""
+
+    _nodes: Cluster | None = None
+    _admitted: Mapping[str, tuple[object, float]] = {}
+    """What Slurm knows of members, and when that was so."""
+
+    def nodes(self) -> Cluster:
+        """The cluster of the configuration, read once. Raises ConfigError."""
+        if not self.cluster:
+            raise ConfigError(
+                "There is no cluster: write c.Broker.cluster, the cluster.yaml that gpuspawner "
+                "slurm config wrote."
+            )
+        if self._nodes is None:
+            self._nodes = read_cluster(self.cluster)
+        return self._nodes
+
+    def slurm(self) -> Slurm:
+        """Slurm's programs, as they reach the cluster. Raises ConfigError."""
+        return Slurm(conf=self.nodes().slurm_conf)
+
+    # Groups, as the hub says them.
+
+    def groups_with_a_say(self) -> frozenset[str]:
+        """The groups of which the members are asked for: those that the configuration names, and
+        those with an account."""
+        with self.store.read() as connection:
+            found = {account.name for account in ledger_repository.all_accounts(connection)}
+        paying = {name.removeprefix("group:") for name in found if name.startswith("group:")}
+        return frozenset(paying.union(self.group_weights, self.group_priority, self.group_limits))
+
+    def note_groups(self, members: Mapping[str, Collection[str]]) -> None:
+        """Write down the members of groups; whoever is in none of them is in none at all."""
+        now = self.clock()
+        mine: dict[str, set[str]] = {}
+        for group, users in members.items():
+            for user in users:
+                mine.setdefault(user, set()).add(group)
+        with self.store.read() as connection:
+            known = repository.groups(connection)
+            everybody = known.keys() | set(repository.members(connection))
+        right = {user: frozenset(mine.get(user, ())) for user in everybody | mine.keys()}
+        changed = {user: found for user, found in right.items() if known.get(user) != found}
+        if changed:  # mostly nobody
+            with self.store.write() as connection:
+                repository.put_groups(connection, changed, now)
+
+    # What Slurm is to know.
+
+    def people(self) -> list[Person]:
+        """Everybody with an account, as the cluster's scheduler has to know them."""
+        with self.store.read() as connection:
+            names = repository.members(connection)
+            groups = self._groups(connection)
+            left = {each.user for each in members_repository.former_members(connection)}
+            dry = self._dry(connection, names, groups)
+        found = []
+        for name in names:
+            group, priority = self.standing_of(groups.get(name, ()))
+            found.append(
+                Person(
+                    member=name,
+                    group=group,
+                    priority=_word(priority),
+                    closed=name in left,
+                    dry=name in dry,
+                )
+            )
+        return found
+
+    def wanted_of(self, people: Collection[Person]) -> WantedAssociations:
+        """What Slurm is to know of them, and of every group that the configuration names."""
+        named = {*self.group_weights, *self.group_priority, *self.group_limits}
+        groups = {
+            group: Group(
+                weight=float(self.group_weights.get(group, 1)),
+                limits=_limits(self.limits_of(group)[1]),
+            )
+            for group in named
+        }
+        points = self._policy().priority_points
+        return accounts.wanted_associations(
+            people,
+            groups,
+            _limits(self.limits_of("")[0]),
+            {_word(priority): points[priority] for priority in Priority},
+        )
+
+    def plan_for_cluster(self) -> account_sync.SyncPlan:
+        """What is to be done so that Slurm knows everybody and every group. Raises ConfigError,
+        SlurmUnavailable, or SlurmRefused for a Slurm that was not tried."""
+        slurm, cluster = self.slurm(), self.nodes()
+        account_sync.check_version(slurm)
+        asked = self.wanted_of(self.people())
+        found = read_associations(slurm, cluster.name)
+        return account_sync.plan_sync(asked, found, cluster.name, is_system_user)
+
+    def admit_to_cluster(self, ticket: Ticket) -> str:
+        """See to it that Slurm takes jobs of whoever waits with this ticket, on the group that it
+        counts on: the account of that group, whatever their default is.
+
+        What cannot be done is only noted, and who was never known there has their default:
+        Slurm's database may be away while its controller knows the member, who says no itself if
+        it does not.
+        """
+        person = Person(
+            member=ticket.server.user, group=ticket.group, priority=_word(ticket.priority)
+        )
+        known, at = self._admitted.get(person.member, (None, 0.0))
+        if known == person and time.monotonic() - at < KNOWN:
+            return account_of(person.group)
+        try:
+            problems = self._newcomers.tell(person)[person]
+        except (SlurmRefused, SlurmUnavailable) as error:
+            problems = (error.message,)
+        if not problems:
+            self._admitted = {**self._admitted, person.member: (person, time.monotonic())}
+        for problem in problems:
+            self.log.warning("Slurm is not told of %s: %s", person.member, problem)
+        return "" if problems and known != person else account_of(person.group)
+
+    # Steps of the above.
+
+    @cached_property
+    def _newcomers(self) -> Together[Person, dict[Person, tuple[str, ...]]]:
+        return Together(self._admit)
+
+    def _admit(self, people: list[Person]) -> dict[Person, tuple[str, ...]]:
+        """What could not be done for each. Where a whole course comes at once, it is told of as
+        one. Raises SlurmUnavailable."""
+        one_place_each = {person.member: person for person in people}
+        found = self._admit_all([*one_place_each.values()])
+        for person in set(people) - found.keys():
+            found |= self._admit_all([person])
+        return found
+
+    def _admit_all(self, people: list[Person]) -> dict[Person, tuple[str, ...]]:
+        slurm, cluster = replace(self.slurm(), seconds=PATIENCE), self.nodes().name
+        asked = self.wanted_of(people)
+        problems: tuple[str, ...] = ()
+        try:
+            if not account_sync.is_there(slurm, cluster, asked):
+                account_sync.check_version(slurm)
+                problems = _bring(slurm, cluster, asked)
+        except SlurmRefused as error:
+            problems = (error.message,)
+        if not problems or len(people) == 1:
+            return dict.fromkeys(people, problems)
+        return {each: said for one in people for each, said in self._admit_all([one]).items()}
+
+    def _groups(self, connection: sa.Connection) -> dict[str, frozenset[str]]:
+        """The groups of each member: as the hub said last, else as the roster says."""
+        now = self.clock()
+        found: dict[str, frozenset[str]] = {}
+        for entry in members_repository.whole_roster(connection):
+            if entry.holds(now):
+                found[entry.user] = found.get(entry.user, frozenset()).union(entry.groups)
+        return found | repository.groups(connection)
+
+    def _dry(
+        self,
+        connection: sa.Connection,
+        names: Collection[str],
+        groups: Mapping[str, Collection[str]],
+    ) -> frozenset[str]:
+        """Those whose usual account is empty where GPUs cost something; but nobody who waits for
+        a server: who pays for that was looked at, and it may be another account."""
+        card = self.rates_in(connection).card(self.clock())
+        if not any(card.rate_of(d.model) for node in self.nodes().nodes for d in node.devices):
+            return frozenset()
+        balances = {
+            account.name: account.available
+            for account in ledger_repository.all_accounts(connection)
+        }
+        waiting = {ticket.server.user for ticket in queue_repository.waiting_tickets(connection)}
+        kept = ledger_repository.all_payers(connection)
+        found = set()
+        for name in set(names) - waiting:
+            own = member_account(name)
+            usual = kept.get(name, own)
+            if usual not in accounts_of(name, groups.get(name, ())):
+                usual = own
+            if balances.get(usual, 0) <= 0:
+                found.add(name)
+        return frozenset(found)
+
+
+def _bring(slurm: Slurm, cluster: str, asked: WantedAssociations) -> tuple[str, ...]:
+    """Bring Slurm to it, and see that it is so; what could not be done. Of two who add something
+    at once, its database may tell the second that there is nothing new, and forget the rest."""
+    for _ in range(TRIES):
+        if problems := account_sync.bring(slurm, cluster, asked).problems:
+            return problems
+        if account_sync.is_there(slurm, cluster, asked):
+            return ()
+    return ("its database does not keep what it was told",)
+
+
+def _limits(limits: QueueLimits) -> accounts.AssociationLimits:
+    return accounts.AssociationLimits(
+        devices=limits.devices, tickets=limits.tickets, gpu_hours=limits.gpu_hours
+    )
+
+
+def _word(priority: int) -> str:
+    return Priority(priority).name.lower()

@@ -1,0 +1,310 @@
+"""Waiting in the spawn: one a hub, it hands every turn to the spawn that waits for it.
+
+Tickets live in the store. What is here is only who waits for which in this process: after a
+restart of the hub the accounting service starts the spawns again, and they find their tickets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..core.aio import within
+from ..core.errors import (
+    AnotherHubGrants,
+    GPUSpawnerError,
+    GrantingPaused,
+    MemberGone,
+    NoDeviceFree,
+    Refused,
+    TicketEnded,
+    UnknownTicket,
+)
+from ..core.units import format_credits
+from ..leases.models import Lease, LeaseState, Request, ServerRef
+from ..queue.models import Ticket
+from ..queue.service import Terms
+from ..services import Broker
+from .progress import SpawnProgress
+
+ROUND = 1.0
+"""Seconds after which the line is looked at all the same: others change the store too."""
+
+REST = 4.0
+"""The line is not looked at for so many times as long as the last look took."""
+
+AT_ONCE = 50
+"""Members who are told where they stand before the event loop may turn to something else."""
+
+CHECKED = 20
+"""How many waiters are looked at in each round, one after the other: whether they may still
+have what they wait for. At their turn everybody is."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A spawn of this hub that waits for its turn."""
+
+    ticket: Ticket
+    turn: asyncio.Future[Lease]
+    check: Callable[[], Terms]
+    """On which terms the member would ask now. Raises Refused when they may not any more."""
+    said: SpawnProgress
+    unsure: bool = False
+    """Nobody could say whether the member may still have it: no turn until somebody can."""
+
+
+class Queueing:
+    """All spawns of this hub that wait."""
+
+    def __init__(self, broker: Broker, log: logging.Logger | Any) -> None:
+        self.broker = broker
+        self.log = log
+        self.looks = 0
+        """How often the line was looked at from end to end, or in vain."""
+        self._waiters: dict[str, Waiter] = {}
+        self._ending: dict[str, Callable[[], Ticket]] = {}
+        """Tickets whose end is to be written as soon as the database answers."""
+        self._wake = asyncio.Event()
+        self._rounds: asyncio.Task[None] | None = None
+        self._checked = 0
+        self._trouble = ""
+
+    def ask(
+        self, server: ServerRef, request: Request, *, engine: str, terms: Terms, said: SpawnProgress
+    ) -> asyncio.Future[Lease | Ticket]:
+        """Begin to ask for a lease, or the ticket to :meth:`wait` with.
+
+        ``said`` is told what it is as soon as it is in the store, by the thread that wrote it:
+        the event loop may have a thousand others to take up meanwhile.
+        """
+
+        def ask() -> Lease | Ticket:
+            got = self.broker.ask(server, request, engine=engine, terms=terms)
+            if isinstance(got, Lease):
+                said.say(what_you_got(got), 10)
+            elif place := self.broker.place_of(got.id):
+                _tell(said, f"You are number {place} in line.")
+            return got
+
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self.broker.asking, ask)
+
+    async def wait(self, ticket: Ticket, check: Callable[[], Terms], said: SpawnProgress) -> Lease:
+        """The lease, when the turn has come. Raises Refused when the ticket ends otherwise.
+
+        Cancelling leaves the ticket where it is: whoever stops the server ends it, and a hub
+        that shuts down does not.
+        """
+        turn: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        waiter = self._waiters[ticket.id] = Waiter(ticket, turn, check, said)
+        self._ending.pop(ticket.id, None)  # its member is back before the end was written
+        if self.broker.could_start(ticket):
+            self._wake.set()
+        self._go_on()
+        try:
+            return await turn
+        finally:
+            if self._waiters.get(ticket.id) is waiter:
+                del self._waiters[ticket.id]
+
+    async def end(self, ticket_id: str, outcome: str, reason: str, *, tell: bool = True) -> None:
+        """Take a ticket out of the line: now, or when the database answers again."""
+        end = self.broker.end_ticket
+        self._ending[ticket_id] = partial(end, ticket_id, outcome, reason, tell=tell)
+        try:
+            await self._end_tickets()
+        except GPUSpawnerError as error:
+            self._note(error)
+        self.kick()
+
+    async def remove(self, user: str) -> bool:
+        """End every wait of a member who is being removed. Whether there was any."""
+        mine = [w for w in self._waiters.values() if w.ticket.server.user == user]
+        for waiter in mine:
+            await self._refuse(waiter, MemberGone(why="the member was removed"))
+        return bool(mine)
+
+    def kick(self) -> None:
+        """Something has changed: look at the line now."""
+        self._wake.set()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._busy and (self._rounds is None or self._rounds.done()):
+            self._rounds = asyncio.ensure_future(self._run())
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._waiters or self._ending)
+
+    async def _run(self) -> None:
+        while self._busy:
+            self._wake.clear()
+            began = time.monotonic()
+            try:
+                await self._round()
+                self._trouble = ""
+            except GPUSpawnerError as error:
+                self._note(error)
+            except Exception:
+                self.log.exception("The line could not be looked at; it is tried again")
+            finally:
+                self.looks += 1
+            # A long line takes a while to look at, and the hub has other things to do too.
+            rest = min(ROUND, REST * (time.monotonic() - began))
+            await asyncio.sleep(rest)
+            with suppress(asyncio.TimeoutError):
+                await within(max(0.0, self.broker.next_look(ROUND) - rest), self._wake.wait())
+
+    async def _round(self) -> None:
+        await self._end_tickets()
+        if not await self.broker.run(self.broker.granter.take):
+            raise AnotherHubGrants()
+        await self._look_at_members()
+        present = frozenset(i for i, waiter in self._waiters.items() if not waiter.unsure)
+        for ticket_id in await self.broker.run(self.broker.turns, present):
+            if waiter := self._waiters.get(ticket_id):
+                await self._start(waiter)
+        for ticket_id, waiter in list(self._waiters.items()):
+            if not waiter.turn.done() and not self.broker.in_line(ticket_id):
+                await self._ended(waiter)
+        await self._tell_readers()
+
+    async def _tell_readers(self) -> None:
+        """Tell everybody whose pending page somebody looks at where they stand."""
+        watched = {i: waiter.said for i, waiter in self._waiters.items() if waiter.said.followed}
+        if not watched:
+            return
+        sentences = await self.broker.read(self._sentences, list(watched))
+        for number, (ticket_id, sentence) in enumerate(sentences.items(), start=1):
+            waiter = self._waiters.get(ticket_id)
+            if waiter and not waiter.turn.done():
+                _tell(waiter.said, sentence)
+            if not number % AT_ONCE:
+                await asyncio.sleep(0)  # the hub has more to do than this
+
+    def _sentences(self, ticket_ids: list[str]) -> dict[str, str]:
+        standings, now = self.broker.standings(), self.broker.clock()
+        return {i: standings[i].sentence(now) for i in ticket_ids if i in standings}
+
+    async def _end_tickets(self) -> None:
+        for ticket_id, end in list(self._ending.items()):
+            with suppress(UnknownTicket):
+                await self.broker.run(end)
+            if self._ending.get(ticket_id) is end:
+                del self._ending[ticket_id]
+
+    # Members who are gone, or may not have any more what they wait for.
+
+    async def _look_at_members(self) -> None:
+        waiters = list(self._waiters.values())
+        first = self._checked if self._checked < len(waiters) else 0
+        self._checked = first + CHECKED
+        for waiter in waiters[first : self._checked]:
+            await self._may_still(waiter)
+            await asyncio.sleep(0)
+
+    async def _may_still(self, waiter: Waiter) -> bool:
+        """Whether the member may still have it; who may not is told, and loses the place."""
+        if waiter.turn.done():
+            return False
+        try:
+            terms = waiter.check()
+        except Refused as error:
+            await self._refuse(waiter, error)
+            return False
+        except GPUSpawnerError as error:  # such as a catalog that cannot be read just now
+            waiter.unsure = True
+            self._note(error)
+            return False
+        except Exception as error:  # out of an admin's own function
+            if not waiter.unsure:
+                who = waiter.ticket.server
+                self.log.error("What %s may have cannot be told", who, exc_info=error)
+            waiter.unsure = True
+            return False
+        waiter.unsure = False
+        if changes := self.broker.regrouped(waiter.ticket, terms.groups):
+            regroup = self.broker.regroup
+            waiter.ticket = await self.broker.run(regroup, waiter.ticket.id, changes)
+        return True
+
+    async def _refuse(self, waiter: Waiter, error: GPUSpawnerError) -> None:
+        """End a wait, with the reason written in the ticket."""
+        if waiter.turn.done():
+            return
+        outcome = "member_gone" if isinstance(error, MemberGone) else "refused"
+        reason = str(error.fields["why"]) if isinstance(error, TicketEnded) else error.message
+        await self.end(waiter.ticket.id, outcome, reason)
+        _fail(waiter, error)
+
+    # Turns, and ends that others made.
+
+    async def _start(self, waiter: Waiter) -> None:
+        """Give a waiter its turn, unless its member may not have it any more."""
+        if not await self._may_still(waiter):
+            return
+        try:
+            lease = await self.broker.run(self.broker.start_ticket, waiter.ticket.id)
+        except (NoDeviceFree, GrantingPaused):
+            return  # the database knew better; it waits on
+        except TicketEnded:
+            await self._ended(waiter)
+        except Refused as error:
+            _fail(waiter, error)
+        else:
+            await self._hand_over(waiter, lease)
+
+    async def _ended(self, waiter: Waiter) -> None:
+        """It is not in line any more: say why, or hand over what it was granted.
+
+        A database that was cut off may have written a grant without our hearing of it.
+        """
+        try:
+            ticket = await self.broker.run(self.broker.ticket, waiter.ticket.id)
+        except UnknownTicket as error:
+            _fail(waiter, error)
+            return
+        if ticket.outcome == "granted" and ticket.lease_id:
+            await self._hand_over(waiter, await self.broker.run(self.broker.lease, ticket.lease_id))
+        elif ticket.outcome:
+            _fail(waiter, TicketEnded(why=ticket.end_reason.rstrip(".")))
+
+    async def _hand_over(self, waiter: Waiter, lease: Lease) -> None:
+        if lease.state is LeaseState.ENDED:
+            _fail(waiter, TicketEnded(why="its devices were taken back"))
+        elif waiter.turn.done():
+            # It was stopped meanwhile: nobody is there to start anything on these devices.
+            gone = "the start was cancelled"
+            await self.broker.run(self.broker.release, lease.id, reason=gone)
+        else:
+            waiter.turn.set_result(lease)
+
+    def _note(self, error: GPUSpawnerError) -> None:
+        if error.message != self._trouble:
+            self._trouble = error.message
+            self.log.warning("The line waits: %s", error.message)
+
+
+def what_you_got(lease: Lease) -> str:
+    """A lease, as its member is told of it."""
+    if not lease.devices:
+        return "A server without a GPU (free of charge)"
+    named = ", ".join(f"GPU {d.index} ({d.model})" for d in lease.devices)
+    return f"{named} is yours, {format_credits(lease.rate)} credits an hour"
+
+
+def _tell(said: SpawnProgress, sentence: str) -> None:
+    said.say(sentence, 5, replaces=True)
+
+
+def _fail(waiter: Waiter, error: GPUSpawnerError) -> None:
+    if not waiter.turn.done():
+        waiter.turn.set_exception(error)

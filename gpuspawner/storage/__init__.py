@@ -1,0 +1,1 @@
+"""Members' files: workspaces, quotas, shared folders and archives."""

@@ -1,0 +1,507 @@
+"""The commands ``gpuspawner workspaces`` and ``gpuspawner folders``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import docker
+
+from ..cli.config import Settings
+from ..cli.output import changes_of, local, note, show, table, utc
+from ..core.errors import (
+    ArchiveRefused,
+    EngineUnavailable,
+    GPUSpawnerError,
+    QuotaUnavailable,
+    Refused,
+    UnknownFolder,
+    UnknownWorkspace,
+)
+from ..core.units import format_bytes
+from ..queue.commands import actor
+from ..services import Broker
+from .directories import (
+    ENDINGS,
+    DirectoryTree,
+    Tree,
+    VolumeTree,
+    check_archive,
+    ending,
+    must_be_unused,
+    read_archive,
+    volume_sizes,
+    write_archive,
+)
+from .repository import Folder, Workspace
+
+if TYPE_CHECKING:
+    from ..cli.hub import HubSettings
+
+
+LABEL = "gpuspawner.workspace"
+"""On volumes that a spawner made; its value is the member."""
+
+PATIENCE = 10.0
+"""Seconds to count what one directory holds, for the list."""
+
+NOBODY = "-"
+"""The owner of what no server ever got, and no label names."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownWorkspace:
+    """A workspace, whoever knows of it: the database, the disk, the engine."""
+
+    workspace: Workspace
+    there: bool
+    seen: datetime | None
+    size: int | None = None
+
+
+def workspaces_grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
+    """``gpuspawner workspaces`` alone lists, as ``list`` does."""
+    add = changes_of(command, common)
+    add("list", workspaces, "List workspaces with their size and owner.")
+    archiving = add(
+        "archive", archive_workspace, "Pack a workspace into a file, while no server has it."
+    )
+    archiving.add_argument("workspace", metavar="WORKSPACE", help=_WORKSPACE_WHICH)
+    archiving.add_argument(
+        "--to", metavar="FILE", help=f"the archive, ending in {', '.join(ENDINGS)}"
+    )
+    restoring = add("restore", restore_workspace, "Put an archive in place of an empty workspace.")
+    restoring.add_argument("file", metavar="FILE", help="what `workspaces archive` made")
+    restoring.add_argument("workspace", metavar="WORKSPACE", help=_WORKSPACE_WHICH)
+    restoring.add_argument(
+        "--member", default="", metavar="NAME", help="whose it is, if that is not known yet"
+    )
+    deleting = add("delete", delete_workspace, "Delete a workspace and every file in it, for good.")
+    deleting.add_argument("workspace", metavar="WORKSPACE", help=_WORKSPACE_WHICH)
+    deleting.add_argument(
+        "--yes-delete", default="", metavar="NAME", help="the workspace's name once more"
+    )
+    freeing = add(
+        "free", free_workspace, "Let servers have a workspace again after a killed archive."
+    )
+    freeing.add_argument("workspace", metavar="WORKSPACE", help=_WORKSPACE_WHICH)
+
+
+_WORKSPACE_WHICH = "a directory or a volume as the list names it, or its member if they have one"
+
+
+def workspaces(arguments: argparse.Namespace, settings: Settings) -> int:
+    """List them."""
+    site = WorkspaceSite(settings)
+    found = site.all(sizes=True)
+    running = {lease.server.user for lease in site.broker.open_leases()}
+    headers = ("WORKSPACE", "OWNER", "SIZE", "QUOTA", "LAST USED", "NOW")
+    rows = [
+        (
+            some.workspace.source,
+            some.workspace.user,
+            format_bytes(some.size) if some.size is not None else "?",
+            format_bytes(some.workspace.quota) if some.workspace.quota else "-",
+            local(some.seen),
+            _workspace_now(some, running),
+        )
+        for some in found
+    ]
+    text = table(headers, rows, right=("SIZE", "QUOTA")) if rows else "No workspaces."
+    show(arguments.json, [_plain(some, running) for some in found], text)
+    for trouble in site.troubles:
+        note(trouble)
+    return 0
+
+
+def archive_workspace(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Pack one."""
+    site = WorkspaceSite(settings)
+    known = site.find(arguments.workspace)
+    source = known.workspace.source
+    file = Path(arguments.to or _file_name(source)).absolute()
+    ending(file)
+    with site.claimed(known, "an admin archives them") as tree:
+        if not tree.exists():
+            raise UnknownWorkspace(name=source)
+        contents = write_archive(tree.read(), file)
+    site.broker.note_workspace(source, "archive workspace", actor=actor(), detail=str(file))
+    text = (
+        f"{source} of {known.workspace.user}: {contents.entries} entries, "
+        f"{format_bytes(contents.size)} in {file} ({format_bytes(file.stat().st_size)}). "
+        "The workspace is as it was."
+    )
+    show(arguments.json, {"file": str(file), "bytes": contents.size, "workspace": source}, text)
+    return 0
+
+
+def restore_workspace(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Put one back."""
+    site = WorkspaceSite(settings)
+    file = Path(arguments.file)
+    contents = check_archive(file)
+    known = site.find_or_new(arguments.workspace, arguments.member)
+    source = known.workspace.source
+    with site.claimed(known, "an admin puts them back") as tree:
+        if not tree.is_empty():
+            raise ArchiveRefused(
+                what=f"{source} is not empty; archive and delete it first, or name another one"
+            )
+        tree.write(read_archive(file), contents.top)
+    if known.workspace.quota:
+        try:
+            site.broker.keep_quota(source, known.workspace.quota)
+        except QuotaUnavailable as error:
+            note(error.message)
+    site.broker.note_workspace(source, "restore workspace", actor=actor(), detail=str(file))
+    text = f"{source}: {contents.entries} entries, {format_bytes(contents.size)} are back."
+    show(arguments.json, {"workspace": source, "bytes": contents.size}, text)
+    return 0
+
+
+def delete_workspace(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Delete one, by its name and once more its name."""
+    site = WorkspaceSite(settings)
+    known = site.find(arguments.workspace)
+    source, owner = known.workspace.source, known.workspace.user
+    size = site.size_of(known.workspace)
+    what = f"{source} of {owner}, {format_bytes(size) if size is not None else 'of unknown size'}"
+    if arguments.yes_delete != source:
+        raise Refused(
+            f"This would delete {what}, with every file in it, for good. Nothing was changed. If "
+            f"that is what you want, say --yes-delete {source}"
+        )
+    with site.claimed(known, "an admin deletes them") as tree:
+        if tree.exists():
+            tree.delete()
+        site.broker.note_workspace(source, "delete workspace", actor=actor(), detail=what)
+    show(arguments.json, {"deleted": source, "owner": owner}, f"Deleted: {what}.")
+    return 0
+
+
+def free_workspace(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Take back a claim whose command was killed."""
+    site = WorkspaceSite(settings)
+    source = site.find(arguments.workspace).workspace.source
+    done = site.broker.free_workspace(source)
+    text = f"{source} can be used again." if done else f"Nobody had {source} in hand."
+    show(arguments.json, {"workspace": source, "changed": done}, text)
+    return 0
+
+
+class WorkspaceSite:
+    """The workspaces of a hub, and what they lie on."""
+
+    def __init__(self, settings: Settings) -> None:
+        from ..cli.hub import open_hub  # imports JupyterHub: slow, and needed here only
+
+        self.broker: Broker = settings.open_broker()
+        self.hub: HubSettings = open_hub(settings.config)
+        self.template = str(getattr(self.hub.spawner, "workspace", ""))
+        self.troubles: list[str] = []
+        self._client: docker.APIClient | None = None
+
+    @property
+    def client(self) -> docker.APIClient:
+        """The engine's. Raises EngineUnavailable."""
+        if self._client is None:
+            try:
+                self._client = self.hub.connect()
+            except (docker.errors.DockerException, OSError) as error:
+                raise EngineUnavailable() from error
+        return self._client
+
+    def all(self, *, sizes: bool = False) -> list[KnownWorkspace]:
+        """Every workspace that anybody knows of, by its name."""
+        found = {
+            some.source: KnownWorkspace(some, True, some.seen_at)
+            for some in self.broker.workspaces()
+        }
+        for source, user in (*self._directories(), *self._volumes()):
+            new = Workspace(source=source, user=user, seen_at=self.broker.clock())
+            found.setdefault(source, KnownWorkspace(new, True, None))
+        if not sizes:
+            return sorted(found.values(), key=lambda some: some.workspace.source)
+        volumes = self._volume_sizes() if any(f.workspace.is_volume for f in found.values()) else {}
+        return [
+            replace(
+                some,
+                size=volumes.get(source)
+                if some.workspace.is_volume
+                else self.size_of(some.workspace),
+                there=source in volumes
+                if some.workspace.is_volume and volumes
+                else some.workspace.is_volume or os.path.isdir(source),
+            )
+            for source, some in sorted(found.items())
+        ]
+
+    def find(self, name: str) -> KnownWorkspace:
+        """One of them, by its own name or its member's. Raises UnknownWorkspace."""
+        every = self.all()
+        path = os.path.abspath(name) if "/" in name else name
+        exact = [some for some in every if some.workspace.source in (name, path)]
+        named = exact or [some for some in every if some.workspace.user == name]
+        if len(named) == 1:
+            return named[0]
+        if named:
+            some = ", ".join(known.workspace.source for known in named)
+            raise UnknownWorkspace(f"{name} has {len(named)} workspaces: {some}. Name one of them.")
+        raise UnknownWorkspace(name=name[:300])
+
+    def find_or_new(self, name: str, member: str) -> KnownWorkspace:
+        """The same, or one that will be. Raises UnknownWorkspace without a member."""
+        try:
+            return self.find(name)
+        except UnknownWorkspace:
+            if not member:
+                raise UnknownWorkspace(
+                    f"There is no workspace {name[:300]!r} yet: say whose it will be with --member."
+                ) from None
+        source = os.path.abspath(name) if "/" in name else name
+        new = Workspace(source=source, user=member, seen_at=self.broker.clock())
+        return KnownWorkspace(new, False, None)
+
+    def size_of(self, workspace: Workspace) -> int | None:
+        """What one holds, in bytes, if anybody can say soon."""
+        if workspace.is_volume:
+            return self._volume_sizes().get(workspace.source)
+        use = self.broker.use_of(workspace.source, workspace.quota, PATIENCE)
+        return use.used if use else None
+
+    @contextmanager
+    def claimed(self, known: KnownWorkspace, what: str) -> Iterator[Tree]:
+        """Its files, while no server can get it."""
+        source = known.workspace.source
+        self.broker.claim_workspace(source, what, user=known.workspace.user)
+        try:
+            if self.hub.uses_docker:
+                must_be_unused(self.client, source)
+            yield self._tree(known.workspace)
+        finally:
+            self.broker.free_workspace(source)
+
+    def _tree(self, workspace: Workspace) -> Tree:
+        if not workspace.is_volume:
+            return DirectoryTree(workspace.source)
+        images = self.client.images()
+        if not images:
+            raise ArchiveRefused(what="the engine has no image to make a container of")
+        return VolumeTree(self.client, workspace.source, str(images[0]["Id"]))
+
+    def _directories(self) -> list[tuple[str, str]]:
+        """Those that lie where the hub makes them, by their names."""
+        before, brace, after = self.template.partition("{username}")
+        looks_simple = brace and before.endswith("/") and not after and "{" not in before
+        root = os.path.abspath(before) if looks_simple else ""
+        if not root or (self.hub.uses_docker and not self.template.startswith("/")):
+            return []
+        try:
+            with os.scandir(root) as entries:
+                names = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
+        except OSError:
+            return []
+        return [(f"{root}/{name}", NOBODY) for name in names if not name.startswith(".")]
+
+    def _volumes(self) -> list[tuple[str, str]]:
+        """The engine's, with the members on their labels."""
+        if not self.hub.uses_docker:
+            return []
+        try:
+            told = self.client.volumes(filters={"label": LABEL})["Volumes"] or []
+        except (GPUSpawnerError, docker.errors.DockerException, OSError):
+            self.troubles.append("The container engine does not answer: volumes may be missing.")
+            return []
+        return [(v["Name"], (v.get("Labels") or {}).get(LABEL) or NOBODY) for v in told]
+
+    def _volume_sizes(self) -> dict[str, int]:
+        try:
+            return volume_sizes(self.client)
+        except GPUSpawnerError as error:
+            self.troubles.append(error.message)
+            return {}
+
+
+def _workspace_now(some: KnownWorkspace, running: set[str]) -> str:
+    if some.workspace.busy:
+        return some.workspace.busy
+    if some.workspace.user in running:
+        return "server runs"
+    return "" if some.there else "gone"
+
+
+def _plain(some: KnownWorkspace, running: set[str]) -> dict[str, Any]:
+    """A workspace, for scripts."""
+    return {
+        "workspace": some.workspace.source,
+        "owner": some.workspace.user,
+        "bytes": some.size,
+        "quota_bytes": some.workspace.quota,
+        "last_used": utc(some.seen),
+        "server_runs": some.workspace.user in running,
+        "busy": some.workspace.busy,
+        "there": some.there,
+    }
+
+
+def _file_name(source: str) -> str:
+    name = os.path.basename(source) or "workspace"
+    return f"{name}-{datetime.now().astimezone():%Y-%m-%d}.tar.gz"
+
+
+def folders_grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
+    """``gpuspawner folders`` alone lists, as ``list`` does."""
+    add = changes_of(command, common)
+    add("list", folders, "List the folders that members share.")
+    handing = add("give", give_folder, "Make a member the owner of a folder.")
+    handing.add_argument("folder", metavar="FOLDER", help=_FOLDER_WHICH)
+    handing.add_argument("member", metavar="MEMBER", help="the new owner")
+    deleting = add("delete", delete_folder, "Take a folder from everybody; its files stay.")
+    deleting.add_argument("folder", metavar="FOLDER", help=_FOLDER_WHICH)
+    deleting.add_argument("--name", default="", help="the folder's name once more")
+    returning = add("restore", restore_folder, "Bring a deleted folder back.")
+    returning.add_argument("folder", metavar="FOLDER", help=_FOLDER_WHICH)
+    removing = add("remove", remove_folder, "Remove a deleted folder's files, for good.")
+    removing.add_argument("folder", metavar="FOLDER", help=_FOLDER_WHICH)
+    removing.add_argument(
+        "--yes-delete", default="", metavar="NAME", help="the folder's name once more"
+    )
+
+
+_FOLDER_WHICH = "the folder's id, or its first letters"
+
+
+def folders(arguments: argparse.Namespace, settings: Settings) -> int:
+    """List them."""
+    found = settings.open_broker().all_folders()
+    headers = ("ID", "NAME", "OWNER", "MEMBERS", "MADE", "NOW")
+    rows = [
+        (
+            some.id,
+            some.name,
+            some.owner,
+            ", ".join(_told(member) for member in some.members) or "-",
+            local(some.made_at),
+            _folder_now(some),
+        )
+        for some in found
+    ]
+    text = table(headers, rows) if rows else "No shared folders."
+    show(arguments.json, [plain_folder(some) for some in found], text)
+    return 0
+
+
+def give_folder(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Hand one on."""
+    broker = settings.open_broker()
+    folder = find_folder(broker, arguments.folder)
+    done = broker.hand_on(folder.id, arguments.member, actor=actor(), admin=True)
+    show(arguments.json, plain_folder(done), f"{done.name} ({done.id}) belongs to {done.owner}.")
+    return 0
+
+
+def delete_folder(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Take one away."""
+    broker = settings.open_broker()
+    folder = find_folder(broker, arguments.folder)
+    done = broker.delete_folder(folder.id, arguments.name, actor=actor(), admin=True)
+    text = f"{done.name} ({done.id}) is nobody's from their next server on. Its files are still at "
+    text += f"{broker.folder_place(done.id)}; `gpuspawner folders restore {done.id}` undoes it."
+    show(arguments.json, plain_folder(done), text)
+    return 0
+
+
+def restore_folder(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Bring one back."""
+    broker = settings.open_broker()
+    done = broker.bring_back(find_folder(broker, arguments.folder).id, actor=actor())
+    show(arguments.json, plain_folder(done), f"{done.name} ({done.id}) is back.")
+    return 0
+
+
+def remove_folder(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Remove the files of a deleted one, and forget it."""
+    broker = settings.open_broker()
+    folder = find_folder(broker, arguments.folder)
+    place = broker.folder_place(folder.id)
+    if folder.deleted_at is None:
+        raise Refused(
+            f"{folder.name} is in use. Delete it first: gpuspawner folders delete {folder.id}"
+        )
+    if not place:
+        raise Refused("Where folders lie is not said: set c.Broker.folder_source.")
+    if arguments.yes_delete != folder.name:
+        use = broker.use_of(place, None, 10.0)
+        size = format_bytes(use.used) if use else "of unknown size"
+        raise Refused(
+            f"This would remove {place}, {size}, with every file of the folder {folder.name}, for "
+            f"good. Nothing was changed. If that is what you want, say --yes-delete "
+            f"'{folder.name}'"
+        )
+    tree = _tree(place, settings)
+    if tree.exists():
+        tree.delete()
+    broker.forget_folder(folder.id, actor=actor())
+    show(arguments.json, {"removed": folder.id}, f"{folder.name} ({folder.id}) is removed.")
+    return 0
+
+
+def find_folder(broker: Broker, text: str) -> Folder:
+    """The folder whose id begins so. Raises UnknownFolder."""
+    found = [some for some in broker.all_folders() if text and some.id.startswith(text)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        some = ", ".join(folder.id for folder in found[:5])
+        raise UnknownFolder(f"Several folders begin with {text!r}: {some}.")
+    raise UnknownFolder(f"There is no folder {text!r}: `gpuspawner folders` lists them.")
+
+
+def plain_folder(some: Folder) -> dict[str, Any]:
+    """A folder, for scripts."""
+    return {
+        "id": some.id,
+        "name": some.name,
+        "owner": some.owner,
+        "made_at": utc(some.made_at),
+        "owner_left_at": utc(some.left_at),
+        "deleted_at": utc(some.deleted_at),
+        "members": [
+            {
+                "member": member.user,
+                "write": member.write,
+                "invited_at": utc(member.invited_at),
+                "accepted_at": utc(member.accepted_at),
+            }
+            for member in some.members
+        ],
+    }
+
+
+def _tree(place: str, settings: Settings) -> Tree:
+    """The files of a folder, which no container has."""
+    from ..cli.hub import open_hub  # imports JupyterHub: slow, and needed here only
+
+    hub = open_hub(settings.config)
+    if not hub.uses_docker:
+        return DirectoryTree(place)
+    client = hub.connect()
+    must_be_unused(client, place)
+    return DirectoryTree(place) if place.startswith("/") else VolumeTree(client, place, "")
+
+
+def _told(member: Any) -> str:
+    how = "rw" if member.write else "ro"
+    return f"{member.user} ({how}{'' if member.accepted_at else ', invited'})"
+
+
+def _folder_now(some: Folder) -> str:
+    if some.deleted_at:
+        return "deleted"
+    return "owner left" if some.left_at else ""

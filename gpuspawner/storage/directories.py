@@ -1,0 +1,423 @@
+"""Directories of members: archives, trees of files, and moves to another name.
+
+A directory of this machine goes through GNU tar, a volume of the engine through a container
+that is created and never started. Neither follows a symlink of a member's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Protocol
+
+import docker
+import requests
+from docker.errors import APIError, DockerException, NotFound
+
+from ..core.errors import ArchiveRefused, EngineUnavailable, WorkspaceBusy
+
+ARCHIVE_CHUNK = 1 << 20
+ENDINGS = (".tar.zst", ".tar.gz", ".tar")
+"""What an archive's name may end with. Of .tar.zst the command zstd makes and reads the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What is in an archive."""
+
+    entries: int
+    size: int
+    """Bytes of all files together."""
+    top: tarfile.TarInfo | None = None
+    """The workspace itself: its owner and mode."""
+
+
+def ending(file: Path) -> str:
+    """How an archive is compressed, by its name. Raises ArchiveRefused."""
+    for known in ENDINGS:
+        if file.name.endswith(known):
+            return known
+    raise ArchiveRefused(what=f"{file.name} ends in none of {', '.join(ENDINGS)}")
+
+
+def write_archive(tar: Iterable[bytes], file: Path) -> Contents:
+    """Write a tar into a new file of mode 600, prove it, and give it its name.
+
+    Raises ArchiveRefused; then there is no such file.
+    """
+    kind = ending(file)
+    if file.exists():
+        raise ArchiveRefused(what=f"{file} is there already: name another file")
+    part = file.with_name(f".{os.getpid()}.{file.name}")
+    try:
+        descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(descriptor, "wb") as out:
+            _compress(tar, out, kind)
+            out.flush()
+            os.fsync(out.fileno())
+        found = check_archive(part)
+        os.link(part, file)  # unlike a rename, it replaces nothing
+        return found
+    except OSError as error:
+        raise ArchiveRefused(what=f"{file}: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def check_archive(file: Path) -> Contents:
+    """Read an archive to its end. Raises ArchiveRefused for one that is damaged, cut short, or
+    holds anything that could leave the workspace that it is put into."""
+    entries = size = 0
+    top: tarfile.TarInfo | None = None
+    try:
+        chunks: Any = _Readable(read_archive(file))
+        with chunks, tarfile.open(fileobj=chunks, mode="r|") as tar:
+            for entry in tar:
+                _must_stay_inside(entry, file)
+                entries += 1
+                size += entry.size
+                if PurePosixPath(entry.name) == PurePosixPath("."):
+                    top = entry
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ArchiveRefused(what=f"{file} is damaged or cut short ({error})") from error
+    except OSError as error:
+        raise ArchiveRefused(what=f"{file}: {error.strerror or error}") from error
+    if not entries:
+        raise ArchiveRefused(what=f"{file} is damaged or cut short (nothing is in it)")
+    return Contents(entries, size, top)
+
+
+def read_archive(file: Path) -> Iterator[bytes]:
+    """The tar in an archive, chunk by chunk. Raises OSError, EOFError and zlib.error for what
+    cannot be read, and ArchiveRefused."""
+    kind = ending(file)
+    if kind == ".tar.zst":
+        yield from _read_zstd(file)
+        return
+    opener: Any = gzip.open if kind == ".tar.gz" else open
+    with opener(file, "rb") as stream:
+        while chunk := stream.read(ARCHIVE_CHUNK):
+            yield chunk
+
+
+def _must_stay_inside(entry: tarfile.TarInfo, file: Path) -> None:
+    path = PurePosixPath(entry.name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ArchiveRefused(what=f"{file} holds {entry.name[:100]!r}, which leads out of it")
+    link = PurePosixPath(entry.linkname)
+    if entry.islnk() and (link.is_absolute() or ".." in link.parts):
+        raise ArchiveRefused(what=f"{file} holds {entry.name[:100]!r}, a link that leads out of it")
+    if entry.isdev() and not entry.isfifo():
+        raise ArchiveRefused(what=f"{file} holds {entry.name[:100]!r}, which is a device")
+
+
+def _compress(tar: Iterable[bytes], out: IO[bytes], kind: str) -> None:
+    if kind == ".tar.zst":
+        _write_zstd(tar, out)
+        return
+    with contextlib.ExitStack() as stack:
+        target: Any = out
+        if kind == ".tar.gz":
+            target = stack.enter_context(gzip.GzipFile(fileobj=out, mode="wb", compresslevel=6))
+        for chunk in tar:
+            target.write(chunk)
+
+
+def _zstd(*words: str, **pipes: Any) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(["zstd", "-q", "-c", *words], stderr=subprocess.PIPE, **pipes)
+    except FileNotFoundError:
+        raise ArchiveRefused(
+            what="there is no zstd on this machine; install it, or name a .tar.gz"
+        ) from None
+
+
+def _write_zstd(tar: Iterable[bytes], out: IO[bytes]) -> None:
+    process = _zstd("-T0", stdin=subprocess.PIPE, stdout=out)
+    assert process.stdin is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            for chunk in tar:
+                process.stdin.write(chunk)
+        process.stdin.close()
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        code = process.wait()
+    if code:
+        said = process.stderr.read().decode(errors="replace") if process.stderr else ""
+        raise ArchiveRefused(what=f"zstd says: {said.strip()[:200]}")
+
+
+def _read_zstd(file: Path) -> Iterator[bytes]:
+    process = _zstd("-d", str(file), stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    ended = False
+    try:
+        while chunk := process.stdout.read(ARCHIVE_CHUNK):
+            yield chunk
+        ended = True
+    finally:
+        if not ended:
+            process.kill()
+        code = process.wait()
+    if code:
+        raise EOFError("zstd cannot read it")
+
+
+class _Readable:
+    """Chunks as something that tarfile can read."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._left = b""
+
+    def __enter__(self) -> _Readable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        close = getattr(self._chunks, "close", None)
+        if close:
+            close()
+
+    def read(self, size: int = -1) -> bytes:
+        """At most so many bytes; none at the end."""
+        while size < 0 or len(self._left) < size:
+            chunk = next(self._chunks, b"")
+            if not chunk:
+                break
+            self._left += chunk
+        size = len(self._left) if size < 0 else size
+        found, self._left = self._left[:size], self._left[size:]
+        return found
+
+
+TREE_CHUNK = 1 << 20
+_PLACE = "/workspace"
+_TAR = ("tar", "--numeric-owner", "--xattrs", "--acls")
+
+
+class Tree(Protocol):
+    """Where a workspace's files are."""
+
+    name: str
+
+    def exists(self) -> bool:
+        """Whether it is there."""
+
+    def is_empty(self) -> bool:
+        """Whether nothing is in it; what is not there is empty too."""
+
+    def read(self) -> Iterator[bytes]:
+        """Everything in it, as a tar. Raises ArchiveRefused."""
+
+    def write(self, tar: Iterable[bytes], top: tarfile.TarInfo | None) -> None:
+        """Put a tar in place of nothing; a directory gets all of it or none.
+
+        ``top``: the tar's entry of the workspace itself. Raises ArchiveRefused.
+        """
+
+    def delete(self) -> None:
+        """Delete it with everything in it. Raises ArchiveRefused."""
+
+
+class DirectoryTree:
+    """A directory of this machine."""
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+        self.path = Path(path)
+
+    def exists(self) -> bool:
+        try:
+            return stat.S_ISDIR(os.stat(self.path, follow_symlinks=False).st_mode)
+        except OSError:
+            return False
+
+    def is_empty(self) -> bool:
+        return not os.path.lexists(self.path) or (self.exists() and not any(self.path.iterdir()))
+
+    def read(self) -> Iterator[bytes]:
+        words = [*_TAR, "--one-file-system", "--sparse", "-C", str(self.path), "-cf", "-", "."]
+        with _running(words, stdout=subprocess.PIPE) as process:
+            while chunk := process.stdout.read(TREE_CHUNK):
+                yield chunk
+
+    def write(self, tar: Iterable[bytes], top: tarfile.TarInfo | None) -> None:
+        if not self.is_empty():
+            raise ArchiveRefused(what=f"{self.path} is not empty")
+        # Beside it, then renamed: a member never finds the half of it.
+        beside = self._beside("restoring")
+        try:
+            beside.mkdir(mode=0o700)
+            words = [*_TAR, "--same-owner", "-p", "-C", str(beside), "-xf", "-"]
+            # A broken pipe: it says why when it ends.
+            with (
+                _running(words, stdin=subprocess.PIPE) as process,
+                contextlib.suppress(BrokenPipeError),
+            ):
+                for chunk in tar:
+                    process.stdin.write(chunk)
+            os.rename(beside, self.path)
+        except OSError as error:
+            raise ArchiveRefused(what=f"{self.path}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+    def delete(self) -> None:
+        beside = self._beside("deleting")
+        try:
+            os.rename(self.path, beside)
+            shutil.rmtree(beside)
+        except OSError as error:
+            where = f" (what is left of it: {beside})" if beside.exists() else ""
+            what = f"{self.path} is not deleted: {error.strerror or error}{where}"
+            raise ArchiveRefused(what=what) from error
+
+    def _beside(self, what: str) -> Path:
+        return self.path.with_name(f".gpuspawner-{what}-{secrets.token_hex(4)}")
+
+
+class VolumeTree:
+    """A volume of a Docker Engine, wherever that runs."""
+
+    def __init__(self, client: docker.APIClient, name: str, image: str) -> None:
+        """``image`` is any that the engine has: nothing in it is run."""
+        self.client = client
+        self.name = name
+        self.image = image
+
+    def exists(self) -> bool:
+        try:
+            _answered(lambda: self.client.inspect_volume(self.name))
+        except NotFound:
+            return False
+        return True
+
+    def is_empty(self) -> bool:
+        if not self.exists():
+            return True
+        with self._holder() as holder:
+            stream, _ = _answered(lambda: self.client.get_archive(holder, f"{_PLACE}/."))
+            # Of an empty one there is the entry of the folder itself, and the end: two blocks.
+            size = 0
+            for chunk in stream:
+                size += len(chunk)
+                if size > 4096:
+                    return False
+        return size <= 2048
+
+    def read(self) -> Iterator[bytes]:
+        with self._holder() as holder:
+            try:
+                stream, _ = self.client.get_archive(holder, f"{_PLACE}/.", chunk_size=TREE_CHUNK)
+                yield from stream
+            except (DockerException, requests.RequestException) as error:
+                raise ArchiveRefused(what=f"the engine stopped in the middle ({error})") from error
+
+    def write(self, tar: Iterable[bytes], top: tarfile.TarInfo | None) -> None:
+        if not self.is_empty():
+            raise ArchiveRefused(what=f"the volume {self.name} is not empty")
+        with self._holder() as holder:
+            try:
+                self.client.put_archive(holder, _PLACE, tar)
+                if top is not None:  # the engine leaves the entry "." out
+                    self.client.put_archive(holder, "/", _folder(_PLACE[1:], top))
+            except (DockerException, requests.RequestException) as error:
+                raise ArchiveRefused(what=f"the engine did not take it ({error})") from error
+
+    def delete(self) -> None:
+        try:
+            _answered(lambda: self.client.remove_volume(self.name))
+        except APIError as error:
+            what = f"the volume {self.name} is not deleted: {error.explanation or error}"
+            raise ArchiveRefused(what=what) from error
+
+    @contextlib.contextmanager
+    def _holder(self) -> Iterator[str]:
+        """A container that has the volume and is never started."""
+        host = {"NetworkMode": "none", "Binds": [f"{self.name}:{_PLACE}:rw"]}
+        config = {"Image": self.image, "Entrypoint": ["true"], "Cmd": [], "HostConfig": host}
+        name = f"gpuspawner-archive-{secrets.token_hex(6)}"
+        made = _answered(lambda: self.client.create_container_from_config(config, name))
+        try:
+            yield str(made["Id"])
+        finally:
+            self.client.remove_container(made["Id"], force=True)
+
+
+def _folder(name: str, like: tarfile.TarInfo) -> bytes:
+    """A tar of nothing but a folder, with the owner and the mode of another one."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        entry = tarfile.TarInfo(name)
+        entry.type, entry.mode, entry.mtime = tarfile.DIRTYPE, like.mode, like.mtime
+        entry.uid, entry.gid = like.uid, like.gid
+        tar.addfile(entry)
+    return out.getvalue()
+
+
+def must_be_unused(client: docker.APIClient, source: str) -> None:
+    """Raises WorkspaceBusy when a container that runs has it, whoever started that."""
+    for listed in _answered(lambda: client.containers()):
+        for mount in listed.get("Mounts") or []:
+            if source in (mount.get("Source"), mount.get("Name")):
+                name = str(listed["Names"][0]).lstrip("/")
+                raise WorkspaceBusy(
+                    f"{source} is in use by the container {name}. Stop it first: nothing was "
+                    "changed."
+                )
+
+
+def volume_sizes(client: docker.APIClient) -> dict[str, int]:
+    """The bytes of every volume that the engine has counted, by name."""
+    told = _answered(lambda: client.df())["Volumes"] or []
+    sizes = {v["Name"]: int((v.get("UsageData") or {}).get("Size", -1)) for v in told}
+    return {name: size for name, size in sizes.items() if size >= 0}
+
+
+def _answered(call: Callable[[], Any]) -> Any:
+    """An engine's answer. Raises EngineUnavailable for none; NotFound and refusals pass."""
+    try:
+        return call()
+    except APIError:
+        raise
+    except (DockerException, requests.RequestException, OSError) as error:
+        raise EngineUnavailable() from error
+
+
+@contextlib.contextmanager
+def _running(words: list[str], **pipes: Any) -> Iterator[Any]:
+    """A program with a pipe to it; raises ArchiveRefused with its words when it fails."""
+    with tempfile.TemporaryFile() as said:
+        try:
+            process = subprocess.Popen(
+                words, stderr=said, env={**os.environ, "LC_ALL": "C"}, **pipes
+            )
+        except OSError as error:
+            raise ArchiveRefused(what=f"{words[0]} cannot be run: {error.strerror}") from error
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            process.communicate()
+            raise
+        process.communicate()
+        if process.returncode:
+            said.seek(0)
+            lines = said.read(4000).decode(errors="replace").splitlines()
+            line = next((x for x in lines if x.strip()), f"exit status {process.returncode}")
+            raise ArchiveRefused(what=f"{words[0]} says: {line.strip()[:300].rstrip('.')}")

@@ -1,0 +1,527 @@
+"""Members' workspaces and the folders that they share."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+import sqlalchemy as sa
+from traitlets import Integer, List, Unicode
+from traitlets.config import LoggingConfigurable
+
+from ..base_service import Core
+from ..core.errors import (
+    FolderRefused,
+    NotAllowed,
+    QuotaUnavailable,
+    UnknownFolder,
+    UnknownWorkspace,
+    WorkspaceBusy,
+)
+from ..devices import closures
+from ..leases import repository as leases_repository
+from ..ledger import repository as ledger_repository
+from ..ledger.models import member_account
+from . import repository
+from .quotas import Quotas, QuotaUse, measure
+from .repository import Folder, Invited, Workspace
+from .rules import check_name, is_same, told_apart
+
+SEEN_EVERY = timedelta(hours=1)
+"""How exactly it is known when a workspace was last used."""
+
+GLANCE = 0.1
+"""Seconds that a page gives to counting what a directory holds."""
+
+
+class FileSettings(LoggingConfigurable):
+    """What an admin can set of files, as ``c.Broker.NAME``."""
+
+    xfs_quota = List(
+        Unicode(),
+        ["xfs_quota"],
+        config=True,
+        help="""
+        The command that sets and reads quotas, as a list; it has to run as root.
+
+        Example::
+
+            c.Broker.xfs_quota = ["sudo", "-n", "xfs_quota"]
+        """,
+    )
+
+    folder_source = Unicode(
+        "",
+        config=True,
+        help="""
+        Where the folders lie that members share: a directory of the host, or a volume's name,
+        with ``{id}`` in it. Empty: members cannot make any.
+
+        Example::
+
+            c.Broker.folder_source = "/srv/folders/{id}"
+            c.Broker.folder_source = "gpuspawner-folder-{id}"
+        """,
+    )
+
+    folder_quota = Integer(
+        0,
+        config=True,
+        help="""
+        How many GB a folder that members share may hold; 0: no limit. The file system keeps it,
+        as it keeps ``c.GPUDockerSpawner.workspace_quota``.
+
+        Example::
+
+            c.Broker.folder_quota = 100
+        """,
+    )
+
+    most_folders = Integer(
+        10,
+        config=True,
+        help="""
+        How many shared folders a member may have made at once.
+
+        Example::
+
+            c.Broker.most_folders = 3
+        """,
+    )
+
+
+class Held(NamedTuple):
+    """A workspace and what it holds."""
+
+    workspace: Workspace
+    use: QuotaUse | None
+    """None: nobody can say, or not soon enough."""
+
+
+class Files(FileSettings, Core):
+    """The part of the broker that knows of workspaces."""
+
+    @property
+    def quotas(self) -> Quotas:
+        """What sets and reads quotas."""
+        return Quotas(self.xfs_quota)
+
+    def use_workspace(self, source: str, user: str, quota: int | None) -> bool:
+        """A member's server is about to get it; whether it is new to us.
+
+        Raises WorkspaceBusy while an admin has it.
+
+        The server has its lease by now: whoever claims the workspace meanwhile sees that.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            known = repository.find_workspace(connection, source, lock=True)
+            if known and known.busy:
+                raise WorkspaceBusy(what=known.busy)
+            fresh = known is not None and abs(now - known.seen_at) < SEEN_EVERY
+            if known and fresh and (known.user, known.quota) == (user, quota):
+                return False
+            made = Workspace(source=source, user=user, seen_at=now, quota=quota)
+            repository.put_workspace(connection, made)
+            return known is None
+
+    def keep_quota(self, source: str, quota: int | None) -> None:
+        """Have the file system keep a directory's quota in bytes; None takes it away.
+
+        Raises QuotaUnavailable.
+        """
+        with self.store.read() as connection:
+            project = repository.project_of(connection, source)
+        if not quota:
+            if project is not None:
+                self.quotas.clear(source, project)
+            return
+        if project is None:
+            with self.store.write() as connection:
+                project = repository.give_project(connection, source)
+        self.quotas.set(source, project, quota)
+
+    def use_of(self, source: str, quota: int | None, patience: float = GLANCE) -> QuotaUse | None:
+        """What a directory holds: as the file system counts, else as a quick look does."""
+        if not source.startswith("/"):
+            return None
+        project = self.store.run(lambda c: repository.project_of(c, source))
+        return self._use_of(source, quota, project, patience)
+
+    def files_of(self, user: str) -> list[Held]:
+        """A member's workspaces with what they hold."""
+        return self.held_in(self.workspaces_of(user))
+
+    def workspaces_of(self, user: str) -> list[tuple[Workspace, int | None]]:
+        """Return a member's workspaces, each with its project at the file system, if it has one."""
+        with self.store.read() as connection:
+            found = repository.workspaces_of_user(connection, user)
+            return [(each, repository.project_of(connection, each.source)) for each in found]
+
+    def held_in(self, some: Iterable[tuple[Workspace, int | None]]) -> list[Held]:
+        """Return what workspaces hold. Asks the file system, so call it outside transactions."""
+        return [
+            Held(each, self._use_of(each.source, each.quota, project, GLANCE))
+            for each, project in some
+        ]
+
+    def _use_of(
+        self, source: str, quota: int | None, project: int | None, patience: float
+    ) -> QuotaUse | None:
+        if not source.startswith("/"):
+            return None
+        if quota and project is not None:
+            try:
+                found = self.quotas.use(source, project)
+                return QuotaUse(found.used, quota)
+            except QuotaUnavailable as error:
+                self.log.debug("%s", error.message)
+        used = measure(source, patience)
+        return None if used is None else QuotaUse(used, quota or None)
+
+    def workspaces(self) -> list[Workspace]:
+        """Every workspace that a server ever got."""
+        return list(self.store.run(repository.all_workspaces))
+
+    def claim_workspace(self, source: str, what: str, *, user: str = "") -> Workspace:
+        """Keep servers away from a workspace while something is done with it.
+
+        ``what`` is said to a member who starts meanwhile; ``user``: whose it will be when it is
+        not known yet. Raises WorkspaceBusy when a server of theirs runs, or somebody else
+        claimed it, and UnknownWorkspace.
+        """
+        with self.store.write() as connection:
+            known = repository.find_workspace(connection, source, lock=True)
+            if known is None and not user:
+                raise UnknownWorkspace(name=source)
+            known = known or Workspace(source=source, user=user, seen_at=self.clock())
+            if known.busy:
+                raise WorkspaceBusy(_in_hand(known))
+            running = [
+                x for x in leases_repository.open_leases(connection) if x.server.user == known.user
+            ]
+            if running:
+                raise WorkspaceBusy(
+                    f"{known.source} belongs to {known.user}, whose server runs (lease "
+                    f"{running[0].id}). Stop it first: nothing was changed."
+                )
+            claimed = replace(known, busy=what)
+            repository.put_workspace(connection, claimed)
+            return claimed
+
+    def free_workspace(self, source: str) -> bool:
+        """Let servers have it again. False when nobody had claimed it."""
+        with self.store.write() as connection:
+            known = repository.find_workspace(connection, source, lock=True)
+            if known is None or not known.busy:
+                return False
+            repository.put_workspace(connection, replace(known, busy=""))
+            return True
+
+    def note_workspace(self, source: str, action: str, *, actor: str, detail: str = "") -> None:
+        """Write in the audit trail what was done with a workspace; one that is deleted is
+        forgotten."""
+        with self.store.write() as connection:
+            if action == "delete workspace":
+                repository.remove_workspace(connection, source)
+            closures.note(
+                connection,
+                at=self.clock(),
+                actor=actor,
+                action=action,
+                subject=source,
+                detail=detail,
+            )
+
+
+def _in_hand(some: Workspace) -> str:
+    return (
+        f"{some.source} is in hand already: {some.busy}. If whoever did that was killed, say "
+        f"`gpuspawner workspaces free {some.source}` and try again."
+    )
+
+
+LONGEST_USER = 255
+"""Characters of a member's name at the Hub."""
+
+MOST_MEMBERS = 500
+"""Whom one folder can be shared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderMount:
+    """A shared folder as a server of somebody gets it."""
+
+    source: str
+    """A directory of the engine's machine, or a volume: made from the folder's id."""
+    name: str
+    """What it is called below ``~/shared``."""
+    write: bool
+    folder_id: str
+
+
+class Folders(Files):
+    """The part of the broker that keeps shared folders. ``actor`` is who asks."""
+
+    def folders(self, user: str) -> Sequence[Folder]:
+        """Those that a member owns or was invited to, the oldest first."""
+        return self.store.run(lambda connection: repository.folders_of_user(connection, user))
+
+    def all_folders(self) -> Sequence[Folder]:
+        """Everybody's, the deleted ones too."""
+        return self.store.run(repository.all_folders)
+
+    def folder_people(self) -> list[str]:
+        """Everybody who owns a folder or was invited to one, but for owners who left."""
+        people = set[str]()
+        for folder in self.all_folders():
+            people.update(some.user for some in folder.members)
+            if folder.left_at is None:
+                people.add(folder.owner)
+        return sorted(people)
+
+    def folder(self, folder_id: str) -> Folder:
+        """One of them, whosever it is. Raises UnknownFolder."""
+        return self.store.run(lambda connection: repository.get_folder(connection, folder_id))
+
+    def folder_place(self, folder_id: str) -> str:
+        """Where the files of a folder lie."""
+        return self.folder_source.replace("{id}", folder_id)
+
+    def folder_mounts(self, user: str) -> list[FolderMount]:
+        """What the next server of a member gets, those first that they have had longest."""
+        if not self.folder_source:
+            return []
+        had: list[tuple[datetime, Folder]] = []
+        for folder in self.folders(user):
+            if (since := folder.since(user)) is not None:
+                had.append((since, folder))
+        mine = [folder for _, folder in sorted(had, key=lambda x: (x[0], x[1].id))]
+        called = told_apart((folder.id, folder.name) for folder in mine)
+        return [
+            FolderMount(self.folder_place(f.id), called[f.id], f.writes(user), f.id) for f in mine
+        ]
+
+    # What members do.
+
+    def make_folder(self, name: str, *, actor: str) -> Folder:
+        """Make an empty folder. Raises InvalidRequest, or FolderRefused when they have too many."""
+        name = check_name(name)
+        if not self.folder_source or "{id}" not in self.folder_source:
+            raise FolderRefused(
+                "Members cannot make shared folders on this hub. Ask your admin, who can set "
+                "c.Broker.folder_source."
+            )
+        made = Folder(id=secrets.token_hex(8), name=name, owner=actor, made_at=self.clock())
+        with self.store.write() as connection:
+            self._must_be_new_folder(connection, name, actor)
+            repository.insert_folder(connection, made)
+            self._note_folder(connection, made, "make folder", actor)
+        return made
+
+    def invite(self, folder_id: str, user: str, *, write: bool, actor: str) -> Folder:
+        """Offer a folder of one's own to another member, to read or to write too.
+
+        Who has accepted keeps it, with what they may do now. Raises UnknownFolder, NotAllowed
+        for who does not own it, and FolderRefused.
+        """
+        user, now = user.strip(), self.clock()
+        with self.store.write() as connection:
+            folder = self._own_folder(connection, folder_id, actor)
+            if user == folder.owner:
+                raise FolderRefused(why=f"{user} owns it, and has it already")
+            _must_have_signed_in(connection, user)
+            before = folder.invited(user)
+            if before and before.write == write:
+                return folder
+            if not before and len(folder.members) >= MOST_MEMBERS:
+                raise FolderRefused(why=f"it is shared with {MOST_MEMBERS} members, the most")
+            accepted = before.accepted_at if before else None
+            repository.invite_to_folder(
+                connection, folder_id, Invited(user, write, actor, now, accepted)
+            )
+            how = "read and write" if write else "read"
+            self._note_folder(connection, folder, "invite", actor, f"{user}, to {how}")
+            return repository.get_folder(connection, folder_id)
+
+    def accept(self, folder_id: str, *, actor: str) -> Folder:
+        """Take what was offered: the next server gets it. Raises UnknownFolder."""
+        with self.store.write() as connection:
+            folder = self._seen_folder(connection, folder_id, actor)
+            mine = folder.invited(actor)
+            if mine is None or mine.accepted_at is not None:
+                return folder  # it is theirs already
+            repository.invite_to_folder(
+                connection, folder_id, replace(mine, accepted_at=self.clock())
+            )
+            self._note_folder(connection, folder, "accept folder", actor)
+            return repository.get_folder(connection, folder_id)
+
+    def leave(self, folder_id: str, *, actor: str) -> None:
+        """Give a folder of somebody else's back, or say no to it. Raises UnknownFolder, and
+        FolderRefused for the owner."""
+        with self.store.write() as connection:
+            folder = self._seen_folder(connection, folder_id, actor)
+            if folder.owner == actor:
+                raise FolderRefused(
+                    why="you own it: hand it on to a member of it first, or delete it"
+                )
+            repository.uninvite_from_folder(connection, folder_id, actor)
+            self._note_folder(connection, folder, "leave folder", actor)
+
+    def uninvite(self, folder_id: str, user: str, *, actor: str) -> Folder:
+        """Share a folder of one's own with somebody no more: their next server has it not.
+
+        Raises UnknownFolder, NotAllowed and FolderRefused.
+        """
+        with self.store.write() as connection:
+            folder = self._own_folder(connection, folder_id, actor)
+            if not repository.uninvite_from_folder(connection, folder_id, user):
+                raise FolderRefused(why=f"it is not shared with {user[:60]!r}")
+            self._note_folder(connection, folder, "uninvite", actor, user)
+            return repository.get_folder(connection, folder_id)
+
+    def hand_on(self, folder_id: str, user: str, *, actor: str, admin: bool = False) -> Folder:
+        """Make somebody else the owner: a member who has accepted it, or whom an admin says.
+
+        Who owned it keeps it as a member, unless they left the hub. Raises UnknownFolder,
+        NotAllowed and FolderRefused.
+        """
+        user = user.strip()
+        with self.store.write() as connection:
+            folder = self._own_folder(connection, folder_id, actor, admin=admin)
+            has_it = user == folder.owner or folder.since(user) is not None
+            if not admin and not has_it:
+                raise FolderRefused(
+                    why=f"{user[:60]!r} is no member of it: invite them, and hand it on when they "
+                    "have accepted"
+                )
+            _must_have_signed_in(connection, user)
+            if user == folder.owner and folder.left_at is None:
+                return folder
+            repository.uninvite_from_folder(connection, folder_id, user)
+            if folder.left_at is None:
+                now = self.clock()
+                before = Invited(folder.owner, True, actor, now, now)
+                repository.invite_to_folder(connection, folder_id, before)
+            repository.update_folder(connection, folder_id, owner=user, left_at=None)
+            self._note_folder(
+                connection, folder, "hand on folder", actor, f"{folder.owner} to {user}"
+            )
+            return repository.get_folder(connection, folder_id)
+
+    def delete_folder(
+        self, folder_id: str, name: str, *, actor: str, admin: bool = False
+    ) -> Folder:
+        """Take a folder away from everybody; ``name`` is its own, written out once more.
+
+        The files stay until an admin removes them for good, and an admin can bring it back.
+        Raises UnknownFolder, NotAllowed and FolderRefused.
+        """
+        with self.store.write() as connection:
+            folder = self._own_folder(connection, folder_id, actor, admin=admin)
+            if name.strip() != folder.name:
+                raise FolderRefused(
+                    why=f"to delete it, write its name, {folder.name}, and not {name[:60]!r}"
+                )
+            repository.update_folder(connection, folder_id, deleted_at=self.clock())
+            self._note_folder(connection, folder, "delete folder", actor)
+            return repository.get_folder(connection, folder_id)
+
+    # What admins do, and what the Hub says.
+
+    def bring_back(self, folder_id: str, *, actor: str) -> Folder:
+        """Undo a deletion. Raises UnknownFolder, and FolderRefused when it is not deleted."""
+        with self.store.write() as connection:
+            folder = repository.get_folder(connection, folder_id, lock=True)
+            if folder.deleted_at is None:
+                raise FolderRefused(why="it is not deleted")
+            repository.update_folder(connection, folder_id, deleted_at=None)
+            self._note_folder(connection, folder, "bring back folder", actor)
+            return repository.get_folder(connection, folder_id)
+
+    def forget_folder(self, folder_id: str, *, actor: str) -> None:
+        """Forget a deleted folder, whose files are gone for good. Raises FolderRefused."""
+        with self.store.write() as connection:
+            folder = repository.get_folder(connection, folder_id, lock=True)
+            if folder.deleted_at is None:
+                raise FolderRefused(why="it is not deleted: somebody may have files in it")
+            repository.remove_folder(connection, folder_id)
+            self._note_folder(connection, folder, "remove folder", actor)
+
+    def member_left(self, user: str, *, actor: str = "gpuspawner") -> int:
+        """A member was removed at the Hub: what was shared with them is theirs no more.
+
+        Folders that they own wait for an admin who hands them on; whoever gets the same name
+        later has none of it. How many folders that concerns.
+        """
+        now, touched = self.clock(), 0
+        with self.store.write() as connection:
+            for folder in repository.all_folders(connection):
+                if folder.owner == user and folder.left_at is None:
+                    repository.update_folder(connection, folder.id, left_at=now)
+                    self._note_folder(connection, folder, "owner left", actor, user)
+                    touched += 1
+                elif repository.uninvite_from_folder(connection, folder.id, user):
+                    self._note_folder(connection, folder, "member left", actor, user)
+                    touched += 1
+        return touched
+
+    # Steps of the above.
+
+    def _seen_folder(self, connection: sa.Connection, folder_id: str, user: str) -> Folder:
+        """A folder that this member may know of. Raises UnknownFolder for any other."""
+        folder = repository.get_folder(connection, folder_id, lock=True)
+        mine = folder.owner == user and folder.left_at is None
+        if folder.deleted_at is not None or not (mine or folder.invited(user)):
+            raise UnknownFolder(folder=folder_id)
+        return folder
+
+    def _own_folder(
+        self, connection: sa.Connection, folder_id: str, user: str, *, admin: bool = False
+    ) -> Folder:
+        """A folder that this member may change. Raises UnknownFolder or NotAllowed."""
+        if admin:
+            folder = repository.get_folder(connection, folder_id, lock=True)
+            if folder.deleted_at is not None:
+                raise FolderRefused(why="it is deleted: bring it back first")
+            return folder
+        folder = self._seen_folder(connection, folder_id, user)
+        if folder.owner != user:
+            raise NotAllowed(f"The folder {folder.name} is {folder.owner}'s: only they change it.")
+        return folder
+
+    def _must_be_new_folder(self, connection: sa.Connection, name: str, owner: str) -> None:
+        mine = [f for f in repository.folders_of_user(connection, owner) if f.owner == owner]
+        if any(is_same(folder.name, name) for folder in mine):
+            raise FolderRefused(why=f"you have a folder named {name} already")
+        if len(mine) >= self.most_folders:
+            raise FolderRefused(
+                why=f"you have made {len(mine)}, and {self.most_folders} is the most: delete one "
+                "that you do not need"
+            )
+
+    def _note_folder(
+        self, connection: sa.Connection, folder: Folder, action: str, actor: str, detail: str = ""
+    ) -> None:
+        subject = f"folder {folder.id} ({folder.name})"
+        closures.note(
+            connection,
+            at=self.clock(),
+            actor=actor,
+            action=action,
+            subject=subject,
+            detail=detail,
+        )
+
+
+def _must_have_signed_in(connection: sa.Connection, user: str) -> None:
+    known = user.isprintable() and 0 < len(user) <= LONGEST_USER
+    if not known or ledger_repository.find_account(connection, member_account(user)) is None:
+        raise FolderRefused(
+            why=f"nobody named {user[:60]!r} has signed in on this hub; write their name as they "
+            "sign in"
+        )

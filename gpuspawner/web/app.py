@@ -1,0 +1,311 @@
+"""The service's web application: routes, request limits and the cookie secret.
+
+With a new cookie secret at each start, every form that is open in a browser would be refused after
+it.
+
+A connection holds at most its headers, a small body and one chunk that was read ahead:
+:data:`CONNECTION_BYTES`. A thousand hostile connections hold less than 256 MiB.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import secrets
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from jupyterhub.services.auth import HubOAuth
+from sqlalchemy.exc import ArgumentError
+from tornado import httputil, web
+from tornado.http1connection import HTTP1Connection
+from tornado.httpserver import HTTPServer
+from tornado.iostream import IOStream
+
+from ..db import views as db_views
+from ..leases import views as leases_views
+from ..ledger import correction_views, rate_views, refill_views
+from ..ledger import views as ledger_views
+from ..monitoring import cluster_views, metrics
+from ..monitoring import views as monitoring_views
+from ..monitoring.models import Sample
+from ..notifications import views as notifications_views
+from ..notifications.channels import Channel
+from ..queue import views as queue_views
+from ..services import Broker
+from ..storage import views as storage_views
+from . import api, openapi, pages
+from .base import Context, Duty, HubCalls, ServiceHandler
+
+NAME = "gpuspawner_cookie_secret"
+BYTES = 32
+
+
+def secret_file(database_url: str) -> Path:
+    """Return where the secret lies: beside an SQLite database, else in the working directory."""
+    try:
+        url = sa.make_url(database_url)
+    except ArgumentError:
+        return Path(NAME)
+    name = url.database or ""
+    if url.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
+        return Path(NAME)
+    return Path(name).absolute().with_name(NAME)
+
+
+def read_cookie_secret(database_url: str, log: logging.Logger) -> bytes:
+    """Return the kept secret, or a new one that is kept from now on. Blocks.
+
+    A file that others can read, or that is not whole, is replaced. Where no file can be written
+    the secret lasts until the service ends.
+    """
+    path = secret_file(database_url)
+    try:
+        return _kept(path, log) or _make(path)
+    except OSError as error:
+        message = "%s cannot be used (%s): forms that are open at a restart will be refused"
+        log.warning(message, path, error.strerror)
+        return secrets.token_bytes(BYTES)
+
+
+def _kept(path: Path, log: logging.Logger) -> bytes:
+    """Return the secret in the file; empty when there is none to use."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return b""
+    with open(file, "rb") as opened:
+        seen = os.fstat(file)
+        if seen.st_mode & 0o077 or seen.st_uid != os.geteuid():
+            log.warning("Others could read %s: a new secret takes its place", path)
+            return b""
+        found = opened.read(BYTES + 1)
+    return found if len(found) == BYTES else b""
+
+
+def _make(path: Path) -> bytes:
+    secret = secrets.token_bytes(BYTES)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)
+    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(file, "wb") as opened:
+        opened.write(secret)
+        opened.flush()
+        os.fsync(file)
+    new.replace(path)
+    return secret
+
+
+HEADER_BYTES = 32 * 1024
+BODY_BYTES = 128 * 1024
+"""Of most requests."""
+LARGE_BODY_BYTES = 4 * 1024 * 1024
+"""Of an admin's request to a handler that takes files."""
+CHUNK_BYTES = 64 * 1024
+CONNECTION_BYTES = HEADER_BYTES + BODY_BYTES + CHUNK_BYTES
+
+HEADER_SECONDS = 120.0
+"""For all headers, and between two requests on one connection."""
+BODY_SECONDS = 60.0
+
+MOST_CONNECTIONS = 4000
+OWN_FILES = 200
+"""Files and sockets that the service needs beside its connections."""
+
+
+def make_server(app: web.Application, ssl_options: ssl.SSLContext | None = None) -> HTTPServer:
+    """Return a server with these limits, not yet listening."""
+    return _Server(
+        app,
+        ssl_options=ssl_options,
+        chunk_size=CHUNK_BYTES,
+        max_header_size=HEADER_BYTES,
+        max_body_size=BODY_BYTES,
+        max_buffer_size=2 * CHUNK_BYTES,
+        idle_connection_timeout=HEADER_SECONDS,
+        body_timeout=BODY_SECONDS,
+    )
+
+
+class _Server(HTTPServer):
+    """Closes a connection that is one too many as soon as it is made."""
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize(*args, **kwargs)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MOST_CONNECTIONS + OWN_FILES
+        files = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        if files > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+        self._most = max(1, min(MOST_CONNECTIONS, files - OWN_FILES))
+        self._opened = 0
+
+    def handle_stream(self, stream: IOStream, address: tuple[Any, ...]) -> None:
+        if self._opened >= self._most:
+            stream.close()
+            return
+        self._opened += 1
+        super().handle_stream(stream, address)
+
+    def on_close(self, server_conn: object) -> None:
+        self._opened -= 1
+        super().on_close(server_conn)
+
+
+class LimitedApplication(web.Application):
+    """Lets admins send large bodies to the handlers that take them, and nobody else."""
+
+    # Tornado's annotation names a class of its own for what is used as any delegate.
+    def get_handler_delegate(  # type: ignore[override]
+        self,
+        request: httputil.HTTPServerRequest,
+        target_class: type[web.RequestHandler],
+        *args: Any,
+        **kwargs: Any,
+    ) -> httputil.HTTPMessageDelegate:
+        delegate = super().get_handler_delegate(request, target_class, *args, **kwargs)
+        has_body = {"Content-Length", "Transfer-Encoding"} & set(request.headers)
+        if has_body and issubclass(target_class, ServiceHandler) and target_class.takes_files:
+            context = self.settings["context"]
+            return _LargeBody(delegate, request, ServiceHandler(self, request, context=context))
+        return delegate
+
+
+class _LargeBody(httputil.HTTPMessageDelegate):
+    """Asks the Hub who sends a large body before any of it is read."""
+
+    def __init__(
+        self,
+        delegate: httputil.HTTPMessageDelegate,
+        request: httputil.HTTPServerRequest,
+        handler: ServiceHandler,
+    ) -> None:
+        self._delegate = delegate
+        self._request = request
+        self._handler = handler
+
+    async def headers_received(self, start_line: Any, headers: httputil.HTTPHeaders) -> None:
+        connection = self._request.connection
+        if isinstance(connection, HTTP1Connection) and await self._is_from_admin():
+            connection.set_max_body_size(LARGE_BODY_BYTES)
+        self._delegate.headers_received(start_line, headers)
+
+    async def _is_from_admin(self) -> bool:
+        context: Context = self._handler.context
+        try:
+            token = context.hub_auth.get_token(self._handler)
+            user = await context.hub_auth.user_for_token(token, sync=False) if token else None
+        except web.HTTPError:  # the Hub does not answer
+            return False
+        return bool(user and user.get("admin"))
+
+    def data_received(self, chunk: bytes) -> Any:
+        return self._delegate.data_received(chunk)
+
+    def finish(self) -> None:
+        self._delegate.finish()
+
+    def on_connection_close(self) -> None:
+        self._delegate.on_connection_close()
+
+
+BELIEVED = 10
+"""Seconds that the Hub's word on a token is believed: so soon one that was revoked opens nothing,
+and who is no admin any more is none here."""
+
+STATIC = Path(__file__).parent / "static"
+
+
+def make_app(
+    broker: Broker,
+    *,
+    hub_auth: HubOAuth,
+    warn_minutes: Sequence[float] = (),
+    session_warn_minutes: Sequence[float] = (),
+    channels: Mapping[str, Channel] | None = None,
+    poke: Callable[[], None] = lambda: None,
+    recent: Callable[[], Mapping[str, Sequence[Sample]]] = dict,
+    members_see_names: bool = False,
+    hub: HubCalls | None = None,
+    rounds: Mapping[str, int] | None = None,
+    duties: Mapping[str, Duty] | None = None,
+    cookie_secret: bytes = b"",
+) -> web.Application:
+    """The service's web application, below the prefix that the Hub gave it.
+
+    ``channels`` are the ways in which members can be told; ``poke`` says that there is a
+    notice to send now; ``recent`` gives the newest samples
+    of each device; ``hub`` is asked who is in a group, and to stop a member's server; ``rounds``
+    counts the finished rounds of each duty and ``duties`` has the state of each, for the metrics.
+    ``cookie_secret`` signs the cookies; empty: a new one, so that browsers sign in again.
+    """
+    prefix = hub_auth.base_url
+    context = Context(
+        broker=broker,
+        hub_auth=hub_auth,
+        warn_minutes=tuple(warn_minutes),
+        session_warn_minutes=tuple(session_warn_minutes),
+        channels=channels or {},
+        poke=poke,
+        recent=recent,
+        members_see_names=members_see_names,
+        hub=hub,
+        rounds={} if rounds is None else rounds,
+        duties={} if duties is None else duties,
+    )
+    handlers: list[tuple[Any, ...]] = [
+        (prefix + path, handler, {"context": context})
+        for path, handler in (
+            *pages.HANDLERS,
+            *api.HANDLERS,
+            *notifications_views.HANDLERS,
+            *queue_views.QUEUE_HANDLERS,
+            *queue_views.QUEUE_API_HANDLERS,
+            *leases_views.SESSION_HANDLERS,
+            *leases_views.IDLE_HANDLERS,
+            *leases_views.GPU_LOSS_HANDLERS,
+            *leases_views.LEASE_NOW_HANDLERS,
+            *ledger_views.STATEMENT_HANDLERS,
+            *metrics.HANDLERS,
+            *ledger_views.ACCOUNT_HANDLERS,
+            *correction_views.CORRECTION_HANDLERS,
+            *correction_views.BULK_GRANT_HANDLERS,
+            *rate_views.RATE_HANDLERS,
+            *refill_views.REFILL_HANDLERS,
+            *ledger_views.ACCOUNT_API_HANDLERS,
+            *db_views.HANDLERS,
+            *storage_views.FOLDER_HANDLERS,
+            *storage_views.FOLDER_API_HANDLERS,
+            *openapi.OPENAPI_HANDLERS,
+            *openapi.CATALOG_SCHEMA_HANDLERS,
+            *monitoring_views.USAGE_HANDLERS,
+            *monitoring_views.UTILIZATION_HANDLERS,
+            *cluster_views.HANDLERS,
+        )
+    ]
+    handlers.append((prefix + "static/(.*)", web.StaticFileHandler, {"path": str(STATIC)}))
+    handlers.append((prefix.rstrip("/"), web.RedirectHandler, {"url": prefix}))
+    return LimitedApplication(
+        handlers,
+        context=context,
+        default_handler_class=pages.NotFound,
+        default_handler_args={"context": context},
+        cookie_secret=cookie_secret or secrets.token_bytes(32),
+        xsrf_cookies=True,
+        log_function=_log_request,
+    )
+
+
+def _log_request(handler: web.RequestHandler) -> None:
+    """One line for what failed. The path alone: a query may hold what nobody should read."""
+    status = handler.get_status()
+    request = handler.request
+    level = logging.WARNING if status >= 500 else logging.DEBUG
+    seconds = request.request_time()
+    logging.getLogger("tornado.access").log(
+        level, "%d %s %s (%.0f ms)", status, request.method, request.path, 1000 * seconds
+    )
