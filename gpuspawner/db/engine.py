@@ -33,7 +33,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..core.errors import ConfigError, StoreUnavailable
 from .clock import SteadyClock
-from .upgrades import upgrade
+from .upgrades import newest, revision, upgrade
 
 T = TypeVar("T")
 
@@ -203,8 +203,13 @@ class Store:
             if not self._migrated:
                 if self.dialect == "sqlite":
                     _create_private(self.engine.url.database)
-                with self.write_engine.begin() as connection:
-                    upgrade(connection)
+                # Only a database that is behind is locked: others write to it meanwhile.
+                head = newest()
+                with self.read_engine.begin() as connection:
+                    is_current = revision(connection) == head
+                if not is_current:
+                    with self.write_engine.begin() as connection:
+                        upgrade(connection)
                 self._migrated = True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -32,16 +33,21 @@ def revision(connection: sa.Connection) -> str | None:
     return context.get_current_revision()
 
 
+@cache
+def newest() -> str | None:
+    """The version that the newest migration leads to. Reads them all, which takes a while."""
+    return ScriptDirectory.from_config(config()).get_current_head()
+
+
 def upgrade(connection: sa.Connection) -> None:
     """Bring the schema to the newest version, inside the connection's transaction.
 
     Raises ConfigError for a database that a newer gpuspawner has upgraded.
     """
-    settings = config()
-    head = ScriptDirectory.from_config(settings).get_current_head()
     current = revision(connection)
-    if current == head:
+    if current == newest():
         return
+    settings = config()
     settings.attributes["connection"] = connection
     try:
         command.upgrade(settings, "head")

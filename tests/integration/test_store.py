@@ -446,3 +446,12 @@ def test_a_read_is_one_view_whatever_others_write(store: Store) -> None:
         assert ledger_repository.statement(reading, ANNA) == []
     with store.read() as reading:
         assert ledger_repository.get_account(reading, ANNA).balance == before + 5
+
+
+def test_a_process_that_starts_does_not_wait_for_a_writer(database_url: str) -> None:
+    """It would have to, were a schema that is up to date looked at with a lock."""
+    writing, starting = Store(database_url), Store(database_url)
+    with writing.write():
+        assert starting.run(lambda c: c.execute(sa.text("SELECT 1")).scalar_one()) == 1
+    writing.close()
+    starting.close()
