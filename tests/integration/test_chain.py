@@ -216,7 +216,8 @@ TOGETHER = {
     "(SELECT max(id) FROM postings WHERE transfer_id = '{id}')",
     "link added": "UPDATE postings SET link = (SELECT max(link) FROM postings) WHERE id = "
     "(SELECT min(id) FROM postings WHERE transfer_id = '{id}')",
-    "link changed": "UPDATE postings SET link = (SELECT min(link) FROM postings) WHERE id = "
+    "link changed": "UPDATE postings SET link = "
+    "(SELECT min(link) FROM postings WHERE transfer_id <> '{id}') WHERE id = "
     "(SELECT max(id) FROM postings WHERE transfer_id = '{id}')",
 }
 

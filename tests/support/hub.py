@@ -102,7 +102,9 @@ class HubProcess:
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        if failure is not None:
+            print(self.log_text()[-20_000:])  # with the failure, which is shown when it has ended
         self.stop()
 
     @property
