@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import parts, tier
+from tests.support import hub_groups, parts, tier
 from tests.support.attacks import Summary
 from tests.support.processes import LIVE
 
@@ -312,7 +312,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Quick folders first, whatever the order of their names.
 
     Where several processes share the work, the slow ones: so that none of them is all that
-    the others wait for in the end. A file's tests stay together, for its hub.
+    the others wait for in the end. The tests of a file stay together, for its hub, and the
+    files that share one.
     """
     shared = "PYTEST_XDIST_WORKER" in os.environ
 
@@ -325,19 +326,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             return -len(ORDER) if item.path.name in SLOWEST else -number
         return number
 
-    items.sort(key=place)
+    order = hub_groups.order_of(items)
+    items.sort(key=lambda item: (place(item), order[hub_groups.scope_of(item)]))
 
 
 @pytest.hookimpl(optionalhook=True)  # there is no such hook where one process runs everything
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files are shared among processes; those with the shared Slurm go to one, for its cluster."""
+    """Files are shared among processes; those with one cluster or one hub go to the same."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
             shares = file.startswith("tests/slurm/") and Path(file).name not in OWN_CLUSTER
-            return "tests/slurm" if shares else file
+            return "tests/slurm" if shares else hub_groups.group_of(config.rootpath / file) or file
 
     return Files(config, log)
 

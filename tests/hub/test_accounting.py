@@ -31,6 +31,9 @@ from tests.support.losing import take_devices
 from tests.support.pages import sign_in
 from tests.support.paying_hub import PayingHub, service_lines
 from tests.support.processes import command_of, free_port, wait_for
+from tests.support.shared_hubs import SharedHub
+
+SHARED_HUB = "spending"
 
 Factory = Callable[..., PayingHub]
 
@@ -49,25 +52,22 @@ def paying_hub(hubs: None, tmp_path: Path) -> Iterator[Factory]:
         yield start
 
 
-@pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+@pytest.fixture
+def hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
     """Everybody is rich; the proxy is a process beside the hub, which may be killed."""
-    folder = tmp_path_factory.mktemp("rich") / "hub"
-    config = "c.Broker.opening_grant = 10000"
-    with PayingHub(folder, config, services=", cull_idle_after=3600", external_proxy=True) as hub:
-        yield hub
+    shared_hub.opening_credits = 10000
+    return shared_hub
 
 
 GRACE = timedelta(seconds=5)
+"""The shared hub's."""
 
 
-@pytest.fixture(scope="module")
-def poor_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+@pytest.fixture
+def poor_hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
     """Everybody has three seconds of a GPU."""
-    folder = tmp_path_factory.mktemp("poor") / "hub"
-    config = f"c.Broker.opening_grant = 3\nc.Broker.grace_seconds = {GRACE.seconds}"
-    with PayingHub(folder, config) as hub:
-        yield hub
+    shared_hub.opening_credits = 3
+    return shared_hub
 
 
 def ended(hub: PayingHub, lease: Lease, timeout: float = 30.0) -> Lease:

@@ -1,9 +1,8 @@
 """Rates, refills and many grants at once on the admin's pages. Real here: JupyterHub, proxy,
-accounting service, Chromium, axe-core; one hub for all."""
+accounting service, Chromium, axe-core."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +16,12 @@ from tests.support.lines import send
 from tests.support.pages import sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
+from tests.support.shared_hubs import SharedHub
 
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 800}
 
-CONFIG = """
-c.Broker.gpu_rates = {"*": 1, "A100": 4}
-c.Broker.rate_zone = "Europe/Vienna"
-c.JupyterHub.load_groups = {"ml101": {"users": ["ada", "bob"]}}
-"""
+SHARED_HUB = "credits"
 
 WEEKLY = {
     "rule": "FREQ=WEEKLY;BYDAY=MO;BYHOUR=6;BYMINUTE=0",
@@ -38,23 +34,24 @@ WEEKLY = {
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
     """Ada and Bob are in ml101; Cleo is not."""
-    with PayingHub(tmp_path_factory.mktemp("admin") / "hub", CONFIG) as hub:
-        for user in ("ada", "bob", "cleo"):
-            hub.broker.open_account(user)
-        hub.api("POST", "users/cleo").raise_for_status()
-        hub.broker.set_rate("2.5", model="T4", hours="Sat, Sun", actor="kim", reason="weekends")
-        hub.broker.add_refill(
-            hub.broker.plan_refill(
-                "FREQ=MONTHLY;BYMONTHDAY=1",
-                amount=10 * MICRO,
-                audience=["everybody"],
-                actor="kim",
-                reason="a month",
-            )
+    hub = shared_hub
+    hub.make_groups(ml101=["ada", "bob"])
+    for user in ("ada", "bob", "cleo"):
+        hub.broker.open_account(user)
+    hub.api("POST", "users/cleo").raise_for_status()
+    hub.broker.set_rate("2.5", model="T4", hours="Sat, Sun", actor="kim", reason="weekends")
+    hub.broker.add_refill(
+        hub.broker.plan_refill(
+            "FREQ=MONTHLY;BYMONTHDAY=1",
+            amount=10 * MICRO,
+            audience=["everybody"],
+            actor="kim",
+            reason="a month",
         )
-        yield hub
+    )
+    return hub
 
 
 @pytest.mark.parametrize("path", ["rates", "refills", "bulk"])

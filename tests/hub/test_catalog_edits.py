@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
-from textwrap import dedent
 
 import jsonschema
 import pytest
@@ -15,9 +12,11 @@ import requests
 from gpuspawner.model import NoticeKind, ServerRef
 from tests.support.gpu_hub import assert_in_words
 from tests.support.hub import ADMIN, NAVIGATION
-from tests.support.lines import CONFIG, fill, line_up
-from tests.support.paying_hub import PayingHub
+from tests.support.lines import fill, line_up
 from tests.support.processes import environment_of, wait_for
+from tests.support.shared_hubs import SharedHub
+
+SHARED_HUB = "line"
 
 SOON = 60.0
 
@@ -38,34 +37,17 @@ CATALOG = """
 """
 
 
-class CatalogHub(PayingHub):
-    """A hub and its catalog's file."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self.file = folder / "catalog.yaml"
-        self.write(CATALOG)
-        super().__init__(folder, f'{CONFIG}\nc.GPULocalSpawner.catalog = "{self.file}"\n')
-        self.session = cache(self.login)
-
-    def write(self, text: str) -> None:
-        """Save the file as an editor does."""
-        new = self.file.with_suffix(".new")
-        new.write_text(dedent(text), encoding="utf-8")
-        new.replace(self.file)
-
-    def form(self, user: str) -> str:
-        answer = self.session(user).get(
-            f"{self.url}/hub/spawn/{user}", headers=NAVIGATION, timeout=SOON
-        )
-        assert answer.status_code == 200, answer.text
-        return answer.text
-
-
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogHub]:
-    with CatalogHub(tmp_path_factory.mktemp("catalog") / "hub") as hub:
-        yield hub
+def hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
+    return shared_hub
+
+
+def form(hub: SharedHub, user: str) -> str:
+    """The page where this member chooses."""
+    url = f"{hub.url}/hub/spawn/{user}"
+    answer = hub.browser_of(user).get(url, headers=NAVIGATION, timeout=SOON)
+    assert answer.status_code == 200, answer.text
+    return answer.text
 
 
 def wild() -> str:
@@ -84,8 +66,8 @@ def wild() -> str:
 
 
 @pytest.fixture(autouse=True)
-def as_it_was(hub: CatalogHub) -> Iterator[None]:
-    hub.write(CATALOG)
+def as_it_was(hub: SharedHub) -> Iterator[None]:
+    hub.write_catalog(CATALOG)
     yield
     for ticket in hub.broker.waiting():
         hub.stop_server(ticket.server.user)
@@ -100,37 +82,38 @@ def message(answer: requests.Response) -> str:
     return said
 
 
-def test_an_edit_counts_without_a_restart(hub: CatalogHub) -> None:
-    assert "Number two" in hub.form("ada")
-    hub.write(CATALOG.replace("Number two", "Second to none"))
-    assert "Second to none" in hub.form("ada")
-    assert "Number two" not in hub.form("ada")
-    hub.write(CATALOG + "      - {slug: new, image: none}\n")
+def test_an_edit_counts_without_a_restart(hub: SharedHub) -> None:
+    assert "Number two" in form(hub, "ada")
+    hub.write_catalog(CATALOG.replace("Number two", "Second to none"))
+    assert "Second to none" in form(hub, "ada")
+    assert "Number two" not in form(hub, "ada")
+    hub.write_catalog(CATALOG + "      - {slug: new, image: none}\n")
     lease = hub.start_server("ada", environment="new", gpus=0)
     assert lease.environment == "new"
 
 
-def test_a_broken_edit_is_for_admins_and_changes_nothing(hub: CatalogHub) -> None:
-    assert "Number two" in hub.form("ada")
-    hub.write(CATALOG + "      - {slug: new, image: none, colour: red}\n")
-    told = f"{hub.file}, line 15: environment &#39;new&#39; has an unknown key &#39;colour&#39;"
-    shown = hub.form(ADMIN)
+def test_a_broken_edit_is_for_admins_and_changes_nothing(hub: SharedHub) -> None:
+    assert "Number two" in form(hub, "ada")
+    hub.write_catalog(CATALOG + "      - {slug: new, image: none, colour: red}\n")
+    why = "line 15: environment &#39;new&#39; has an unknown key &#39;colour&#39;"
+    told = f"{hub.catalog_file}, {why}"
+    shown = form(hub, ADMIN)
     assert told in shown
     assert "Only admins see this" in shown
-    member = hub.form("ada")
+    member = form(hub, "ada")
     assert "Number two" in member
-    assert "colour" not in member and str(hub.file) not in member
+    assert "colour" not in member and str(hub.catalog_file) not in member
     assert hub.start_server("ada", environment="two", gpus=0).environment == "two"
     logged = "The catalog is not right; the last good one stays. "
     assert hub.log_text().count(logged + told.replace("&#39;", "'")) == 1
-    hub.write(CATALOG)
-    assert "Only admins see this" not in hub.form(ADMIN)
+    hub.write_catalog(CATALOG)
+    assert "Only admins see this" not in form(hub, ADMIN)
 
 
-def test_an_environment_that_is_gone_ends_the_wait_for_it_in_words(hub: CatalogHub) -> None:
+def test_an_environment_that_is_gone_ends_the_wait_for_it_in_words(hub: SharedHub) -> None:
     fill(hub, "bob", "cleo", "dan")
     (ticket,) = line_up(hub, "eve", environment="two")
-    hub.write(CATALOG.replace("slug: two", "slug: too"))
+    hub.write_catalog(CATALOG.replace("slug: two", "slug: too"))
     ended = wait_for(
         lambda: found if (found := hub.broker.ticket(ticket.id)).outcome else None,
         "the end of the wait",
@@ -143,28 +126,28 @@ def test_an_environment_that_is_gone_ends_the_wait_for_it_in_words(hub: CatalogH
     assert notice.kind is NoticeKind.TICKET_ENDED and why.rstrip("?") in notice.body
 
 
-def test_an_edit_of_what_an_environment_needs_costs_nobody_their_place(hub: CatalogHub) -> None:
+def test_an_edit_of_what_an_environment_needs_costs_nobody_their_place(hub: SharedHub) -> None:
     fill(hub, "bob", "cleo", "dan")
     (ticket,) = line_up(hub, "ned", environment="two")
     needs = "slug: two, min_driver: '550.54', min_cuda: '12.4'"
-    hub.write(CATALOG.replace("slug: two", needs).replace("Number two", "Second to none"))
-    assert "Second to none" in hub.form("ada")
+    hub.write_catalog(CATALOG.replace("slug: two", needs).replace("Number two", "Second to none"))
+    assert "Second to none" in form(hub, "ada")
     hub.stop_server("bob")
     hub.wait_server("ned")
     assert hub.broker.ticket(ticket.id).outcome == "granted"
 
 
-def test_an_environment_that_is_gone_and_was_had_last_time(hub: CatalogHub) -> None:
+def test_an_environment_that_is_gone_and_was_had_last_time(hub: SharedHub) -> None:
     hub.start_server("fay", environment="two", gpus=0)
     hub.stop_server("fay")
-    hub.write(CATALOG.replace("slug: two", "slug: 'off'"))
+    hub.write_catalog(CATALOG.replace("slug: two", "slug: 'off'"))
     again = hub.api("POST", "users/fay/server")  # with what was chosen last time
     assert message(again).startswith("There is no environment 'two' on this hub. Choose one of:")
-    assert 'value="one"' in hub.form("fay")
+    assert 'value="one"' in form(hub, "fay")
     assert hub.start_server("fay", environment="one", gpus=0).environment == "one"
 
 
-def test_choices_within_an_environment_reach_the_server(hub: CatalogHub) -> None:
+def test_choices_within_an_environment_reach_the_server(hub: SharedHub) -> None:
     def variables(user: str) -> dict[str, str]:
         seen = map(environment_of, hub.children_left())
         return next(each for each in seen if each.get("JUPYTERHUB_USER") == user)
@@ -173,9 +156,9 @@ def test_choices_within_an_environment_reach_the_server(hub: CatalogHub) -> None
     hub.start_server("hal", environment="one", gpus=0, options=["one.size=large", "two.x=y"])
     assert (variables("gil")["SIZE"], variables("hal")["SIZE"]) == ("usual", "large")
     assert variables("hal")["KEPT"] == "yes it is"
-    assert 'value="one.size=large"' in hub.form("kay")
+    assert 'value="one.size=large"' in form(hub, "kay")
     chosen = {"environment": "one", "gpus": "0", "options": ["one.size=large"]}
-    hub.post_form(hub.session("kay"), "/hub/spawn/kay", chosen)
+    hub.post_form(hub.browser_of("kay"), "/hub/spawn/kay", chosen)
     hub.wait_server("kay")
     assert variables("kay")["SIZE"] == "large"
     wrong = hub.spawn("ida", {"environment": "one", "options": {"size": "huge"}})
@@ -186,17 +169,17 @@ def test_choices_within_an_environment_reach_the_server(hub: CatalogHub) -> None
     assert "must hold texts such as 'memory=large'" in message(wrong)
 
 
-def test_an_environment_may_need_a_gpu(hub: CatalogHub) -> None:
+def test_an_environment_may_need_a_gpu(hub: SharedHub) -> None:
     refused = hub.spawn("jon", {"environment": "needy", "gpus": 0})
     assert message(refused) == "needy does not run without a GPU. Ask for 1 or more."
     assert len(hub.start_server("jon", environment="needy").devices) == 1
 
 
-def test_ten_thousand_environments(hub: CatalogHub) -> None:
-    hub.form("ada")
+def test_ten_thousand_environments(hub: SharedHub) -> None:
+    form(hub, "ada")
     many = "".join(f"      - {{slug: e-{n}, image: none}}\n" for n in range(10_000))
-    hub.write(CATALOG + many)
-    hub.form("ada")  # it is read beside: nobody waits for a file of this size
+    hub.write_catalog(CATALOG + many)
+    form(hub, "ada")  # it is read beside: nobody waits for a file of this size
 
     def known() -> bool:
         answer = hub.spawn("kim", {"environment": "e-9999", "gpus": 0})
@@ -204,13 +187,13 @@ def test_ten_thousand_environments(hub: CatalogHub) -> None:
 
     wait_for(known, "the large catalog", timeout=SOON)
     assert hub.wait_server("kim")["ready"]
-    assert len(hub.form("ada").encode()) < 1_000_000
+    assert len(form(hub, "ada").encode()) < 1_000_000
     wrong = message(hub.spawn("lea", {"environment": "nothing-like-it"}))
     assert wrong.endswith("more.") and len(wrong) < 500
     assert "Did you mean 'e-9999'" in message(hub.spawn("lea", {"environment": "e-99999"}))
 
 
-def test_markup_stays_words_on_every_page(hub: CatalogHub) -> None:
+def test_markup_stays_words_on_every_page(hub: SharedHub) -> None:
     bad = '<script>alert("file")</script><img src=x onerror=alert("file")>'
     (hub.folder / "wild.md").write_text(f"{bad}\n\n[x](javascript:alert(1))")
     (hub.folder / "wild.txt").write_text(f"{bad}==1.0\n")
@@ -229,8 +212,8 @@ def test_markup_stays_words_on_every_page(hub: CatalogHub) -> None:
     ]
     notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}
     (hub.folder / "wild.ipynb").write_text(json.dumps(notebook))
-    hub.write(wild().replace("allowed_groups:", "# allowed_groups:"))
-    pages = [hub.form("ada")]
+    hub.write_catalog(wild().replace("allowed_groups:", "# allowed_groups:"))
+    pages = [form(hub, "ada")]
     for path in ("environments", "environments/wild"):
         answer = requests.get(f"{hub.url}/hub/{path}", headers=NAVIGATION, timeout=SOON)
         assert answer.status_code == 200, answer.text
@@ -240,12 +223,12 @@ def test_markup_stays_words_on_every_page(hub: CatalogHub) -> None:
         for tag in ("<script>alert", "<img src=x", 'javascript:alert(1)"'):
             assert tag not in page
     # Its group is no group's name here; whoever may not use it is told so, in words.
-    hub.write(wild())
+    hub.write_catalog(wild())
     refused = message(hub.spawn("mia", {"environment": "wild"}))
     assert refused.startswith("You may not use the environment 'wild'")
 
 
-def test_the_schema_for_editors_is_there_for_everybody(hub: CatalogHub) -> None:
+def test_the_schema_for_editors_is_there_for_everybody(hub: SharedHub) -> None:
     answer = requests.get(f"{hub.url}/services/gpu/catalog.schema.json", timeout=SOON)
     assert answer.status_code == 200
     jsonschema.Draft202012Validator.check_schema(answer.json())

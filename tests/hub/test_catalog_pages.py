@@ -6,9 +6,7 @@ import itertools
 import json
 import re
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +20,9 @@ from tests.support.gpu_hub import text_of
 from tests.support.hub import NAVIGATION, USER_PASSWORD
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
+from tests.support.shared_hubs import SharedHub
+
+SHARED_HUB = "line"
 
 WIDE = ViewportSize(width=1280, height=900)
 PHONE = ViewportSize(width=390, height=844)
@@ -30,25 +31,11 @@ SLOW = 120_000
 
 
 @pytest.fixture(scope="module")
-def catalog(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The catalog, with the files that it names beside it."""
-    folder = tmp_path_factory.mktemp("catalog")
-    for name, text in FILES.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return folder / "catalog.yaml"
-
-
-@pytest.fixture(scope="module")
-def hub(hubs: None, catalog: Path) -> Iterator[PayingHub]:
+def hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
     """Three GPUs; an A100 costs 4 credits an hour and a T4 1."""
-    config = f"""
-c.GPUSpawnerMixin.catalog = {str(catalog)!r}
-c.Broker.opening_grant = 100
-c.Broker.gpu_rates = {{"A100": 4, "T4": 1}}
-c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
-"""
-    with PayingHub(catalog.parent / "hub", config) as hub:
-        yield hub
+    for name, text in FILES.items():
+        (shared_hub.folder / name).write_text(text, encoding="utf-8")
+    return shared_hub
 
 
 def words(answer: requests.Response) -> str:
@@ -383,12 +370,12 @@ def test_a_link_starts_nothing_whatever_it_says(hub: PayingHub) -> None:
     assert "gpuspawner-by-link" not in plain.text
 
 
-def test_ten_thousand_environments(hub: PayingHub, catalog: Path) -> None:
+def test_ten_thousand_environments(hub: SharedHub) -> None:
     """Edited in while the hub runs; the pages and the form show some, and lead to all."""
     many = [{"slug": f"e{n}", "display_name": f"Number {n}", "image": "x"} for n in range(10_000)]
-    before = catalog.read_text(encoding="utf-8")
+    before = hub.catalog_file.read_text(encoding="utf-8")
     session = hub.login("gerd")
-    catalog.write_text(json.dumps({"environments": many}), encoding="utf-8")
+    hub.catalog_file.write_text(json.dumps({"environments": many}), encoding="utf-8")
     try:
         wait_for(
             lambda: "10000 environments" in get(hub, "environments").text, "the edit", timeout=90
@@ -403,7 +390,7 @@ def test_ten_thousand_environments(hub: PayingHub, catalog: Path) -> None:
         assert re.search(r'value="e9999"\s+checked', form.text)
         assert "9939 more are" in words(form)
     finally:
-        catalog.write_text(before, encoding="utf-8")
+        hub.catalog_file.write_text(before, encoding="utf-8")
     wait_for(lambda: "4 environments" in get(hub, "environments").text, "the edit", timeout=30)
 
 

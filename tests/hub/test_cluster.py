@@ -29,18 +29,11 @@ from tests.support.hub import ADMIN
 from tests.support.pages import ask, picture, served, sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
+from tests.support.shared_hubs import SharedHub
 
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
-CONFIG = """
-c.Broker.gpu_rates = {"*": 1}
-c.Broker.grace_seconds = 3600
-c.Broker.opening_grant = 1000
-c.JupyterHub.services.append({"name": "bot", "api_token": "token-of-bot"})
-c.JupyterHub.load_roles.append(
-    {"name": "bot", "services": ["bot"], "scopes": ["access:services!service=gpu"]}
-)
-"""
+SHARED_HUB = "credits"
 
 
 class Scene:
@@ -59,16 +52,11 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(hubs: None, shared_hub: SharedHub) -> Scene:
     """Ada has the first A100, Bob the second; the T4 is free."""
-    folder = tmp_path_factory.mktemp("cluster")
-    script = folder / "script.json"
-    script.write_text("{}")
-    environment = {"GPUSPAWNER_SIMULATION": str(script)}
-    with PayingHub(folder / "hub", CONFIG, environment=environment) as hub:
-        hub.start_server("ada", "training", gpus=1, gpu_model="A100")
-        hub.start_server("bob", "secret-plan", gpus=1, gpu_model="A100")
-        yield Scene(hub, script)
+    shared_hub.start_server("ada", "training", gpus=1, gpu_model="A100")
+    shared_hub.start_server("bob", "secret-plan", gpus=1, gpu_model="A100")
+    return Scene(shared_hub, shared_hub.script_file)
 
 
 def events(answer: requests.Response) -> Iterator[tuple[str, Any]]:
@@ -135,7 +123,7 @@ def test_an_admin_sees_who_has_what_and_a_site_may_tell_all(scene: Scene) -> Non
 def test_strangers_and_services_see_nothing(scene: Scene) -> None:
     hub = scene.hub
     for path in ("cluster/live", "api/cluster"):
-        for token, status in (("", 401), ("made-up", 401), ("token-of-bot", 403)):
+        for token, status in (("", 401), ("made-up", 401), ("token-of-nobody", 403)):
             headers = {"Authorization": f"token {token}"} if token else {}
             url = f"{hub.url}/services/gpu/{path}"
             answer = requests.get(url, headers=headers, timeout=120, allow_redirects=False)

@@ -1,12 +1,11 @@
 """Pages of accounts and credits. Real here: JupyterHub, proxy, accounting service, local servers,
-Chromium, axe-core; one hub for all."""
+Chromium, axe-core."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
@@ -26,36 +25,34 @@ from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.pages import sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
+from tests.support.shared_hubs import SharedHub
 
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 800}
 TRICK = "=cmd|'/c calc'!A1 <script>alert(1)</script>"
 
-CONFIG = """
-c.Broker.gpu_rates = {"*": 1, "A100": 4}
-c.Broker.grace_seconds = 3600
-c.JupyterHub.load_groups = {"ml101": {"users": ["ada", "bob"]}}
-"""
+SHARED_HUB = "credits"
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
     """Ada has a session that is over and one that runs; Bob has nothing running; of Carl and of
     somebody unknown a job of sbatch ended yesterday."""
-    with PayingHub(tmp_path_factory.mktemp("credits") / "hub", CONFIG) as hub:
-        for user in ("ada", "bob"):
-            hub.broker.open_account(user)
-        hub.start_server("ada", "past", gpus=1, gpu_model="A100")
-        wait_for(lambda: seen_for_a_second(past_lease(hub)), "proof of a second's session")
-        hub.stop_server("ada", "past")
-        hub.start_server("ada", gpus=1)
-        hub.broker.grant("member:ada", 12 * MICRO, actor="kim", reason=TRICK)
-        hub.broker.open_account("carl")
-        began = hub.broker.clock() - timedelta(days=1)
-        look_since(hub.broker, began)
-        jobs = [run(1, began, 5400, gpus={"a100": 2}, user="carl"), run(2, began, user="eve")]
-        assert hub.broker.debit(CLUSTER, jobs).jobs == 1
-        yield hub
+    hub = shared_hub
+    hub.make_groups(ml101=["ada", "bob"])
+    for user in ("ada", "bob"):
+        hub.broker.open_account(user)
+    hub.start_server("ada", "past", gpus=1, gpu_model="A100")
+    wait_for(lambda: seen_for_a_second(past_lease(hub)), "proof of a second's session")
+    hub.stop_server("ada", "past")
+    hub.start_server("ada", gpus=1)
+    hub.broker.grant("member:ada", 12 * MICRO, actor="kim", reason=TRICK)
+    hub.broker.open_account("carl")
+    began = hub.broker.clock() - timedelta(days=1)
+    look_since(hub.broker, began)
+    jobs = [run(1, began, 5400, gpus={"a100": 2}, user="carl"), run(2, began, user="eve")]
+    assert hub.broker.debit(CLUSTER, jobs).jobs == 1
+    return hub
 
 
 def seen_for_a_second(lease: Lease) -> bool:

@@ -3,8 +3,6 @@ groups, proxy, accounting service, browser forms; servers are processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -17,36 +15,31 @@ from gpuspawner.store import book
 from tests.support.brokers import problems
 from tests.support.paying_hub import FLEET, PayingHub
 from tests.support.processes import wait_for
+from tests.support.shared_hubs import SharedHub
 from tests.support.visitor import Visitor
 
-Factory = Callable[..., PayingHub]
 COURSE = "group:course-ml"
-GROUPS = """
-c.JupyterHub.load_groups = {
-    "course-ml": {"users": ["ada"]},
-    "course-form": {"users": ["fay"]},
-    "course-refills": {"users": ["rita"]},
-    "course-line": {"users": ["lina"]},
-    "empty": {"users": []},
-}
-"""
+SHARED_HUB = "line"
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
     """Each test has a course with one member, and others who are in none; members begin with
-    nothing, and a GPU costs one credit a second."""
-    with ExitStack() as stack:
-        folder = tmp_path_factory.mktemp("groups") / "hub"
-        # Enough for a minute is held: what is asked for just after a start is still there.
-        config = "c.Broker.opening_grant = 0\nc.Broker.hold_minutes = 1\n"
-        hub = PayingHub(folder, GROUPS + config)
-        stack.callback(hub.stop)
-        hub.start()
-        hub.broker.opening_grant = 0
-        for course in (COURSE, "group:course-form", "group:course-line"):
-            give(hub.broker, course, 500)
-        yield hub
+    nothing."""
+    hub = shared_hub
+    hub.opening_credits = hub.broker.opening_grant = 0
+    hub.make_groups(
+        **{
+            "course-ml": ["ada"],
+            "course-form": ["fay"],
+            "course-refills": ["rita"],
+            "course-line": ["lina"],
+            "empty": [],
+        }
+    )
+    for course in (COURSE, "group:course-form", "group:course-line"):
+        give(hub.broker, course, 500)
+    return hub
 
 
 def give(broker: Broker, account: str, credits: int, **more: Any) -> None:

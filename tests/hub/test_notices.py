@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,39 +18,30 @@ from tests.support.hub import ADMIN
 from tests.support.mail import MailServer
 from tests.support.pages import ask, served, sign_in, words
 from tests.support.paying_hub import PayingHub
-from tests.support.processes import free_port, wait_for
+from tests.support.processes import wait_for
+from tests.support.shared_hubs import SharedHub
 from tests.support.telling import choose, now, tell
 
-CONFIG = """
-c.Notifier.channels = {{
-    "mail": {{"url": {mail!r}, "label": "Mail"}},
-    "team": {{"url": "json://127.0.0.1:{nobody}/T0KEN", "label": "The lab's chat"}},
-    "push": {{"url": "ntfy://127.0.0.1:{nobody}/{{address}}", "label": "Push to a phone",
-              "pattern": "[a-z-]{{4,40}}", "example": "my-own-topic"}},
-}}
-c.Notifier.retry_seconds = [0.2] * 2000
-c.Broker.opening_grant = 3
-"""
+SHARED_HUB = "spending"
+
 TRICK = "<script>alert('a title')</script>"
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 360, "height": 740}
 
 
 @pytest.fixture(scope="module")
-def mail() -> Iterator[MailServer]:
-    with MailServer() as mail:
+def mail(shared_hub: SharedHub) -> Iterator[MailServer]:
+    with MailServer(port=shared_hub.mail_port) as mail:
         yield mail
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, tmp_path_factory: pytest.TempPathFactory, mail: MailServer
-) -> Iterator[PayingHub]:
-    config = CONFIG.format(mail=mail.url, nobody=free_port())
-    with PayingHub(tmp_path_factory.mktemp("notices") / "hub", config) as hub:
-        for user in ("ada", "bob", "cleo", "dan"):
-            hub.api("POST", f"users/{user}").raise_for_status()
-        yield hub
+def hub(hubs: None, mail: MailServer, shared_hub: SharedHub) -> SharedHub:
+    """Everybody has three seconds of a GPU."""
+    shared_hub.opening_credits = 3
+    for user in ("ada", "bob", "cleo", "dan"):
+        shared_hub.api("POST", f"users/{user}").raise_for_status()
+    return shared_hub
 
 
 def send_form(
@@ -286,26 +276,26 @@ def test_credits_that_run_out_are_told_by_mail(hub: PayingHub, mail: MailServer)
     assert "Your files are where you left them" in page
 
 
-def test_a_killed_service_loses_nothing(hubs: None, tmp_path: Path) -> None:
+def test_a_killed_service_loses_nothing(hub: PayingHub, mail: MailServer) -> None:
     """The mail server is down, the service is killed, and both come back."""
-    mail = MailServer()
-    config = CONFIG.format(mail=mail.url, nobody=free_port())
-    with PayingHub(tmp_path / "hub", config) as hub, mail:
-        choose(hub.broker, "ada")
-        sent = tell(hub.broker, title="before")
-        mail.wait(1)
-        wait_for(lambda: now(hub.broker, sent).sent_at, "it to be noted")
-        mail.stop()
-        notices = [tell(hub.broker, title=f"number {n}") for n in range(20)]
+    user, address = "gia", "gia@lab.example"
+    choose(hub.broker, user)
+    sent = tell(hub.broker, user, title="before")
+    wait_for(lambda: now(hub.broker, sent).sent_at, "it to be noted")
+    assert mails_to(mail, address) == ["before"]
+    mail.stop()
+    try:
+        notices = [tell(hub.broker, user, title=f"number {n}") for n in range(20)]
         wait_for(lambda: now(hub.broker, notices[-1]).tries, "the first tries")
         hub.kill_service()
-        notices.append(tell(hub.broker, title="number 20"))
+        notices.append(tell(hub.broker, user, title="number 20"))
+    finally:
         mail.start()
-        hub.wait_pages()  # the Hub starts it anew
-        wait_for(lambda: all(now(hub.broker, n).sent_at for n in notices), "all of them")
-        found = [got.subject for got in mail.received]
-        assert set(found) == {"before", *(f"number {n}" for n in range(21))}
-        assert found.count("before") == 1
+    hub.wait_pages()  # the Hub starts it anew
+    wait_for(lambda: all(now(hub.broker, n).sent_at for n in notices), "all of them")
+    found = mails_to(mail, address)
+    assert set(found) == {"before", *(f"number {n}" for n in range(21))}
+    assert found.count("before") == 1
 
 
 # What it looks like.

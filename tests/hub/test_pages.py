@@ -22,45 +22,36 @@ from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.pages import ask, picture, served, sign_in, words
 from tests.support.paying_hub import FLEET, PayingHub
 from tests.support.processes import free_port, wait_for
+from tests.support.shared_hubs import SharedHub
 
 TRICK = "<script>alert('a reason')</script>"
 TWO = "2 \N{MULTIPLICATION SIGN} A100-80GB"
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 360, "height": 740}
 
-CONFIG = """
-c.Broker.gpu_rates = {"*": 1, "A100": 4, "T4": "0.5"}
-c.Broker.hold_minutes = 10
-c.Broker.grace_seconds = 3600
-c.Broker.credits_help = "Ask Kim <kim@lab.example> for more."
-c.JupyterHub.services.append({"name": "ada", "api_token": "service-called-ada"})
-c.JupyterHub.load_roles.append(
-    {"name": "impostor", "services": ["ada"], "scopes": ["access:services!service=gpu"]}
-)
-"""
+SHARED_HUB = "credits"
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
     """Ada has two GPUs and a past; Bob's credits ran out; Cleo's are low; Dan has nothing."""
-    folder = tmp_path_factory.mktemp("pages") / "hub"
-    with PayingHub(folder, CONFIG) as hub:
-        hub.start_server("ada", "short-one", gpus=1, gpu_model="T4")
-        hub.stop_server("ada", "short-one")
-        hub.start_server("ada", gpus=2, gpu_model="A100")
-        hub.broker.grant(member_account("ada"), 12 * MICRO, actor="admin", reason=TRICK)
-        hub.start_server("bob", "training", gpus=1)
-        left = hub.broker.member("bob").balance
-        hub.broker.grant(member_account("bob"), -left, actor="admin", reason="a correction")
-        hub.start_server("cleo", gpus=0)
-        hub.api("POST", "users/dan").raise_for_status()
+    hub = shared_hub
+    hub.start_server("ada", "short-one", gpus=1, gpu_model="T4")
+    hub.stop_server("ada", "short-one")
+    hub.start_server("ada", gpus=2, gpu_model="A100")
+    hub.broker.grant(member_account("ada"), 12 * MICRO, actor="admin", reason=TRICK)
+    hub.start_server("bob", "training", gpus=1)
+    left = hub.broker.member("bob").balance
+    hub.broker.grant(member_account("bob"), -left, actor="admin", reason="a correction")
+    hub.start_server("cleo", gpus=0)
+    hub.api("POST", "users/dan").raise_for_status()
 
-        def bob_was_warned() -> bool:
-            leases = hub.broker.open_leases()
-            return any(lease.warned_at for lease in leases if lease.server.user == "bob")
+    def bob_was_warned() -> bool:
+        leases = hub.broker.open_leases()
+        return any(lease.warned_at for lease in leases if lease.server.user == "bob")
 
-        wait_for(bob_was_warned, "bob's warning", timeout=15)
-        yield hub
+    wait_for(bob_was_warned, "bob's warning", timeout=15)
+    return hub
 
 
 # Who may see what.
@@ -117,7 +108,7 @@ def test_a_member_is_refused_what_is_everybodys(hub: PayingHub, path: str) -> No
 
 
 def test_a_service_that_bears_a_members_name_is_not_the_member(hub: PayingHub) -> None:
-    headers = {"Authorization": "token service-called-ada"}
+    headers = {"Authorization": "token token-of-ada"}
     for path in ("api/me", "api/leases", ""):
         answer = requests.get(f"{hub.url}/services/gpu/{path}", headers=headers, timeout=120)
         assert answer.status_code == 403

@@ -12,29 +12,17 @@ import requests
 from gpuspawner.model import ServerRef, Ticket
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
+from tests.support.shared_hubs import SharedHub
 
-CONFIG = """
-c.Broker.gpu_rates = {"*": 1}
-c.Broker.hold_minutes = 1
-c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 1}
-"""
-"""Three devices."""
-
+SHARED_HUB = "line"
 
 FILLERS = ("ada", "bob", "cleo")
 
 
-@pytest.fixture(scope="module")
-def module_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    folder = tmp_path_factory.mktemp("queue") / "hub"
-    with PayingHub(folder, CONFIG, external_proxy=True) as hub:
-        yield hub
-
-
 @pytest.fixture
-def hub(module_hub: PayingHub) -> Iterator[PayingHub]:
+def hub(hubs: None, shared_hub: SharedHub) -> Iterator[SharedHub]:
     """All devices are in use, and nobody waits. Each test has members of its own in line."""
-    hub = module_hub
+    hub = shared_hub
     for user in FILLERS:
         if hub.server(user) is None:
             hub.start_server(user)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser
@@ -13,8 +12,6 @@ from playwright.sync_api import Browser
 from gpuspawner.model import ServerRef
 from tests.support.hub import ADMIN
 from tests.support.lines import (
-    CONFIG,
-    COUNTED,
     change,
     fill,
     last_word,
@@ -25,17 +22,19 @@ from tests.support.lines import (
 from tests.support.pages import sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import REPO, wait_for
+from tests.support.shared_hubs import SharedHub
+
+SHARED_HUB = "line"
 
 SOON = 5.0
 """Seconds within which the hub sees what others changed; a second on a machine with time."""
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
     """Three GPUs, all in use."""
-    with PayingHub(tmp_path_factory.mktemp("changes") / "hub", CONFIG + COUNTED) as hub:
-        fill(hub, "ada", "bob", "cleo")
-        yield hub
+    fill(shared_hub, "ada", "bob", "cleo")
+    return shared_hub
 
 
 def command(hub: PayingHub, *arguments: str) -> str:

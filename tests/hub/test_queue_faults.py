@@ -12,9 +12,12 @@ from gpuspawner.model import LeaseState, NoticeKind, ServerRef, Ticket
 from gpuspawner.store.schema import tickets
 from tests.support.brokers import problems
 from tests.support.hub import ADMIN
-from tests.support.lines import CONFIG, fill, last_word, line_up, ticket_of, users_in_line
+from tests.support.lines import fill, last_word, line_up, ticket_of, users_in_line
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
+from tests.support.shared_hubs import SharedHub
+
+SHARED_HUB = "line"
 
 SOON = 30.0
 """Seconds for what takes one or two, on a machine with other things to do."""
@@ -30,14 +33,10 @@ FILLERS = ("ada", "bob", "cleo")
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
     """Three GPUs."""
-    folder = tmp_path_factory.mktemp("faults") / "hub"
-    folder.mkdir()
-    (folder / "catalog.yaml").write_text(CATALOG, encoding="utf-8")
-    config = f'{CONFIG}\nc.GPULocalSpawner.catalog = "{folder}/catalog.yaml"\n'
-    with PayingHub(folder, config) as hub:
-        yield hub
+    shared_hub.write_catalog(CATALOG)
+    return shared_hub
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,27 +12,25 @@ from playwright.sync_api import Browser
 from gpuspawner.model import Ticket
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, NAVIGATION
-from tests.support.lines import CONFIG, change, fill, line_up, send, users_in_line
+from tests.support.lines import change, fill, line_up, send, users_in_line
 from tests.support.pages import sign_in, words
 from tests.support.paying_hub import PayingHub
+from tests.support.shared_hubs import SharedHub
+
+SHARED_HUB = "line"
 
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 360, "height": 740}
-GROUPS = """
-c.Broker.group_weights = {"research": 2}
-"""
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    """Three GPUs in use; Dan, Eve and Fay wait for one each, in this order."""
-    with PayingHub(tmp_path_factory.mktemp("queue") / "hub", CONFIG + GROUPS) as hub:
-        fill(hub, "ada", "bob", "cleo")
-        hub.api("POST", "groups/research").raise_for_status()
-        hub.api("POST", "users/dan").raise_for_status()
-        hub.api("POST", "groups/research/users", json={"users": ["dan"]}).raise_for_status()
-        line_up(hub, "dan", "eve", "fay")
-        yield hub
+def hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
+    """Three GPUs in use; Dan, Eve and Fay wait for one each, in this order. A ticket of the group
+    ``research`` weighs twice as much."""
+    fill(shared_hub, "ada", "bob", "cleo")
+    shared_hub.make_groups(research=["dan"])
+    line_up(shared_hub, "dan", "eve", "fay")
+    return shared_hub
 
 
 # What it looks like.

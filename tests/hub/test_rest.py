@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
@@ -15,39 +14,28 @@ import pytest
 import requests
 
 from gpuspawner.model import MICRO, member_account
-from gpuspawner.scopes import GRANT, READ_USAGE
 from tests.support.hub import ADMIN
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
+from tests.support.shared_hubs import SharedHub
 from tests.support.tier import SEED, SOAK
 
-CONFIG = f"""
-c.Broker.gpu_rates = {{"*": 1, "A100": 4}}
-c.Broker.grace_seconds = 3600
-c.Broker.folder_source = "/nowhere/{{id}}"
-for name, scopes in {{
-    "bot": ["access:services!service=gpu", "{GRANT}!group=ml101"],
-    "reporter": ["access:services!service=gpu", "{READ_USAGE}"],
-    "nobody": ["access:services!service=gpu"],
-}}.items():
-    c.JupyterHub.services.append({{"name": name, "api_token": f"token-of-{{name}}"}})
-    c.JupyterHub.load_roles.append({{"name": name, "services": [name], "scopes": scopes}})
-c.JupyterHub.load_groups = {{"ml101": {{"users": ["ada", "bob"]}}, "other": {{"users": ["cleo"]}}}}
-"""
+SHARED_HUB = "credits"
 
 SETTINGS = Path(__file__).parents[1] / "support/schemathesis.toml"
 
 
 @pytest.fixture(scope="module")
-def hub(quick_hub: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(quick_hub: None, shared_hub: SharedHub) -> SharedHub:
     """Ada and Bob are in ml101, Cleo is not; Ada has a session that is over, and one that runs."""
-    with PayingHub(tmp_path_factory.mktemp("rest") / "hub", CONFIG) as hub:
-        for user in ("ada", "bob", "cleo"):
-            hub.broker.open_account(user)
-        hub.start_server("ada", "past", gpus=1)
-        hub.stop_server("ada", "past")
-        hub.start_server("ada", gpus=1, gpu_model="A100")
-        yield hub
+    hub = shared_hub
+    hub.make_groups(ml101=["ada", "bob"], other=["cleo"])
+    for user in ("ada", "bob", "cleo"):
+        hub.broker.open_account(user)
+    hub.start_server("ada", "past", gpus=1)
+    hub.stop_server("ada", "past")
+    hub.start_server("ada", gpus=1, gpu_model="A100")
+    return hub
 
 
 def call(hub: PayingHub, who: str, method: str, path: str, **kwargs: Any) -> requests.Response:

@@ -97,6 +97,7 @@ class HubProcess:
         self._cookie_secret = os.urandom(32).hex()
         self._hub: subprocess.Popen[bytes] | None = None
         self._proxy: subprocess.Popen[bytes] | None = None
+        self._log_forgotten = 0
 
     def __enter__(self) -> HubProcess:
         self.start()
@@ -317,11 +318,18 @@ class HubProcess:
         return terminal_run(self.server_url(user, server), self.user_token(user), command)
 
     def log_text(self) -> str:
-        """What hub, proxy and managed services printed."""
-        log = self.folder / "hub.log"
-        return log.read_text(errors="replace") if log.exists() else ""
+        """What hub, proxy and managed services printed, but for what is to be forgotten."""
+        return self._whole_log()[self._log_forgotten :].decode(errors="replace")
+
+    def forget_log(self) -> None:
+        """Leave out of :meth:`log_text` what was printed until now."""
+        self._log_forgotten = len(self._whole_log())
 
     # Below here: how.
+
+    def _whole_log(self) -> bytes:
+        log = self.folder / "hub.log"
+        return log.read_bytes() if log.exists() else b""
 
     def _path(self, user: str, server: str) -> str:
         return f"users/{user}/servers/{server}" if server else f"users/{user}/server"

@@ -54,8 +54,10 @@ class MailServer:
     a login only: user ``gpu``, with ``password``.
     """
 
-    def __init__(self, certificate: Path | None = None, password: str = "") -> None:
-        self.port = free_port()
+    def __init__(
+        self, certificate: Path | None = None, password: str = "", port: int | None = None
+    ) -> None:
+        self.port = port or free_port()
         self.password = password
         self.options: dict[str, Any] = {}
         if certificate:

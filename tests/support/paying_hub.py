@@ -70,11 +70,9 @@ class PayingHub(HubProcess):
         )
         super().__init__(folder, text, **kwargs)
         self.has_service = True
-        self.broker = Broker(
-            database_url=self.database_url, device_source=FLEET, refresh_seconds=0.1
-        )
         self._browsers: dict[str, requests.Session] = {}
         self._metrics_token = ""
+        self.broker = self._open_broker()
 
     def start(self, timeout: float = 60.0) -> None:
         """Start the hub, and wait for the pages of its service."""
@@ -85,6 +83,15 @@ class PayingHub(HubProcess):
     def stop(self) -> None:
         super().stop()
         self.broker.store.close()
+
+    def renew_broker(self) -> None:
+        """Forget the broker of the tests and whatever they set of it, and who has signed in."""
+        self.broker.store.close()
+        self.broker = self._open_broker()
+        self._browsers.clear()
+
+    def _open_broker(self) -> Broker:
+        return Broker(database_url=self.database_url, device_source=FLEET, refresh_seconds=0.1)
 
     def wait_pages(self, timeout: float = 45.0) -> None:
         """Wait until the service answers through the proxy."""
@@ -102,11 +109,15 @@ class PayingHub(HubProcess):
 
     def page(self, user: str, path: str = "", **kwargs: Any) -> requests.Response:
         """A page of the service, as this member's browser gets it."""
-        if user not in self._browsers:
-            self._browsers[user] = self.login(user)
         url = f"{self.url}/services/gpu/{path}"
         kwargs = {"headers": NAVIGATION, "timeout": 30, **kwargs}
-        return self._browsers[user].get(url, **kwargs)
+        return self.browser_of(user).get(url, **kwargs)
+
+    def browser_of(self, user: str) -> requests.Session:
+        """The session of a member who signed in by the form; one for each member."""
+        if user not in self._browsers:
+            self._browsers[user] = self.login(user)
+        return self._browsers[user]
 
     def json(self, user: str, path: str) -> requests.Response:
         """The service's JSON, as a script with this member's token gets it."""
@@ -128,8 +139,8 @@ class PayingHub(HubProcess):
         """
 
         def started() -> bool:
-            newest = self.log_text().rpartition("Running JupyterHub version")[2]
-            return "JupyterHub is now running" in newest
+            newest = self._whole_log().rpartition(b"Running JupyterHub version")[2]
+            return b"JupyterHub is now running" in newest
 
         wait_for(started, "the end of the Hub's start", timeout=60)
         service = self.service()
