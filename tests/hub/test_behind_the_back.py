@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -16,8 +16,11 @@ from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.gpu_hub import GPUHub, text_of
 from tests.support.images import INSTANT
-from tests.support.polls import COUNTED, wait_polls
+from tests.support.polls import wait_polls
 from tests.support.processes import wait_for
+from tests.support.shared_hubs import SharedGPUHub
+
+SHARED_HUB = "one_device"
 
 GRANT = 100_000
 POLL = 1
@@ -25,34 +28,17 @@ POLL = 1
 EXACT = timedelta(seconds=0.25)
 """How long after the engine's own word an end may be; far less than a look takes to come."""
 
-CONFIG = f"""
-c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second
-c.Broker.opening_grant = {GRANT}
-c.Spawner.poll_interval = {POLL}
-"""
-
 
 @pytest.fixture(scope="module")
-def gate(engine: PrivateEngine) -> Iterator[Gate]:
+def gate(shared_gpu_hub: SharedGPUHub) -> Gate:
     """Between the hub and the engine."""
-    with Gate(engine.url) as gate:
-        yield gate
+    return shared_gpu_hub.gate
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None,
-    engine: PrivateEngine,
-    images: Any,
-    gate: Gate,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[GPUHub]:
+def hub(hubs: None, shared_gpu_hub: SharedGPUHub) -> SharedGPUHub:
     """One device, so that the next member gets it only when it is really free."""
-    folder = tmp_path_factory.mktemp("behind") / "hub"
-    config = CONFIG + COUNTED
-    with GPUHub(folder, engine, config, fleet="1xT4", docker_host=gate.url) as hub:
-        yield hub
-    engine.clean()
+    return shared_gpu_hub
 
 
 @pytest.fixture

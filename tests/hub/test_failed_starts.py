@@ -20,7 +20,10 @@ from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.gpu_hub import GPUHub, assert_in_words, error_on, message_of, text_of
 from tests.support.processes import wait_for
+from tests.support.shared_hubs import SharedGPUHub
 from tests.support.tier import Rounds
+
+SHARED_HUB = "one_device"
 
 GRANT = 100_000
 
@@ -59,29 +62,6 @@ environments:
     image: 127.0.0.1:{registry}/gpuspawner/nowhere:1
 """
 
-CONFIG = f"""
-c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second: what is charged by mistake shows
-c.Broker.opening_grant = {GRANT}
-
-from gpuspawner.spawners.docker import GPUDockerSpawner
-
-class Tidied(GPUDockerSpawner):
-    looks = 0
-
-    async def poll(self):
-        self.looks += 1
-        return await super().poll()
-
-async def tidy(spawner):
-    import asyncio
-    seen = spawner.looks
-    while spawner.user.name == "tidy" and spawner.looks == seen:
-        await asyncio.sleep(0.1)  # until the Hub has given up looking on, and asks
-
-c.JupyterHub.spawner_class = Tidied
-c.Spawner.post_stop_hook = tidy
-"""
-
 
 @pytest.fixture(scope="module")
 def registry() -> Iterator[int]:
@@ -93,29 +73,19 @@ def registry() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def gate(engine: PrivateEngine) -> Iterator[Gate]:
+def gate(shared_gpu_hub: SharedGPUHub) -> Gate:
     """Between the hub and the engine."""
-    with Gate(engine.url) as gate:
-        yield gate
+    return shared_gpu_hub.gate
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None,
-    engine: PrivateEngine,
-    images: Any,
-    gate: Gate,
-    registry: int,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[GPUHub]:
+def hub(hubs: None, images: Any, shared_gpu_hub: SharedGPUHub, registry: int) -> SharedGPUHub:
     """One device: whatever a failed start keeps, the next one misses."""
     catalog = CATALOG.format(
         instant=images.INSTANT, exits=images.EXITS, silent=images.SILENT, registry=registry
     )
-    folder = tmp_path_factory.mktemp("failed") / "hub"
-    with GPUHub(folder, engine, CONFIG, fleet="1xT4", catalog=catalog, docker_host=gate.url) as hub:
-        yield hub
-    engine.clean()
+    shared_gpu_hub.write_catalog(catalog)
+    return shared_gpu_hub
 
 
 @pytest.fixture

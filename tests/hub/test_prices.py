@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page
@@ -42,10 +41,11 @@ environments:
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 
-@pytest.fixture
-def hub(hubs: None, tmp_path: Path) -> Iterator[PayingHub]:
+@pytest.fixture(scope="module")
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     """An A100 costs 60 an hour and a T4 6, in the course a third."""
-    catalog = tmp_path / "catalog.yaml"
+    folder = tmp_path_factory.mktemp("prices")
+    catalog = folder / "catalog.yaml"
     catalog.write_text(CATALOG)
     config = f"""
 c.GPUSpawnerMixin.catalog = {str(catalog)!r}
@@ -57,7 +57,7 @@ c.Broker.special_rates = [
     {{"environment": "course", "model": "T4", "rate": 2}},
 ]
 """
-    with PayingHub(tmp_path / "hub", config) as hub:
+    with PayingHub(folder / "hub", config) as hub:
         yield hub
 
 
@@ -117,7 +117,7 @@ def test_the_price_of_the_choice_is_the_price_paid(browsers: None, hub: PayingHu
 def test_the_form_works_without_javascript_and_says_until_when(hub: PayingHub) -> None:
     url = ["--database", hub.database_url]
     assert main(["rates", "set", "T4", "1", "--from", "2100-01-01", *url]) == 0
-    text = page_text(hub, "ada")
+    text = page_text(hub, "cara")
     assert "start before 00:00 on 1 January" in text.replace("01:00", "00:00"), text
     assert "A server keeps the price that it starts with, day and night" in text
     assert re.search(r"T4, 16 GB in PyTorch 1 of 1 6\.00 20 h", text), text
@@ -126,11 +126,11 @@ def test_the_form_works_without_javascript_and_says_until_when(hub: PayingHub) -
     # Credits that end count while they are there: of these 63 for the T4, all for an A100.
     until = hub.broker.clock() + timedelta(hours=10, minutes=30)
     gift = 120 * MICRO
-    hub.broker.grant("member:ada", gift, actor="admin", reason="a gift", until=until)
-    text = page_text(hub, "ada")
+    hub.broker.grant("member:cara", gift, actor="admin", reason="a gift", until=until)
+    text = page_text(hub, "cara")
     assert re.search(r"T4, 16 GB in PyTorch 1 of 1 6\.00 1 d 6 h", text), text
     assert re.search(r"A100-80GB in PyTorch 2 of 2 60\.00 4 h", text), text
-    told = hub.login("ada").get(f"{hub.url}/hub/spawn", timeout=120).text
+    told = hub.login("cara").get(f"{hub.url}/hub/spawn", timeout=120).text
     assert "1 GPU: 6.00 credits an hour. Your balance lasts 1 d 6 h." in told, "with JavaScript"
 
 

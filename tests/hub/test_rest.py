@@ -20,7 +20,7 @@ from tests.support.processes import wait_for
 from tests.support.shared_hubs import SharedHub
 from tests.support.tier import SEED, SOAK
 
-SHARED_HUB = "credits"
+SHARED_HUB = "rest"
 
 SETTINGS = Path(__file__).parents[1] / "support/schemathesis.toml"
 

@@ -40,6 +40,11 @@ class Gate:
         self.shut()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    @property
+    def is_open(self) -> bool:
+        """True while calls are let through."""
+        return self._listener is not None
+
     def open(self) -> None:
         """Let calls through."""
         listener = socket.socket(socket.AF_UNIX)

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import requests
 
-from tests.support.hub import ADMIN
+from tests.support.brokers import make_tables
+from tests.support.engine import PrivateEngine
+from tests.support.gate import Gate
+from tests.support.gpu_hub import CATALOG as CONTAINERS
+from tests.support.gpu_hub import GPUHub
+from tests.support.hub import ADMIN, HubProcess
 from tests.support.lines import COUNTED
 from tests.support.paying_hub import PayingHub
+from tests.support.polls import COUNTED as POLLS
 from tests.support.processes import free_port, wait_for
 
 CATALOG = """
@@ -74,8 +80,41 @@ c.Notifier.retry_seconds = [0.2] * 2000
 """A credit a second. Mails go to :attr:`SharedHub.mail_port`, and at the other two channels nobody
 listens."""
 
+ONE_DEVICE = (
+    POLLS
+    + """
+c.Broker.gpu_rates = {"*": 3600}  # a credit a second: what is charged by mistake shows
+c.Broker.opening_grant = 100_000
+c.Spawner.poll_interval = 1
+
+class Tidied(Counted):
+    looks = 0
+
+    async def poll(self):
+        self.looks += 1
+        return await super().poll()
+
+async def tidy(spawner):
+    import asyncio
+    seen = spawner.looks
+    while spawner.user.name == "tidy" and spawner.looks == seen:
+        await asyncio.sleep(0.1)  # until the Hub has given up looking on, and asks
+
+c.JupyterHub.spawner_class = Tidied
+c.Spawner.post_stop_hook = tidy
+"""
+)
+"""Whatever one server keeps, the next one misses. Looks at servers are counted; what is left of a
+server of ``tidy`` is tidied up when the Hub has asked after it once more."""
+
+GPU_CONFIGS = {
+    "one_device": (ONE_DEVICE, "1xT4"),
+}
+"""The configuration and the devices of each group of files whose servers are containers."""
+
 CONFIGS = {
     "credits": LASTING,
+    "rest": LASTING,
     "spending": SPENDING,
     "line": LASTING + COUNTED,
 }
@@ -87,43 +126,29 @@ THE_HUBS_OWN = ("gpuspawner.sqlite", "jupyterhub")
 OF_THE_HUB = ("owner", "clock_offsets")
 """Tables that say of the running hub what it knows of itself."""
 
+H = TypeVar("H", bound="Cleared")
 
-class SharedHub(PayingHub):
-    """A hub with a catalog and a script of its GPUs that tests write, for a group of files."""
 
-    def __init__(self, folder: Path, config: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.catalog_file = folder / "catalog.yaml"
-        self.script_file = folder / "script.json"
-        self.mail_port = free_port()
-        """Where a test may start a mail server."""
-        self.opening_credits: int | None = None
-        """What accounts of this file's members open with, when not with what the hub gives."""
-        ours = f"mail_port, nobody_port = {self.mail_port}, {free_port()}\n"
-        ours += f"c.GPUSpawnerMixin.catalog = {str(self.catalog_file)!r}\n"
-        environment = {"GPUSPAWNER_SIMULATION": str(self.script_file)}
-        super().__init__(folder, ours + config, external_proxy=True, environment=environment)
-        self._fresh = folder / "fresh.sqlite"
-        self._files: set[Path] = set()
-        self._write_files()
+class Cleared(HubProcess):
+    """What makes a hub with a store of ours as good as new, for the next file of tests."""
+
+    database_url: str
+    catalog: str
+    """What the catalog's file holds before a file of tests."""
+
+    @property
+    def catalog_file(self) -> Path:
+        return self.folder / "catalog.yaml"
 
     def start(self, timeout: float = 60.0) -> None:
-        self.broker.store.run(lambda connection: None)  # makes the tables
+        fresh = self.folder / "fresh.sqlite"
+        if not fresh.exists():
+            make_tables(self.database_url)
         super().start(timeout)
-        if not self._fresh.exists():
-            with closing(self._connect()) as ours, closing(sqlite3.connect(self._fresh)) as copy:
+        if not fresh.exists():
+            with closing(self._connect()) as ours, closing(sqlite3.connect(fresh)) as copy:
                 ours.backup(copy)
             self._files = set(self.folder.iterdir())
-
-    def login(self, user: str, password: str | None = None) -> requests.Session:
-        self._open_account(user)
-        return super().login(user, password)
-
-    def spawn(
-        self, user: str, options: Mapping[str, Any] | None = None, server: str = ""
-    ) -> requests.Response:
-        self._open_account(user)
-        return super().spawn(user, options, server)
 
     def clear(self) -> None:
         """Be as the hub was when it had just started; raises if a file's servers do not end."""
@@ -133,14 +158,12 @@ class SharedHub(PayingHub):
                 self.api("DELETE", f"users/{user['name']}").raise_for_status()
         for group in self.api("GET", "groups").json():
             self.api("DELETE", f"groups/{group['name']}").raise_for_status()
-        self.renew_broker()
         with closing(self._connect()) as connection:
-            _copy_rows(connection, self._fresh)
+            _copy_rows(connection, self.folder / "fresh.sqlite")
         for path in set(self.folder.iterdir()) - self._files:
             if not path.name.startswith(THE_HUBS_OWN):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self._write_files()
-        self.opening_credits = None
+        self.write_catalog(self.catalog)
         self.forget_log()
 
     def stop_everything(self) -> None:
@@ -164,6 +187,50 @@ class SharedHub(PayingHub):
                 self.api("POST", f"users/{user}")
             self.api("POST", f"groups/{name}/users", json={"users": users}).raise_for_status()
 
+    def _left(self) -> bool:
+        """Return True while a server runs, starts or stops."""
+        return bool(self.api("GET", "users?state=active").json())
+
+    def _connect(self) -> sqlite3.Connection:
+        file = self.database_url.removeprefix("sqlite:///")
+        return sqlite3.connect(file, timeout=60, isolation_level=None)
+
+
+class SharedHub(Cleared, PayingHub):
+    """A hub with a catalog and a script of its GPUs that tests write, for a group of files."""
+
+    catalog = CATALOG
+
+    def __init__(self, folder: Path, config: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.script_file = folder / "script.json"
+        self.mail_port = free_port()
+        """Where a test may start a mail server."""
+        self.opening_credits: int | None = None
+        """What accounts of this file's members open with, when not with what the hub gives."""
+        ours = f"mail_port, nobody_port = {self.mail_port}, {free_port()}\n"
+        ours += f"c.GPUSpawnerMixin.catalog = {str(folder / 'catalog.yaml')!r}\n"
+        environment = {"GPUSPAWNER_SIMULATION": str(self.script_file)}
+        super().__init__(folder, ours + config, external_proxy=True, environment=environment)
+        self.write_catalog(CATALOG)
+        self.script_file.write_text("{}", encoding="utf-8")
+
+    def login(self, user: str, password: str | None = None) -> requests.Session:
+        self._open_account(user)
+        return super().login(user, password)
+
+    def spawn(
+        self, user: str, options: Mapping[str, Any] | None = None, server: str = ""
+    ) -> requests.Response:
+        self._open_account(user)
+        return super().spawn(user, options, server)
+
+    def clear(self) -> None:
+        super().clear()
+        self.renew_broker()
+        self.script_file.write_text("{}", encoding="utf-8")
+        self.opening_credits = None
+
     def _open_account(self, user: str) -> None:
         """Give a new member the credits that this file of tests gives."""
         if self.opening_credits is not None:
@@ -171,30 +238,50 @@ class SharedHub(PayingHub):
             self.broker.open_account(user)
 
     def _left(self) -> bool:
-        active = self.api("GET", "users?state=active").json()
-        return bool(active or self.broker.open_leases() or self.broker.waiting())
+        return bool(super()._left() or self.broker.open_leases() or self.broker.waiting())
 
-    def _write_files(self) -> None:
-        self.write_catalog(CATALOG)
-        self.script_file.write_text("{}", encoding="utf-8")
 
-    def _connect(self) -> sqlite3.Connection:
-        file = self.database_url.removeprefix("sqlite:///")
-        return sqlite3.connect(file, timeout=60, isolation_level=None)
+class SharedGPUHub(Cleared, GPUHub):
+    """A hub whose servers are containers, behind a gate before the engine."""
+
+    catalog = CONTAINERS
+
+    def __init__(self, folder: Path, engine: PrivateEngine, config: str, fleet: str) -> None:
+        self.gate = Gate(engine.url)
+        super().__init__(folder, engine, config, fleet=fleet, docker_host=self.gate.url)
+
+    def start(self, timeout: float = 60.0) -> None:
+        if not self.gate.is_open:
+            self.gate.open()
+        super().start(timeout)
+
+    def stop(self) -> None:
+        super().stop()
+        self.engine.clean()
+        self.gate.__exit__()
+
+    def clear(self) -> None:
+        super().clear()
+        self._sessions.clear()
+        self.engine.set_devices(self.devices)
+        assert not self.containers(), "a container without a server"
+
+    def _left(self) -> bool:
+        return bool(super()._left() or self.open_leases())
 
 
 class SharedHubs:
     """The hubs that run now, by group."""
 
     def __init__(self) -> None:
-        self._hubs: dict[str, SharedHub] = {}
+        self._hubs: dict[str, Cleared] = {}
 
-    def take(self, group: str, folder: Path) -> SharedHub:
-        """Return the hub of a group; it is started in ``folder`` for the first of its files."""
+    def take(self, group: str, make: Callable[[], H]) -> H:
+        """Return the hub of a group, which is made and started for the first of its files."""
         if group not in self._hubs:
-            hub = self._hubs[group] = SharedHub(folder, CONFIGS[group])
+            hub = self._hubs[group] = make()
             hub.start()
-        return self._hubs[group]
+        return cast("H", self._hubs[group])
 
     def give_back(self, group: str, *, last: bool) -> None:
         """Clear the hub for the group's next file, or stop it after the last one."""
