@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -18,36 +17,18 @@ from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, assert_in_words, error_on, message_of, text_of
 from tests.support.postgres import PrivatePostgres
 from tests.support.processes import wait_for
+from tests.support.shared_hubs import TWO_DEVICES, SharedGPUHub
+
+SHARED_HUB = "two_devices"
 
 GRANT = 100_000
 SENTENCE = "The database does not answer. Try again in a moment; nothing was changed."
 
-CONFIG = f"""
-c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 60}}  # whoever asks hears how it ended
-c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second
-c.Broker.opening_grant = {GRANT}
-
-async def wait_for_slow_members(spawner):
-    import asyncio
-    import os
-    while spawner.user.name.startswith("slow") and not os.path.exists("go-on"):
-        await asyncio.sleep(0.02)
-
-c.Spawner.pre_spawn_hook = wait_for_slow_members
-
-import gpuspawner.store.store
-gpuspawner.store.store.BUSY_SECONDS = 3.0  # of patience with a lock, to save time here
-"""
-
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GPUHub]:
+def hub(hubs: None, shared_gpu_hub: SharedGPUHub) -> SharedGPUHub:
     """Two devices, on SQLite."""
-    with GPUHub(tmp_path_factory.mktemp("locked") / "hub", engine, CONFIG, fleet="2xT4") as hub:
-        yield hub
-    engine.clean()
+    return shared_gpu_hub
 
 
 @pytest.fixture
@@ -150,7 +131,7 @@ def test_the_database_is_gone(
     hubs: None, engine: PrivateEngine, images: Any, postgres: PrivatePostgres, tmp_path: Path
 ) -> None:
     url = postgres.fresh_database()
-    with GPUHub(tmp_path / "hub", engine, CONFIG, fleet="2xT4", database_url=url) as hub:
+    with GPUHub(tmp_path / "hub", engine, TWO_DEVICES, fleet="2xT4", database_url=url) as hub:
         hub.spawn_and_wait("member1", {"gpus": 1})
         hub.browser_of("member2")
         hub.spawn_and_wait("member2", {"environment": "cpu"})

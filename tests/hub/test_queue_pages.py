@@ -25,11 +25,13 @@ PHONE = {"width": 360, "height": 740}
 
 @pytest.fixture(scope="module")
 def hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
-    """Three GPUs in use; Dan, Eve and Fay wait for one each, in this order. A ticket of the group
-    ``research`` weighs twice as much."""
+    """Three GPUs in use; Dorit, Edwin and Farid wait for one each, in this order.
+
+    A ticket of the group ``research`` weighs twice as much.
+    """
     fill(shared_hub, "ada", "bob", "cleo")
-    shared_hub.make_groups(research=["dan"])
-    line_up(shared_hub, "dan", "eve", "fay")
+    shared_hub.make_groups(research=["dorit"])
+    line_up(shared_hub, "dorit", "edwin", "farid")
     return shared_hub
 
 
@@ -40,10 +42,10 @@ def hub(hubs: None, shared_hub: SharedHub) -> SharedHub:
     ("user", "path", "name"),
     [
         (ADMIN, "queue", "queue-admin"),
-        (ADMIN, "queue/{dan}", "queue-ticket"),
-        (ADMIN, "queue?a={eve}&b={dan}", "queue-why"),
+        (ADMIN, "queue/{dorit}", "queue-ticket"),
+        (ADMIN, "queue?a={edwin}&b={dorit}", "queue-why"),
         (ADMIN, "queue?live=1", "queue-live"),
-        ("eve", "", "queue-member"),
+        ("edwin", "", "queue-member"),
     ],
 )
 @pytest.mark.parametrize(("size", "kind"), [(WIDE, "wide"), (PHONE, "phone")])
@@ -76,65 +78,65 @@ def test_pages_in_a_browser(
 
 def test_admins_see_everything_and_members_their_own(hub: PayingHub) -> None:
     everything = hub.json(ADMIN, "queue").json()
-    assert [ticket["user"] for ticket in everything["tickets"]] == ["dan", "eve", "fay"]
+    assert [ticket["user"] for ticket in everything["tickets"]] == ["dorit", "edwin", "farid"]
     for place, ticket in enumerate(everything["tickets"], start=1):
         assert (ticket["place"], ticket["of"], ticket["gpus"]) == (place, 3, 1)
         assert ticket["waits_for"] == "a GPU; none is free"
         assert sum(part["points"] for part in ticket["parts"]) == pytest.approx(ticket["score"])
     assert [ticket["group"] for ticket in everything["tickets"]] == ["research", "", ""]
 
-    own = hub.json("eve", "queue").json()
+    own = hub.json("edwin", "queue").json()
     assert (own["waiting"], own["paused"]) == (3, None)
     (ticket,) = own["tickets"]
-    assert (ticket["user"], ticket["place"], ticket["of"]) == ("eve", 2, 3)
+    assert (ticket["user"], ticket["place"], ticket["of"]) == ("edwin", 2, 3)
     assert "parts" not in ticket and "trail" not in own
-    for answer in (hub.json("eve", "queue"), hub.page("eve")):
-        for name in ("dan", "fay", "ada"):
+    for answer in (hub.json("edwin", "queue"), hub.page("edwin")):
+        for name in ("dorit", "farid", "ada"):
             assert name not in answer.text, f"{name} in {answer.url}"
-    page = words(hub.page("eve"))
+    page = words(hub.page("edwin"))
     assert "number 2 of 3" in page and "a GPU; none is free" in page
 
 
 def test_a_stranger_sees_and_changes_nothing(hub: PayingHub) -> None:
-    dan = tickets(hub)["dan"].id
+    dorit = tickets(hub)["dorit"].id
     for path in ("api/queue", "queue"):
         answer = requests.get(f"{hub.url}/services/gpu/{path}", headers=NAVIGATION, timeout=120)
         assert answer.status_code == 401 or "/hub/login" in answer.url
-    for path in (f"api/queue/{dan}/cancel", f"queue/{dan}/cancel", "api/granting"):
+    for path in (f"api/queue/{dorit}/cancel", f"queue/{dorit}/cancel", "api/granting"):
         answer = requests.post(f"{hub.url}/services/gpu/{path}", timeout=120)
         assert answer.status_code == (401 if path.startswith("api/") else 403), path
-    assert users_in_line(hub) == ["dan", "eve", "fay"]
+    assert users_in_line(hub) == ["dorit", "edwin", "farid"]
 
 
 def test_a_member_changes_nothing_of_others(hub: PayingHub) -> None:
-    dan = tickets(hub)["dan"].id
+    dorit = tickets(hub)["dorit"].id
     gpu = hub.broker.overview().devices[0].device.uuid
     before = hub.broker.trail()
-    for path in ("queue", f"queue/{dan}"):
-        assert hub.page("eve", path).status_code == 403
+    for path in ("queue", f"queue/{dorit}"):
+        assert hub.page("edwin", path).status_code == 403
     for path, fields in (
-        (f"queue/{dan}/move", {"position": "9"}),
-        (f"queue/{dan}/boost", {"points": "-9"}),
-        (f"queue/{dan}/cancel", {"reason": "x"}),
+        (f"queue/{dorit}/move", {"position": "9"}),
+        (f"queue/{dorit}/boost", {"points": "-9"}),
+        (f"queue/{dorit}/cancel", {"reason": "x"}),
         ("queue/granting", {"paused": "yes"}),
         ("queue/devices", {"drained": "yes", "device": gpu}),
     ):
-        assert send(hub, "eve", path, **fields).status_code == 403, path
+        assert send(hub, "edwin", path, **fields).status_code == 403, path
     for path, status, sent in (
-        (f"queue/{dan}/move", 404, {"position": 9}),
-        (f"queue/{dan}/boost", 404, {"points": -9}),
-        (f"queue/{dan}/cancel", 404, {"reason": "x"}),
+        (f"queue/{dorit}/move", 404, {"position": 9}),
+        (f"queue/{dorit}/boost", 404, {"points": -9}),
+        (f"queue/{dorit}/cancel", 404, {"reason": "x"}),
         ("granting", 403, {"paused": True}),
         (f"devices/{gpu}/drain", 403, {}),
         (f"devices/{gpu}/undrain", 403, {}),
     ):
-        answer = change(hub, "eve", path, **sent)
-        assert (answer.status_code, "dan" in answer.text) == (status, False), answer.text
-    own = tickets(hub)["eve"].id
-    assert change(hub, "eve", f"queue/{own}/boost", points=9).status_code == 403
-    assert change(hub, "eve", f"queue/{own}/move", position=1).status_code == 403
-    assert send(hub, "eve", f"tickets/{dan}/cancel").status_code == 404
-    assert users_in_line(hub) == ["dan", "eve", "fay"]
+        answer = change(hub, "edwin", path, **sent)
+        assert (answer.status_code, "dorit" in answer.text) == (status, False), answer.text
+    own = tickets(hub)["edwin"].id
+    assert change(hub, "edwin", f"queue/{own}/boost", points=9).status_code == 403
+    assert change(hub, "edwin", f"queue/{own}/move", position=1).status_code == 403
+    assert send(hub, "edwin", f"tickets/{dorit}/cancel").status_code == 404
+    assert users_in_line(hub) == ["dorit", "edwin", "farid"]
     assert hub.broker.trail() == before and hub.broker.closures() == {}
 
 
@@ -142,19 +144,19 @@ def test_a_member_changes_nothing_of_others(hub: PayingHub) -> None:
 
 
 def test_a_form_from_elsewhere_is_refused(hub: PayingHub) -> None:
-    fay = tickets(hub)["fay"].id
-    for path in (f"queue/{fay}/cancel", f"tickets/{fay}/cancel", "queue/granting"):
+    farid = tickets(hub)["farid"].id
+    for path in (f"queue/{farid}/cancel", f"tickets/{farid}/cancel", "queue/granting"):
         for proof in ("", "forged"):
             answer = send(hub, ADMIN, path, reason="x", paused="yes", _xsrf=proof)
             assert answer.status_code == 403
             assert "This form is too old, or came from another page." in words(answer)
-    assert users_in_line(hub) == ["dan", "eve", "fay"]
+    assert users_in_line(hub) == ["dorit", "edwin", "farid"]
     assert hub.broker.closures() == {}
 
 
 def test_json_with_cookies_needs_the_proof_in_a_header(hub: PayingHub) -> None:
-    fay = tickets(hub)["fay"].id
-    url = f"{hub.url}/services/gpu/api/queue/{fay}/boost"
+    farid = tickets(hub)["farid"].id
+    url = f"{hub.url}/services/gpu/api/queue/{farid}/boost"
     hub.page(ADMIN, "queue")
     session = hub._browsers[ADMIN]
     proof = session.cookies.get("_xsrf", path="/services/gpu/") or ""
@@ -163,13 +165,13 @@ def test_json_with_cookies_needs_the_proof_in_a_header(hub: PayingHub) -> None:
         answer = session.post(url, json={"points": 5}, headers=cors | headers, timeout=120)
         assert answer.status_code == 403
         assert "in the header X-XSRFToken" in answer.json()["message"]
-        assert tickets(hub)["fay"].boost == 0
+        assert tickets(hub)["farid"].boost == 0
     proved = cors | {"X-XSRFToken": proof}
     answer = session.post(url, json={"points": 0.5}, headers=proved, timeout=120)
     assert answer.ok, answer.text
-    assert tickets(hub)["fay"].boost == 0.5
-    assert change(hub, ADMIN, f"queue/{fay}/boost", points=0).ok, "a token needs none"
-    assert tickets(hub)["fay"].boost == 0
+    assert tickets(hub)["farid"].boost == 0.5
+    assert change(hub, ADMIN, f"queue/{farid}/boost", points=0).ok, "a token needs none"
+    assert tickets(hub)["farid"].boost == 0
 
 
 # What admins change.
@@ -178,14 +180,14 @@ def test_json_with_cookies_needs_the_proof_in_a_header(hub: PayingHub) -> None:
 def test_a_move_and_a_boost_change_the_order_and_are_in_the_trail(hub: PayingHub) -> None:
     found = tickets(hub)
     answer = send(
-        hub, ADMIN, f"queue/{found['fay'].id}/move", position="1", reason="  a demo\tat noon "
+        hub, ADMIN, f"queue/{found['farid'].id}/move", position="1", reason="  a demo\tat noon "
     )
     assert answer.history[0].status_code == 303
     assert "The ticket is moved." in words(answer)
-    assert users_in_line(hub) == ["fay", "dan", "eve"]
-    send(hub, ADMIN, f"queue/{found['eve'].id}/boost", points="24", reason="a deadline")
-    assert users_in_line(hub) == ["fay", "eve", "dan"]
-    assert "number 1 of 3" in words(hub.page("fay"))
+    assert users_in_line(hub) == ["farid", "dorit", "edwin"]
+    send(hub, ADMIN, f"queue/{found['edwin'].id}/boost", points="24", reason="a deadline")
+    assert users_in_line(hub) == ["farid", "edwin", "dorit"]
+    assert "number 1 of 3" in words(hub.page("farid"))
 
     page = words(hub.page(ADMIN, "queue"))
     for text in ("to place 1: a demo at noon", "+24 points: a deadline", "boost"):
@@ -197,14 +199,14 @@ def test_a_move_and_a_boost_change_the_order_and_are_in_the_trail(hub: PayingHub
     )
     assert (boosted.at - moved.at).total_seconds() > 0
 
-    why = words(hub.page(ADMIN, f"queue?a={found['dan'].id}&b={found['eve'].id}"))
-    assert "Why eve is before dan" in why
+    why = words(hub.page(ADMIN, f"queue?a={found['dorit'].id}&b={found['edwin'].id}"))
+    assert "Why edwin is before dorit" in why
     assert re.search(r"boost 24\.00 \D+ none 24\.00", why), why
     assert re.search(r"Score \S+ \S+ 2[34]\.\d\d", why), why
 
-    send(hub, ADMIN, f"queue/{found['fay'].id}/move", position="", reason="")
-    send(hub, ADMIN, f"queue/{found['eve'].id}/boost", points="0")
-    assert users_in_line(hub) == ["dan", "eve", "fay"]
+    send(hub, ADMIN, f"queue/{found['farid'].id}/move", position="", reason="")
+    send(hub, ADMIN, f"queue/{found['edwin'].id}/boost", points="0")
+    assert users_in_line(hub) == ["dorit", "edwin", "farid"]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def test_a_form_with_a_mistake_comes_back_with_a_sentence(
     hub: PayingHub, action: str, fields: dict[str, str], sentence: str
 ) -> None:
     before, trail = hub.broker.waiting(), hub.broker.trail()
-    answer = send(hub, ADMIN, f"queue/{tickets(hub)['dan'].id}/{action}", **fields)
+    answer = send(hub, ADMIN, f"queue/{tickets(hub)['dorit'].id}/{action}", **fields)
     assert answer.status_code == 400
     assert "Nothing was changed." in words(answer) and sentence in words(answer)
     assert "<b>first" not in answer.text
@@ -240,21 +242,25 @@ def test_a_form_with_a_mistake_comes_back_with_a_sentence(
 @pytest.mark.parametrize(
     ("path", "body", "sentence"),
     [
-        ("queue/{dan}/move", "nonsense", "Send one JSON object; its fields are position, reason."),
-        ("queue/{dan}/move", "[]", "Send one JSON object"),
-        ("queue/{dan}/move", "[" * 60_000, "Send one JSON object"),
-        ("queue/{dan}/move", "{}", "The field 'position' is missing."),
-        ("queue/{dan}/move", '{"place": 1}', "There is no field 'place'"),
-        ("queue/{dan}/move", '{"position": "1"}', "'1' is no position in line"),
-        ("queue/{dan}/move", '{"position": true}', "True is no position in line"),
-        ("queue/{dan}/move", '{"position": 1.5}', "1.5 is no position in line"),
-        ("queue/{dan}/boost", '{"points": NaN}', "nan is no number of points"),
-        ("queue/{dan}/boost", '{"points": 1' + "0" * 400 + "}", "That is no number of points"),
-        ("queue/{dan}/boost", '{"points": "5"}', "'5' is no number of points"),
-        ("queue/{dan}/boost", '{"points": 5, "reason": 5}', "The field 'reason' is text."),
-        ("queue/{dan}/boost", '{"points": 5, "reason": "\\ud800"}', "nobody can read"),
-        ("queue/{dan}/cancel", "{}", "The reason is missing"),
-        ("queue/{dan}/cancel", '{"reason": "x", "user": "dan"}', "There is no field 'user'"),
+        (
+            "queue/{dorit}/move",
+            "nonsense",
+            "Send one JSON object; its fields are position, reason.",
+        ),
+        ("queue/{dorit}/move", "[]", "Send one JSON object"),
+        ("queue/{dorit}/move", "[" * 60_000, "Send one JSON object"),
+        ("queue/{dorit}/move", "{}", "The field 'position' is missing."),
+        ("queue/{dorit}/move", '{"place": 1}', "There is no field 'place'"),
+        ("queue/{dorit}/move", '{"position": "1"}', "'1' is no position in line"),
+        ("queue/{dorit}/move", '{"position": true}', "True is no position in line"),
+        ("queue/{dorit}/move", '{"position": 1.5}', "1.5 is no position in line"),
+        ("queue/{dorit}/boost", '{"points": NaN}', "nan is no number of points"),
+        ("queue/{dorit}/boost", '{"points": 1' + "0" * 400 + "}", "That is no number of points"),
+        ("queue/{dorit}/boost", '{"points": "5"}', "'5' is no number of points"),
+        ("queue/{dorit}/boost", '{"points": 5, "reason": 5}', "The field 'reason' is text."),
+        ("queue/{dorit}/boost", '{"points": 5, "reason": "\\ud800"}', "nobody can read"),
+        ("queue/{dorit}/cancel", "{}", "The reason is missing"),
+        ("queue/{dorit}/cancel", '{"reason": "x", "user": "dorit"}', "There is no field 'user'"),
         ("granting", "{}", "The field 'paused' is true or false."),
         ("granting", '{"paused": 1}', "The field 'paused' is true or false."),
         ("granting", '{"paused": true, "reason": null}', "The field 'reason' is text."),
@@ -266,7 +272,7 @@ def test_json_with_a_mistake_is_refused_with_a_sentence_that_names_it(
     hub: PayingHub, path: str, body: str, sentence: str
 ) -> None:
     before, trail = hub.broker.waiting(), hub.broker.trail()
-    url = f"{hub.url}/services/gpu/api/{path.format(dan=tickets(hub)['dan'].id)}"
+    url = f"{hub.url}/services/gpu/api/{path.format(dorit=tickets(hub)['dorit'].id)}"
     headers = {"Authorization": f"token {hub.user_token(ADMIN)}"}
     answer = requests.post(url, data=body, headers=headers, timeout=120)
     status = 404 if path.startswith("devices/") else 400
@@ -291,13 +297,13 @@ def test_a_pause_is_said_on_every_page(hub: PayingHub) -> None:
     answer = send(hub, ADMIN, "queue/granting", paused="yes", reason=reason)
     try:
         assert "Granting is paused." in words(answer)
-        for user, path in (("eve", ""), ("ada", "notices"), (ADMIN, "admin"), (ADMIN, "queue")):
+        for user, path in (("edwin", ""), ("ada", "notices"), (ADMIN, "admin"), (ADMIN, "queue")):
             page = hub.page(user, path)
             assert "No GPUs are given out just now: new fans &lt;until&gt; 15:00." in page.text
-        paused = hub.json("eve", "queue").json()["paused"]
+        paused = hub.json("edwin", "queue").json()["paused"]
         assert paused == {"reason": reason}
-        assert "the GPUs to be given out again" in words(hub.page("eve"))
-        form = words(hub.login("gus").get(f"{hub.url}/hub/spawn", timeout=120))
+        assert "the GPUs to be given out again" in words(hub.page("edwin"))
+        form = words(hub.login("gunnar").get(f"{hub.url}/hub/spawn", timeout=120))
         assert "No GPU is given out just now (new fans &lt;until&gt; 15:00). You can wait" in form
         assert "3 servers wait in line." in form
         again = send(hub, ADMIN, "queue/granting", paused="yes", reason="other")
@@ -305,7 +311,7 @@ def test_a_pause_is_said_on_every_page(hub: PayingHub) -> None:
         assert hub.json(ADMIN, "queue").json()["paused"]["reason"] == reason
     finally:
         assert change(hub, ADMIN, "granting", paused=False).json()["changed"] is True
-    assert "No GPUs are given out" not in words(hub.page("eve"))
+    assert "No GPUs are given out" not in words(hub.page("edwin"))
     assert [change.action for change in hub.broker.trail(2)] == ["resume", "pause"]
 
 
@@ -315,10 +321,10 @@ def test_a_drain_is_on_every_page_with_devices(hub: PayingHub) -> None:
     try:
         page = words(answer)
         assert "The GPU is drained" in page and "1 of 3" in page
-        assert "draining" in words(hub.page("eve")), "somebody's session goes on on it"
+        assert "draining" in words(hub.page("edwin")), "somebody's session goes on on it"
         assert "drained by admin: a fan" in words(hub.page(ADMIN, "admin"))
-        assert "a fan" not in words(hub.page("eve"))
-        states = [device["state"] for device in hub.json("eve", "devices").json()["devices"]]
+        assert "a fan" not in words(hub.page("edwin"))
+        states = [device["state"] for device in hub.json("edwin", "devices").json()["devices"]]
         assert states == ["draining", "leased", "leased"]
         assert list(hub.json(ADMIN, "queue").json()["drained"]) == [gpu]
     finally:

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from gpuspawner.model import MICRO
 from tests.support.brokers import open_broker, problems
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, message_of
 from tests.support.processes import wait_for
+from tests.support.shared_hubs import SharedGPUHub
 
-SLOW = """
-async def wait_for_slow_members(spawner):
-    import asyncio, os
-    if spawner.user.name == "slow":
-        while not os.path.exists("go"):
-            await asyncio.sleep(0.05)
-
-c.Spawner.pre_spawn_hook = wait_for_slow_members
-c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 100}
-"""
-"""A server of ``slow`` starts when there is a file ``go``; who asks hears how it ended."""
+SHARED_HUB = "two_devices"
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GPUHub]:
-    with GPUHub(tmp_path_factory.mktemp("recovery") / "hub", engine, SLOW, fleet="2xT4") as hub:
-        yield hub
-    engine.clean()
+def hub(hubs: None, shared_gpu_hub: SharedGPUHub) -> SharedGPUHub:
+    return shared_gpu_hub
 
 
 def test_another_hub_on_the_same_engine_is_left_alone(
@@ -61,14 +47,14 @@ def test_a_server_whose_lease_ended_before_it_answered_does_not_run(hub: GPUHub)
         asking = threads.submit(hub.api, "POST", "users/slow/server", **ask)
         [lease] = wait_for(lambda: hub.open_leases("slow"), "the lease")
         broker.release(lease.id, reason="released by an admin")
-        (hub.folder / "go").touch()
+        (hub.folder / "go-on").touch()
         answer = asking.result()
     assert answer.status_code == 500
     assert message_of(answer) == (
         "Your server did not start: its lease was ended before it answered. Nothing was charged."
     )
     assert hub.server("slow") is None and hub.containers() == [] and hub.taken() == {}
-    assert hub.balance("slow") == 100_000_000
+    assert hub.balance("slow") == 100_000 * MICRO
     hub.spawn_and_wait("anna", {"gpus": 2})
     assert problems(broker.store) == []
     broker.store.close()

@@ -107,8 +107,27 @@ c.Spawner.post_stop_hook = tidy
 """Whatever one server keeps, the next one misses. Looks at servers are counted; what is left of a
 server of ``tidy`` is tidied up when the Hub has asked after it once more."""
 
+TWO_DEVICES = """
+c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 100}  # whoever asks hears how it ended
+c.Broker.gpu_rates = {"*": 3600}  # a credit a second
+c.Broker.opening_grant = 100_000
+
+async def wait_for_slow_members(spawner):
+    import asyncio
+    import os
+    while spawner.user.name.startswith("slow") and not os.path.exists("go-on"):
+        await asyncio.sleep(0.02)
+
+c.Spawner.pre_spawn_hook = wait_for_slow_members
+
+import gpuspawner.store.store
+gpuspawner.store.store.BUSY_SECONDS = 3.0  # of patience with a lock, to save time here
+"""
+"""A server of ``slow...`` starts when there is a file ``go-on``."""
+
 GPU_CONFIGS = {
     "one_device": (ONE_DEVICE, "1xT4"),
+    "two_devices": (TWO_DEVICES, "2xT4"),
 }
 """The configuration and the devices of each group of files whose servers are containers."""
 
@@ -151,7 +170,11 @@ class Cleared(HubProcess):
             self._files = set(self.folder.iterdir())
 
     def clear(self) -> None:
-        """Be as the hub was when it had just started; raises if a file's servers do not end."""
+        """Be as the hub was when it had just started; raises if a file's servers do not end.
+
+        What the queue has learned of past sessions stays in the memory of hub and service: a file
+        where the order in line matters lets members wait whose names no other file has.
+        """
         self.stop_everything()
         for user in self.api("GET", "users?limit=10000").json():
             if user["name"] != ADMIN:
