@@ -293,6 +293,13 @@ class HubProcess:
 
     def stop_server(self, user: str, server: str = "", timeout: float = 60.0) -> None:
         """Stop a server and wait until the hub has let go of it."""
+
+        def checked() -> bool:
+            found = self.server(user, server)
+            return found is None or found["pending"] != "check"
+
+        # A hub that has just started answers 500 to who stops a server that it looks after.
+        wait_for(checked, f"the hub's look at {user}'s server", timeout=timeout)
         self.api("DELETE", self._path(user, server)).raise_for_status()
         wait_for(lambda: self.server(user, server) is None, f"{user}'s stop", timeout=timeout)
 
