@@ -7,6 +7,7 @@
 # make bench  every benchmark (TRACE=jobs.csv for those that replay one)
 # make golden records anew what tests/golden compares with: help, pages, schema, settings and so on
 # make labextension   builds images/common/lab anew from images/labextension (Node)
+# make constraints  writes constraints.txt anew, from the newest versions that setup.cfg allows
 # make env    the Python environment in .venv, for working on gpuspawner
 
 PY := .venv/bin/python
@@ -14,7 +15,7 @@ PYTEST := $(PY) -m pytest --durations=30
 # Most tests wait for real parts most of the time: some processes share the files among them.
 SHARED ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check quick test soak audit bench golden labextension env parts
+.PHONY: demo check quick test soak audit bench golden labextension constraints env parts
 
 demo:
 	@scripts/bootstrap.sh demo
@@ -47,6 +48,12 @@ golden: parts
 
 labextension:
 	cd images/labextension && npm install --no-save --ignore-scripts && npm run build
+
+constraints: env
+	@.venv/bin/uv pip compile setup.cfg --all-extras --universal --python-version 3.11 --upgrade \
+		--no-emit-package pip --no-annotate --custom-compile-command "make constraints" \
+		--quiet --output-file constraints.txt
+	@git --no-pager diff --stat constraints.txt
 
 env:
 	@scripts/bootstrap.sh all

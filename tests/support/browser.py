@@ -45,8 +45,28 @@ def open_browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=chromium(), args=list(ARGUMENTS))
         try:
             yield browser
+        except BaseException:
+            print(_pages_shown(browser))
+            raise
         finally:
             browser.close()
+
+
+def _pages_shown(browser: Browser) -> str:
+    """What each open page shows and complained about, for the report of a failed test."""
+    lines = []
+    for page in (page for context in browser.contexts for page in context.pages):
+        lines.append(f"--- page {page.url}")
+        try:
+            lines.append(page.locator("body").inner_text(timeout=5_000)[:600])
+            lines.extend(f"{it.type}: {it.text}"[:300] for it in page.console_messages()[-15:])
+            lines.extend(f"error: {it}"[:300] for it in page.page_errors()[-5:])
+            for it in page.requests():
+                if it.timing["responseEnd"] < 0:
+                    lines.append(f"no answer, or not its end: {it.url} {it.failure or ''}")
+        except Exception as e:
+            lines.append(f"(it does not answer: {e})")
+    return "\n".join(lines)
 
 
 def screenshot(page: Page, name: str) -> Path:
