@@ -42,6 +42,7 @@ from .ledger.grants import BulkGrants
 from .ledger.models import Account, member_account
 from .ledger.reports import Reports
 from .ledger.service import refundable
+from .members.renames import Renames
 from .members.roster import Rosters
 from .monitoring.health_service import Health
 from .monitoring.service import DevicesUse, Idle
@@ -83,6 +84,7 @@ class Broker(
     Idle,
     Health,
     ClusterAudit,
+    Renames,
 ):
     """Grants leases, charges them and releases them."""
 
@@ -290,16 +292,19 @@ class Broker(
                 actor="hub",
                 action="renamed",
                 subject=lease.server.user,
-                detail=f"{lease.server} is {server} at the Hub; {lease.account} goes on paying",
+                detail=f"lease {lease.id}: {lease.server} is {server} at the Hub; {lease.account} "
+                "goes on paying",
             )
         self.log.warning(
             "The member %s was renamed to %s at the Hub. The server goes on, and %s pays for it. "
-            "Credits, tickets and files are still those of %s: rename the member back, or give "
-            "credits to the new name (gpuspawner grant) and move the files.",
+            "Credits, history and files are still those of %s: give them the new name with "
+            "`gpuspawner members rename %s %s`, or rename the member back.",
             lease.server.user,
             server.user,
             lease.account,
             lease.server.user,
+            lease.server.user,
+            server.user,
         )
         return replace(lease, server=server)
 

@@ -25,7 +25,7 @@ from ..ledger.rate_commands import grammar as rates_grammar
 from ..ledger.rate_commands import rates
 from ..ledger.refill_commands import grammar as refills_grammar
 from ..ledger.refill_commands import refills
-from ..members.commands import roster, roster_grammar
+from ..members.commands import members, members_grammar, roster, roster_grammar
 from ..queue.commands import (
     boost,
     cancel,
@@ -163,6 +163,7 @@ def parser() -> argparse.ArgumentParser:
     roster_grammar(
         add("roster", roster, "List who is a member until when, and import it."), _common
     )
+    members_grammar(add("members", members, "Give a member another name."), _common)
     slurm_grammar(add("slurm", slurm, "Set up and look after a cluster of machines."), _common)
     _queue_actions(add("queue", queue, "List who waits in line, and why in this order."))
     for name, command, what in (

@@ -1,17 +1,18 @@
 """Two hash chains, so that a row that is changed, deleted or put in by hand is found.
 
-Transfers that are posted together have one link, the SHA-256 of the facts of all of them and of the
-link before it, in the last of their postings. Lines of the audit trail and ended leases are sealed
-in the same way in the table ``chain``, in the transaction that writes them. A seal also covers the
-link of the newest transfer at that time: whoever deletes transfers from the end of the ledger
-breaks it.
+Transfers that are posted together have one link, the SHA-256 of the facts of all of them and of
+the link before it, in the last of their postings. A renamed member's postings have the new
+name, but their link was made with the name of that time, which :mod:`gpuspawner.db.renames`
+knows. Lines of the audit trail, ended leases and renames are sealed in the same way in the
+table ``chain``, in the transaction that writes them. A seal also covers the link of the newest
+transfer at that time: whoever deletes transfers from the end of the ledger breaks it.
 
 Writers come one at a time (see :meth:`Store.write`), so the newest row is the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -22,6 +23,8 @@ import sqlalchemy as sa
 
 from ..leases.models import LeasedDevice
 from ..ledger.models import Transfer
+from . import renames
+from .renames import Rename
 from .schema import audit, chain, lease_places, leases, postings, transfers
 
 CHANGE = "change"
@@ -29,6 +32,9 @@ CHANGE = "change"
 
 LEASE = "lease"
 """The kind of a lease that has ended."""
+
+RENAME = "rename"
+"""The kind of a member's rename."""
 
 FIRST = "0" * 64
 """What the first link of a chain follows."""
@@ -89,6 +95,7 @@ _LEASE_FIELDS = (
     "overdraft",
     "waived",
     "refunded",
+    "engine_id",
 )
 """What does not change any more once a lease has ended, unless it is refunded."""
 _LEASE_COLUMNS = tuple(leases.c[name] for name in _LEASE_FIELDS)
@@ -116,14 +123,25 @@ def seal_change(connection: sa.Connection, line: int, row: Sequence[Any]) -> Non
 
 def seal_lease(connection: sa.Connection, lease_id: str) -> None:
     """Seal a lease that has ended, as it is now in the store: anew after a refund."""
-    for _, facts in _leases(connection.execute(_ONE_LEASE, {"lease": lease_id})):
-        _seal(connection, LEASE, lease_id, facts)
+    for _, row in _leases(connection.execute(_ONE_LEASE, {"lease": lease_id})):
+        _seal(connection, LEASE, lease_id, _facts(row))
+
+
+def seal_leases(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> None:
+    """Seal the ended leases that match the condition, as they are now in the store."""
+    for lease_id, row in _leases(connection.execute(_ENDED.where(condition)).all()):
+        _seal(connection, LEASE, lease_id, _facts(row))
+
+
+def seal_rename(connection: sa.Connection, rename: Rename) -> None:
+    """Seal the rename of a member."""
+    _seal(connection, RENAME, str(rename.id), _rename_facts(rename))
 
 
 def seal_row(
     connection: sa.Connection, row: Sequence[Any], devices: Iterable[LeasedDevice]
 ) -> None:
-    """Seal a lease that has just ended, of which a statement returned :data:`TO_SEAL`."""
+    """Seal a lease that has just ended; ``row`` has the columns in :data:`TO_SEAL`."""
     width = len(_LEASE_FIELDS)
     places = sorted([d.uuid, d.slot, d.index, d.model, d.memory_bytes] for d in devices)
     facts = _facts((*row[:width], places))
@@ -161,8 +179,8 @@ def knows(connection: sa.Connection, noted: str) -> bool:
 
 def check_transfers(connection: sa.Connection) -> Iterator[str]:
     """Each transfer follows the one before it, and none was changed, deleted or put in since."""
-    before = FIRST
-    for together in _posted_together(_written(connection)):
+    before, done = FIRST, renames.every(connection)
+    for together in _posted_together(_written(connection, done)):
         expected = _link(before, *(written.facts for written in together))
         link = together[-1].link
         if link != expected or together[-1].has_more_links:
@@ -198,10 +216,27 @@ def check_seals(connection: sa.Connection) -> Iterator[str]:
         before = link
     changes = ((str(line), _facts(row)) for line, *row in _stream(connection, _CHANGES))
     yield from _compared(connection, CHANGE, changes)
-    yield from _compared(connection, LEASE, _leases(_stream(connection, _ENDED)))
+    yield from check_leases(connection)
+    done = renames.every(connection)
+    yield from _compared(connection, RENAME, ((str(x.id), _rename_facts(x)) for x in done))
+    yield from _missing(connection, {str(each.id) for each in done})
+
+
+def check_leases(
+    connection: sa.Connection, condition: sa.ColumnElement[bool] | None = None
+) -> Iterator[str]:
+    """Yield a sentence for each ended lease that is not as it was sealed; None checks all."""
+    query = _ENDED if condition is None else _ENDED.where(condition)
+    found = _leases(_stream(connection, query))
+    yield from _compared(connection, LEASE, ((lease_id, _facts(row)) for lease_id, row in found))
+
+
+def _missing(connection: sa.Connection, done: Collection[str]) -> Iterator[str]:
+    """Say which line, lease or rename was sealed and is not there."""
     lines = sa.exists().where(audit.c.id == sa.cast(chain.c.ref, audit.c.id.type))
     ended = sa.exists().where(leases.c.id == chain.c.ref, leases.c.ended_at.isnot(None))
-    for kind, there in ((CHANGE, lines), (LEASE, ended)):
+    known = chain.c.ref.in_(done)
+    for kind, there in ((CHANGE, lines), (LEASE, ended), (RENAME, known)):
         missing = sa.select(chain.c.ref).where(chain.c.kind == kind, ~there)
         for (ref,) in connection.execute(missing.order_by(chain.c.id).limit(1)):
             yield f"{_named(kind, ref)} is missing: it was deleted by hand."
@@ -209,20 +244,20 @@ def check_seals(connection: sa.Connection) -> Iterator[str]:
 
 def chain_existing(connection: sa.Connection) -> None:
     """Chain what was written before there was a chain; for the migration that makes one."""
-    with _not_append_only(connection):
+    with not_append_only(connection):
         _chain_transfers(connection)
     for line, *row in _stream(connection, _CHANGES):
         seal_change(connection, line, row)
-    for lease_id, facts in _leases(_stream(connection, _ENDED)):
-        _seal(connection, LEASE, lease_id, facts)
-
-
-# Steps of the above.
+    for lease_id, row in _leases(_stream(connection, _ENDED)):
+        _seal(connection, LEASE, lease_id, _facts(row))
 
 
 @contextmanager
-def _not_append_only(connection: sa.Connection) -> Iterator[None]:
-    """Let postings be changed meanwhile, by this transaction alone."""
+def not_append_only(connection: sa.Connection) -> Iterator[None]:
+    """Let this transaction alone change postings; nothing is committed with the trigger off.
+
+    What fails meanwhile must roll the transaction back: both databases then have the trigger again.
+    """
     off = "ALTER TABLE postings DISABLE TRIGGER postings_append_only"
     on = "ALTER TABLE postings ENABLE TRIGGER postings_append_only"
     if connection.dialect.name == "sqlite":
@@ -232,6 +267,9 @@ def _not_append_only(connection: sa.Connection) -> Iterator[None]:
     connection.exec_driver_sql(off)
     yield
     connection.exec_driver_sql(on)
+
+
+# Steps of the above.
 
 
 def _chain_transfers(connection: sa.Connection) -> None:
@@ -301,13 +339,19 @@ def _transfer_facts(transfer: Transfer) -> str:
     )
 
 
-def _leases(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the id and the facts of each lease; its places are in rows beside one another."""
+def _leases(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the id of each lease and what its seal covers, the places last; its places are in rows
+    beside one another."""
     width = len(_LEASE_FIELDS)
     for lease_id, found in groupby(rows, key=lambda row: str(row[0])):
         some = list(found)
         places = sorted([*row[width:]] for row in some if row[width] is not None)
-        yield lease_id, _facts((*some[0][:width], places))
+        yield lease_id, (*some[0][:width], places)
+
+
+def _rename_facts(rename: Rename) -> str:
+    values = (rename.at, rename.actor, rename.old, rename.new, rename.posting)
+    return _facts((*values, sorted(rename.kept)))
 
 
 class _Written(NamedTuple):
@@ -323,8 +367,13 @@ class _Written(NamedTuple):
     last_posting: int
 
 
-def _written(connection: sa.Connection) -> Iterator[_Written]:
-    """Yield each transfer in the order of the ledger."""
+def _written(connection: sa.Connection, done: Sequence[Rename] = ()) -> Iterator[_Written]:
+    """Yield each transfer in the order of the ledger, with the names that accounts had then.
+
+    Args:
+        connection: of the store.
+        done: all renames of members, the newest first.
+    """
     lines = (postings.c.account, postings.c.amount, postings.c.link, postings.c.id)
     query = (
         sa.select(*_TRANSFERS, *lines)
@@ -336,6 +385,9 @@ def _written(connection: sa.Connection) -> Iterator[_Written]:
         some = list(found)
         row = some[0][:width]
         moved = [(line[width], line[width + 1]) for line in some]
+        if done:
+            names = (renames.account_then(done, line[width], line[width + 3]) for line in some)
+            moved = [(name, amount) for name, (_, amount) in zip(names, moved, strict=True)]
         *others, link = [line[width + 2] for line in some]
         facts = _facts((*row, moved))
         yield _Written(row[0], row[3], facts, link, any(others), some[-1][width + 3])
@@ -363,21 +415,23 @@ def _transfers_named(some: Sequence[_Written]) -> str:
 def _compared(
     connection: sa.Connection, kind: str, some: Iterable[tuple[str, str]]
 ) -> Iterator[str]:
-    """Hold the facts of each row against its newest seal."""
+    """Hold the facts of each row against its newest seal of this kind."""
     rows = iter(some)
     while portion := dict(islice(rows, AT_ONCE)):
         these = (chain.c.kind == kind) & chain.c.ref.in_(portion)
         seals = sa.select(chain.c.ref, chain.c.facts).where(these).order_by(chain.c.id)
         known = {row[0]: row[1] for row in connection.execute(seals)}
         for ref, facts in portion.items():
-            if ref not in known:
+            sealed = known.get(ref)
+            if not sealed:
                 yield f"{_named(kind, ref)} was put in by hand: it has no seal."
-            elif known[ref] != _hash(facts):
+            elif sealed != _hash(facts):
                 yield f"{_named(kind, ref)} was changed by hand after it was written."
 
 
 def _named(kind: str, ref: str) -> str:
-    return f"Line {ref} of the audit trail" if kind == CHANGE else f"The ended lease {ref}"
+    names = {CHANGE: f"Line {ref} of the audit trail", RENAME: f"The rename {ref}"}
+    return names.get(kind, f"The ended lease {ref}")
 
 
 def _broken(what: str, link: str | None) -> str:

@@ -643,6 +643,21 @@ memberships = Table(
 ENDED = memberships.c.ended_at.isnot(None)
 Index("former_members", memberships.c.user, sqlite_where=ENDED, postgresql_where=ENDED)
 
+renames = Table(
+    "renames",
+    metadata,
+    # Members who got another name, here and in every row of theirs; see db/renames.py.
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("at", UTCDateTime, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("old", Text, nullable=False),
+    Column("new", Text, nullable=False),
+    # The newest posting at that time; and those up to it, with spaces between them, that the
+    # account of the new name had before.
+    Column("posting", BigInteger, nullable=False),
+    Column("kept", Text, nullable=False, server_default=text("''")),
+)
+
 
 totals = Table(
     "totals",

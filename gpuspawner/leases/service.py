@@ -329,9 +329,13 @@ class Grants(Paying, Queue, Reads):
             return found
         ledger_repository.open_account(connection, name, now)
         if name.startswith("member:"):
-            amount = self._opening_amount()
-            if transfer := ledger_rules.opening_grant(name, amount, at=now, actor="gpuspawner"):
-                ledger_repository.post(connection, transfer)
+            amount, key = self._opening_amount(), ledger_rules.opening_key(name)
+            # Somebody who had this name and was renamed has that key.
+            if ledger_repository.of_key(connection, key):
+                key += f":{secrets.token_hex(4)}"
+            opening = ledger_rules.opening_grant(name, amount, at=now, actor="gpuspawner", key=key)
+            if opening:
+                ledger_repository.post(connection, opening)
         return ledger_repository.get_account(connection, name)
 
     def _opening_amount(self) -> int:

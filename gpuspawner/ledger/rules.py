@@ -166,13 +166,14 @@ def opening_key(account: str) -> str:
     return f"opening:{account}"
 
 
-def opening_grant(account: str, amount: int, *, at: datetime, actor: str) -> Transfer | None:
+def opening_grant(
+    account: str, amount: int, *, at: datetime, actor: str, key: str = ""
+) -> Transfer | None:
     """The grant that opens an account; None when new accounts get nothing."""
     if amount == 0:
         return None
-    return grant(
-        account, amount, key=opening_key(account), at=at, actor=actor, reason="Opening grant"
-    )
+    key = key or opening_key(account)
+    return grant(account, amount, key=key, at=at, actor=actor, reason="Opening grant")
 
 
 def adjustment(

@@ -147,6 +147,16 @@ def take_out(connection: sa.Connection, lease: Lease) -> None:
         connection.execute(_MARK, {"lease": lease.id, "days": None})
 
 
+def rename(connection: sa.Connection, by: str, old: str, new: str) -> None:
+    """Add the totals of one name to those of another that it has from now on."""
+    named = (totals.c.by == by) & (totals.c.name == old)
+    rows = connection.execute(sa.select(totals).where(named)).mappings().all()
+    if rows:
+        added = [{**row, "name": new} for row in rows]
+        _upsert(connection, totals, added, add=("micros", "cost", "sessions"))
+        connection.execute(sa.delete(totals).where(named))
+
+
 def left(connection: sa.Connection, most: int) -> int:
     """How many leases are still to be added up; counted up to ``most``."""
     return len(connection.execute(_IDS, {"most": most}).all())

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from ..cli.config import Settings
-from ..cli.output import changes_of, count, local, note, show, table, utc
+from ..cli.output import changes_of, confirmed, count, local, note, show, table, utc
+from ..core.errors import Refused
+from ..core.units import format_credits
 from ..ledger.commands import read_file
 from ..queue.commands import actor
 from ..services import Broker
+from ..storage import directories as storage_directories
+from ..storage.commands import LABEL
+from .renames import Belongings
 from .repository import Membership, RosterEntry
 from .roster import Import, RosterChange
+
+if TYPE_CHECKING:
+    from ..cli.hub import HubSettings
+
 
 _FILE = "a CSV: name and, if you like, groups, course, starts, ends, mail (-: stdin)"
 _SAID = {"same": "as before", "ended": "not in the file: ends now"}
@@ -178,3 +192,149 @@ def _plain_change(broker: Broker, change: RosterChange) -> dict[str, Any]:
         "what": change.event,
         **plain_entry(broker, change.after),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFiles:
+    """What becomes of a member's workspaces."""
+
+    here: dict[str, str] = field(default_factory=dict)
+    """Directories that are renamed, old path to new path."""
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    """Directories that are not on this machine."""
+    volumes: dict[str, str] = field(default_factory=dict)
+    """Volumes of the engine, old name to new name."""
+
+
+def members_grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
+    """``gpuspawner members`` needs a word after it."""
+    add = changes_of(command, common)
+    renaming = add("rename", rename, "Give a member another name, with all that is theirs.")
+    renaming.add_argument("old", metavar="OLD", help="the name until now")
+    renaming.add_argument("new", metavar="NEW", help="the name that they have at the Hub now")
+    renaming.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def members(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Say which word is missing."""
+    raise Refused("Say what to do: `gpuspawner members rename OLD NEW`.")
+
+
+def rename(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Say what has the old name, ask, and give it the new one."""
+    broker = settings.open_broker()
+    old, new = arguments.old, arguments.new
+    if done := broker.last_rename(old, new):
+        text = f"{old} was renamed to {new} at {local(done.at)} by {done.actor}. Nothing to do."
+        value = {"old": old, "new": new, "changed": False, "at": utc(done.at)}
+        show(arguments.json, value, text)
+        return 0
+    found = broker.belongings(old, new)
+    files = _files(settings, found, old, new)
+    if found.open_leases and files.here:
+        server = found.open_leases[0].server
+        raise Refused(
+            f"The server {server} runs, with files in {next(iter(files.here))}: stop it first "
+            f"(`gpuspawner stop {server} --reason TEXT`). Nothing was changed."
+        )
+    note(_plan(found, files, old, new))
+    if not arguments.yes and not confirmed(f"Rename {old} to {new}?"):
+        raise Refused("Nothing was changed.")
+    broker.rename_member(
+        old,
+        new,
+        actor=actor(),
+        sources=files.here,
+        move=partial(storage_directories.move, files.here),
+    )
+    text = f"{old} is called {new} from now on."
+    if by_hand := _by_hand(files, new):
+        text += "\n" + "\n".join(by_hand)
+    value = {
+        "old": old,
+        "new": new,
+        "changed": True,
+        "directories": files.here,
+        "directories_elsewhere": files.elsewhere,
+        "volumes": files.volumes,
+    }
+    show(arguments.json, value, text)
+    return 0
+
+
+def _files(settings: Settings, found: Belongings, old: str, new: str) -> MemberFiles:
+    """Sort a member's workspaces by who renames them. Raises Refused."""
+    from ..cli.hub import open_hub  # imports JupyterHub: slow, and needed here only
+
+    hub = open_hub(settings.config)
+    before, after = _workspace(hub, old), _workspace(hub, new)
+    known = [some.source for some in found.workspaces]
+    others = [before] if before.startswith("/") and before not in known else []
+    directories, files = {}, MemberFiles()
+    for source in (*known, *others):
+        target = after if source == before else _renamed(source, old, new)
+        if target == source:
+            continue
+        if source.startswith("/"):
+            directories[source] = target
+        else:
+            files.volumes[source] = target
+    files.here.update(storage_directories.movable(directories))
+    for source in known:
+        if source in directories and source not in files.here:
+            files.elsewhere[source] = directories[source]
+    return files
+
+
+def _workspace(hub: HubSettings, name: str) -> str:
+    """The workspace of a member of this name by the hub's configuration; empty without one."""
+    user = SimpleNamespace(
+        name=name, escaped_name=quote(name, safe="@~"), settings={}, groups=[], url="/"
+    )
+    spawner = hub.app.spawner_class(config=hub.app.config, user=user)
+    if "GPULocalSpawner" in hub.kinds:
+        return str(spawner.home_dir)
+    return str(getattr(spawner, "workspace_source", ""))
+
+
+def _renamed(source: str, old: str, new: str) -> str:
+    """The source under the new name, of a workspace that an earlier configuration made."""
+    parts = source.split("/")
+    return "/".join(new if part == old else part for part in parts)
+
+
+def _plan(found: Belongings, files: MemberFiles, old: str, new: str) -> str:
+    what = [
+        f"{format_credits(found.balance)} credits",
+        *(
+            count(number, noun)
+            for number, noun in (
+                (found.leases, "lease"),
+                (found.tickets, "ticket"),
+                (found.folders, "shared folder"),
+            )
+        ),
+    ]
+    lines = [f"{new} gets all that {old} has: {', '.join(what)}, and everything else."]
+    lines += [f"{source} is renamed to {target}" for source, target in files.here.items()]
+    lines += [f"The server {lease.server} goes on." for lease in found.open_leases]
+    lines += _by_hand(files, new)
+    return "\n".join(lines)
+
+
+def _by_hand(files: MemberFiles, new: str) -> list[str]:
+    """Say what nobody but an admin can do."""
+    lines = []
+    for source, target in files.elsewhere.items():
+        command = shlex.join(["mv", "-T", source, target])
+        lines.append(f"On the machine that has {source}, before the next server starts: {command}")
+    for source, target in files.volumes.items():
+        label = shlex.quote(f"{LABEL}={new}")
+        before, after = shlex.quote(f"{source}:/from:ro"), shlex.quote(f"{target}:/to")
+        lines.append(
+            f"The volume {source} keeps its name, as Docker renames none. While no server runs, "
+            f"copy it:\n  docker volume create --label {label} {shlex.quote(target)}\n"
+            f"  docker run --rm -v {before} -v {after} IMAGE cp -a /from/. /to/\n"
+            f"and when all is there: docker volume rm {shlex.quote(source)}"
+        )
+    return lines

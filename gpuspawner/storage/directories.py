@@ -17,7 +17,7 @@ import subprocess
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Protocol
@@ -26,7 +26,7 @@ import docker
 import requests
 from docker.errors import APIError, DockerException, NotFound
 
-from ..core.errors import ArchiveRefused, EngineUnavailable, WorkspaceBusy
+from ..core.errors import ArchiveRefused, EngineUnavailable, Refused, WorkspaceBusy
 
 ARCHIVE_CHUNK = 1 << 20
 ENDINGS = (".tar.zst", ".tar.gz", ".tar")
@@ -421,3 +421,54 @@ def _running(words: list[str], **pipes: Any) -> Iterator[Any]:
             lines = said.read(4000).decode(errors="replace").splitlines()
             line = next((x for x in lines if x.strip()), f"exit status {process.returncode}")
             raise ArchiveRefused(what=f"{words[0]} says: {line.strip()[:300].rstrip('.')}")
+
+
+def movable(directories: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the directories (old path to new path) that are here under either name.
+
+    Raises Refused if there are files under both names, or something that is no directory.
+    """
+    found = {}
+    for old, new in directories.items():
+        before, after = Path(old), Path(new)
+        for path in (before, after):
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                raise Refused(f"{path} is no directory: put it aside first. Nothing was changed.")
+        if before.exists() and after.exists() and any(after.iterdir()):
+            raise Refused(
+                f"There are files in both {old} and {new}: put them together in {old}, empty the "
+                "other one, and say this again. Nothing was changed."
+            )
+        if before.exists() or after.exists():
+            found[old] = new
+    return found
+
+
+def move(directories: Mapping[str, str]) -> None:
+    """Rename directories, old path to new path; what was renamed before is left alone.
+
+    Raises Refused if one of them cannot be renamed; then none is.
+    """
+    done: list[tuple[str, str]] = []
+    try:
+        for old, new in movable(directories).items():
+            if os.path.exists(old):
+                os.makedirs(os.path.dirname(new), exist_ok=True)
+                os.rename(old, new)  # onto an empty directory too
+                done.append((old, new))
+                _keep(old, new)
+    except OSError as error:
+        for old, new in reversed(done):
+            os.rename(new, old)
+        why = error.strerror or error
+        raise Refused(f"{old} cannot be renamed to {new}: {why}. Nothing was changed.") from error
+
+
+def _keep(*paths: str) -> None:
+    """Have it on the disk: what the database says next must be true after a loss of power."""
+    for folder in {os.path.dirname(path) for path in paths}:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,17 +1,21 @@
-"""A hub killed at every point of a spawn. Real: hub, proxy, accounting service, Docker Engine."""
+"""Each part killed at any point of a session. Real: hub, proxy, accounting service, Docker Engine,
+SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import docker.errors
 import pytest
 import requests
 
@@ -22,6 +26,7 @@ from gpuspawner.leases.models import Lease, LeaseState
 from tests.support.brokers import problems
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
+from tests.support.postgres import PrivatePostgres
 from tests.support.processes import free_port, wait_for
 from tests.support.tier import SOAK, Rounds
 
@@ -37,6 +42,11 @@ EXACT = 0.5
 """Seconds between what is charged and what the engine's events say, at the most."""
 
 
+PARTS = ("hub", "service", "proxy", "database", "container")
+PHASES = ("start", "run", "stop")
+UP = "JupyterHub is now running"
+
+
 @pytest.fixture
 def hub(hubs: None, engine: PrivateEngine, images: Any, tmp_path: Path) -> Iterator[GPUHub]:
     """Three devices; the proxy is a process of its own, as in production."""
@@ -44,6 +54,20 @@ def hub(hubs: None, engine: PrivateEngine, images: Any, tmp_path: Path) -> Itera
     with GPUHub(tmp_path / "hub", engine, config, fleet="3xT4", external_proxy=True) as hub:
         yield hub
     engine.clean()
+
+
+@pytest.fixture
+def hub_on_postgres(
+    hubs: None, engine: PrivateEngine, images: Any, postgres: PrivatePostgres, tmp_path: Path
+) -> Iterator[GPUHub]:
+    """The same with its leases and credits in PostgreSQL."""
+    config = CONFIG.format(port=free_port())
+    options = {"fleet": "3xT4", "external_proxy": True}
+    url = postgres.fresh_database()
+    with GPUHub(tmp_path / "hub", engine, config, database_url=url, **options) as hub:
+        yield hub
+    engine.clean()
+    postgres.drop(url)
 
 
 def ask_and_go(hub: GPUHub, member: str) -> threading.Thread:
@@ -133,6 +157,91 @@ def became_of(hub: GPUHub, before: set[str]) -> str:
         return "no lease yet"
     [lease] = new
     return "adopted" if lease.state is LeaseState.RUNNING else f"settled: {lease.end_reason}"
+
+
+def stop_and_go(hub: GPUHub, member: str) -> threading.Thread:
+    """Ask for the end of a server, and do not wait for the answer."""
+
+    def ask() -> None:
+        with contextlib.suppress(requests.RequestException):
+            hub.api("DELETE", f"users/{member}/server")
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    return thread
+
+
+def kill(part: str, hub: GPUHub, engine: PrivateEngine, postgres: PrivatePostgres) -> None:
+    """Kill a part on the spot, and start it again as its own supervisor does."""
+    if part == "hub":
+        before = hub.log_text().count(UP)
+        hub.kill9()
+        hub.start()
+        # JupyterHub ends if a service of it dies before it is up itself.
+        wait_for(lambda: hub.log_text().count(UP) > before, "the hub to be up with its service")
+    elif part == "service":
+        hub.kill_services()
+    elif part == "proxy":
+        hub.kill_proxy()
+    elif part == "database":
+        postgres.halt(signal.SIGQUIT)  # as in a crash: nothing is written down any more
+        postgres.start()
+    else:
+        for container in hub.containers():
+            with contextlib.suppress(docker.errors.APIError):  # it does not run, or is gone
+                engine.client.kill(container["Id"])
+
+
+def is_at_rest(hub: GPUHub, member: str) -> bool:
+    """Return True if the member's server is ready, or there is none, and nothing goes on."""
+    try:
+        server = hub.server(member)
+    except requests.RequestException:  # the proxy is not back yet, or has no way to the hub
+        return False
+    return server is None or bool(server["ready"])
+
+
+def test_every_second_is_charged_whichever_part_is_killed(
+    hub_on_postgres: GPUHub,
+    engine: PrivateEngine,
+    postgres: PrivatePostgres,
+    rounds: Rounds,
+    chance: random.Random,
+) -> None:
+    hub = hub_on_postgres
+    lasts = time_of_a_spawn(hub, "victim")
+    store = Store(hub.database_url)
+    kills, charged = rounds(100), 0
+    for number in range(kills):
+        part, phase = PARTS[number % len(PARTS)], chance.choice(PHASES)
+        since = time.time()
+        asking = ask_and_go(hub, "victim")
+        if phase != "start":
+            asking.join(timeout=120)
+            hub.wait_server("victim")
+        if phase == "stop":
+            asking = stop_and_go(hub, "victim")
+        moment = chance.uniform(0, 1.2 * lasts)
+        said = f"{part} killed {moment:.3f} s into the {phase}, a start lasts {lasts:.3f} s"
+        time.sleep(moment)
+        kill(part, hub, engine, postgres)
+        asking.join(timeout=120)
+        wait_for(partial(is_at_rest, hub, "victim"), f"rest after {said}")
+        settle(hub, said)
+        stop(hub, "victim")
+        settle(hub, f"{said}, after the stop")
+        assert not hub.taken(), said
+        assert problems(store) == [], said
+        lived = engine.lifetimes(since)
+        for lease in hub.leases("victim"):
+            if lease.id in lived and lease.started_at is not None:
+                seconds, charged = lease.charged / MICRO, charged + 1
+                assert seconds == pytest.approx(lived[lease.id], abs=EXACT), (said, lease)
+            elif lease.id in lived:
+                assert lease.charged == 0 and phase == "start", (said, lease)
+    print(f"a spawn took {lasts:.2f} s; {charged} sessions were charged in {kills} rounds")
+    assert charged > kills // 3
+    store.close()
 
 
 def test_nothing_leaks_wherever_the_hub_is_killed(

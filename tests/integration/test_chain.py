@@ -94,6 +94,10 @@ CHANGED = {
         "UPDATE leases SET \"user\" = 'eve' WHERE \"user\" = 'anna'",
         "was changed by hand",
     ),
+    "engine of an ended lease": (
+        "UPDATE leases SET engine_id = 'other' WHERE \"user\" = 'carl'",
+        "was changed by hand",
+    ),
     "ended lease deleted": (
         "DELETE FROM leases WHERE \"user\" = 'carl'",
         "The ended lease",
@@ -341,6 +345,8 @@ def test_the_command_prints_the_head_and_finds_it_again(
     saved = cli.json("backup", str(copy))
     assert saved["head"] == cli.json("audit")["head"] != head
     broker.store.close()
+    kept = cli.json("audit", "--database", f"sqlite:///{copy}", "--head", head)
+    assert kept["head"] == saved["head"] and kept["knows_head"] is True, "the copy has the chain"
 
 
 def test_rows_without_a_chain_are_chained_by_the_migration(broker: Broker) -> None:

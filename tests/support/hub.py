@@ -163,12 +163,23 @@ class HubProcess:
         """
         if self._hub is None:
             return
-        below = psutil.Process(self.pid).children(recursive=True) if services else []
-        managed = [p for p in below if environment_of(p).get("JUPYTERHUB_SERVICE_NAME")]
+        managed = self._managed() if services else []
         self._hub.kill()
         self._hub.wait()
         self._hub = None
         processes.kill_all(managed)
+
+    def kill_services(self) -> None:
+        """Kill the managed services on the spot; the hub starts them again."""
+        processes.kill_all(self._managed())
+
+    def kill_proxy(self) -> None:
+        """Kill the proxy beside the hub on the spot, and start it again as systemd would."""
+        if self._proxy is None:
+            raise RuntimeError("the hub starts its proxy itself")
+        self._proxy.kill()
+        self._proxy.wait()
+        self._proxy = self._start_proxy()
 
     def shut_down(self) -> None:
         """End the hub as systemd would, and wait until it has ended. Its proxy lives on."""
@@ -335,6 +346,11 @@ class HubProcess:
         return log.read_text(errors="replace") if log.exists() else ""
 
     # Below here: how.
+
+    def _managed(self) -> list[psutil.Process]:
+        """The processes of the services that the hub starts."""
+        below = psutil.Process(self.pid).children(recursive=True)
+        return [p for p in below if environment_of(p).get("JUPYTERHUB_SERVICE_NAME")]
 
     def _path(self, user: str, server: str) -> str:
         return f"users/{user}/servers/{server}" if server else f"users/{user}/server"
