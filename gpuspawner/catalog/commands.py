@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import date
 from typing import Any
 
+from ..cli.command import group
 from ..cli.config import Settings, catalog_file
 from ..cli.output import count, show, table
+from ..cli.parameters import argument, flag
 from ..devices.placement import format_memory
 from . import image_commands
 from .json_schema import schema
 from .loader import Catalog, load
 from .models import Environment
 
-_FILE = "the catalog (default: the one of the hub's configuration)"
+file_argument = argument(
+    "file", "[FILE]", "the catalog (default: the one of the hub's configuration)", required=False
+)
 
 
-def grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
-    """``gpuspawner catalog`` alone lists, as ``list`` does."""
-    actions = command.add_subparsers(title="actions", metavar="ACTION")
-
-    def add(name: str, work: Callable[..., int], what: str) -> argparse.ArgumentParser:
-        after = common(argument_default=argparse.SUPPRESS)
-        sub: argparse.ArgumentParser = actions.add_parser(
-            name, help=what, description=what, parents=[after]
-        )
-        sub.set_defaults(command=work)
-        return sub
-
-    command.set_defaults(file=None)
-    listing = add("list", catalog, "List the environments.")
-    checking = add("check", check_catalog, "Read the catalog and the files that it names.")
-    for sub in (listing, checking):
-        sub.add_argument("file", nargs="?", metavar="FILE", help=_FILE)
-    checking.add_argument(
-        "--images", action="store_true", help="also the images: here, as pinned, the newest?"
-    )
-    image_commands.grammar(add)
-    add("schema", print_schema, "Print the catalog's JSON Schema, for editors.")
+@group()
+def catalog(settings: Settings) -> None:
+    """List the environments of the hub's own catalog."""
+    _show_environments(load(catalog_file(None, settings)))
 
 
-def catalog(arguments: argparse.Namespace, settings: Settings) -> int:
+@catalog.command("list")
+@file_argument
+def list_environments(settings: Settings, file: str | None) -> None:
     """List the environments."""
-    found = load(catalog_file(arguments, settings))
+    _show_environments(load(catalog_file(file, settings)))
+
+
+def _show_environments(found: Catalog) -> None:
     headers = ("SLUG", "NAME", "GPUS", "GROUPS", "TESTED", "IMAGE")
     rows = [
         (
@@ -60,29 +49,35 @@ def catalog(arguments: argparse.Namespace, settings: Settings) -> int:
         for environment in found.environments
     ]
     plain = [_plain(environment) for environment in found.environments]
-    show(arguments.json, {"environments": plain}, table(headers, rows))
-    return 0
+    show({"environments": plain}, table(headers, rows))
 
 
-def check_catalog(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Read everything. A mistake is a ConfigError with its line and what to do."""
-    path = catalog_file(arguments, settings)
+@catalog.command("check")
+@file_argument
+@flag("--images", "also the images: here, as pinned, the newest?")
+def check_catalog(settings: Settings, file: str | None, images: bool) -> int:
+    """Read the catalog and the files that it names."""
+    path = catalog_file(file, settings)
     found = load(path)
-    if arguments.images:
-        return image_commands.check_images(arguments, settings)
+    if images:
+        return image_commands.check_images(settings, found)
     counts = {
         "environments": len(found.environments),
         "datasets": len(found.datasets),
         "shared_folders": len(found.shared_folders),
     }
-    show(arguments.json, {"file": str(path), **counts}, f"{path} is right: {_counted(found)}.")
+    show({"file": str(path), **counts}, f"{path} is right: {_counted(found)}.")
     return 0
 
 
-def print_schema(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Print the JSON Schema of catalogs."""
+for each in image_commands.COMMANDS:
+    catalog.add_command(each)
+
+
+@catalog.command("schema")
+def print_schema(settings: Settings) -> None:
+    """Print the catalog's JSON Schema, for editors."""
     print(json.dumps(schema(), indent=2))
-    return 0
 
 
 def _counted(found: Catalog) -> str:

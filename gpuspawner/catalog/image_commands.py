@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from datetime import date
@@ -14,8 +13,10 @@ from docker.errors import DockerException
 from requests import RequestException
 
 from ..cli.check import line_of
+from ..cli.command import command
 from ..cli.config import Settings, catalog_file
 from ..cli.output import count, follow, note, show
+from ..cli.parameters import argument, flag, option
 from ..core.errors import ConfigError, EngineUnavailable, ImageUnavailable
 from ..engines.images import (
     Connect,
@@ -36,75 +37,61 @@ from .editor import CatalogFile, changes_file, entry_of, entry_text, packages_fi
 from .loader import Catalog, load
 from .models import Environment
 
-Add = Callable[[str, Callable[..., int], str], argparse.ArgumentParser]
-
 REMOVAL_SECONDS = 600.0
 """How long the engine may take to remove a large image."""
 
 ENGINE_SECONDS = 20.0
 """How long an engine may take to say whether it has an image."""
 
-_CATALOG = "the catalog (default: the one of the hub's configuration)"
-
-
-def grammar(add: Add) -> None:
-    """The words after ``gpuspawner catalog`` that are about images."""
-    adding = add("add", add_entry, "Make an entry for an image, from what the image says.")
-    adding.add_argument("image", metavar="IMAGE", help="its name; it is pulled if it is not here")
-    adding.add_argument("--slug", metavar="NAME", help="of the entry (default: as the image says)")
-    adding.add_argument(
-        "--write", action="store_true", help="append it to the catalog (default: print it)"
-    )
-    pulling = add("pull", pull_images, "Pull the images that are not here, with progress.")
-    pulling.add_argument("slugs", nargs="*", metavar="SLUG", help="these only (default: all)")
-    trying = add("smoke", smoke_image, "Try an image: imports, devices, files, a server.")
-    trying.add_argument("image", metavar="IMAGE", help="an image, or the slug of an environment")
-    updating = add("update", update, "Take an environment's newest image, once it passes its test.")
-    updating.add_argument("slug", metavar="SLUG", help="the environment")
-    updating.add_argument(
-        "--keep-as", metavar="NAME", help="keep the image that it has as an environment of its own"
-    )
-    pruning = add("prune", prune, "Show the images that nothing needs any more.")
-    pruning.add_argument("--yes", action="store_true", help="remove them")
-    for sub in (adding, pulling, trying, updating, pruning):
-        sub.add_argument("--file", metavar="FILE", help=_CATALOG)
+catalog_option = option(
+    "--file", "FILE", "the catalog (default: the one of the hub's configuration)"
+)
 
 
 # add
 
 
-def add_entry(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Make a catalog entry from an image's labels, and print or append it."""
+@command("add")
+@argument("image_name", "IMAGE", "its name; it is pulled if it is not here")
+@option("--slug", "NAME", "of the entry (default: as the image says)")
+@flag("--write", "append it to the catalog (default: print it)")
+@catalog_option
+def add_entry(
+    settings: Settings, image_name: str, slug: str | None, write: bool, file: str | None
+) -> None:
+    """Make an entry for an image, from what the image says."""
     client, hub = _engine(settings)
-    image = _present(client, hub, arguments.image)
-    packages = packages_of_image(client, arguments.image)
-    entry = entry_of(arguments.image, image.labels, packages, arguments.slug)
-    Catalog.from_mapping({"environments": [entry]}, f"the entry of {arguments.image}")
-    if not arguments.write:
-        show(arguments.json, entry, entry_text(entry).rstrip())
+    image = _present(client, hub, image_name)
+    packages = packages_of_image(client, image_name)
+    entry = entry_of(image_name, image.labels, packages, slug)
+    Catalog.from_mapping({"environments": [entry]}, f"the entry of {image_name}")
+    if not write:
+        show(entry, entry_text(entry).rstrip())
         note("Put it under 'environments' of the catalog, or say --write.")
-        return 0
-    file = CatalogFile(catalog_file(arguments, settings))
-    _check_slug(file, str(entry["slug"]))
+        return
+    catalog = CatalogFile(catalog_file(file, settings))
+    _check_slug(catalog, str(entry["slug"]))
     if packages:
-        folder = file.path.parent
+        folder = catalog.path.parent
         entry["packages"] = packages_file(folder, str(entry["slug"]), "", packages)
-    file.add(entry)
-    show(arguments.json, entry, f"{file.path} has an environment {entry['slug']!r} now.")
-    return 0
+    catalog.add(entry)
+    show(entry, f"{catalog.path} has an environment {entry['slug']!r} now.")
 
 
 # pull
 
 
-def pull_images(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Pull the images of environments, one after the other, onto this machine and every node."""
-    chosen = _chosen(load(catalog_file(arguments, settings)), arguments.slugs)
+@command("pull")
+@argument("slugs", "[SLUG]...", "these only (default: all)", nargs=-1)
+@catalog_option
+def pull_images(settings: Settings, slugs: Sequence[str], file: str | None) -> int:
+    """Pull the images that are not here, with progress."""
+    chosen = _chosen(load(catalog_file(file, settings)), slugs)
     images = dict.fromkeys(image for each in chosen for image in each.images)
     _, hub = _engine(settings)
     told = [_pulled(image, node, connect) for node, connect in _engines(hub) for image in images]
     lines = [each["why"] or f"{_on(each['image'], each)}: {each['state']}" for each in told]
-    show(arguments.json, told, "\n".join(lines))
+    show(told, "\n".join(lines))
     return int(any(each["state"] == "failed" for each in told))
 
 
@@ -138,38 +125,40 @@ def _on(image: str, told: dict[str, str]) -> str:
 # smoke
 
 
-def smoke_image(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Try an image, without a GPU."""
+@command("smoke")
+@argument("name", "IMAGE", "an image, or the slug of an environment")
+@catalog_option
+def smoke_image(settings: Settings, name: str, file: str | None) -> int:
+    """Try an image: imports, devices, files, a server."""
     client, _ = _engine(settings)
-    image, first_page = arguments.image, ""
-    environment = _named(arguments, settings)
+    image, first_page = name, ""
+    environment = _named(settings, name, file)
     if environment is not None:
         image, first_page = environment.image, environment.default_url
     found = smoke(client, image, first_page=first_page)
-    _print(arguments, found)
+    _print(found)
     return int(not passed(found))
 
 
-def _named(arguments: argparse.Namespace, settings: Settings) -> Environment | None:
+def _named(settings: Settings, name: str, file: str | None) -> Environment | None:
     """The environment of that slug; None when it is the name of an image."""
     try:
-        found = load(catalog_file(arguments, settings)).environments
+        found = load(catalog_file(file, settings)).environments
     except ConfigError:
-        if arguments.file:
+        if file:
             raise
         return None
-    return next((e for e in found if e.slug == arguments.image), None)
+    return next((e for e in found if e.slug == name), None)
 
 
 # check --images
 
 
-def check_images(arguments: argparse.Namespace, settings: Settings) -> int:
+def check_images(settings: Settings, found: Catalog) -> int:
     """Whether each environment's image is here, as pinned, and the newest."""
-    found = load(catalog_file(arguments, settings))
     client, _ = _engine(settings)
     findings = [_look(client, e.slug, image) for e in found.environments for image in e.images]
-    _print(arguments, findings)
+    _print(findings)
     return int(any(finding.status is Status.FAIL for finding in findings))
 
 
@@ -195,17 +184,21 @@ def _look(client: docker.APIClient, name: str, image: str) -> CheckFinding:
 # update
 
 
-def update(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Pull the newest image, try it, and only then write its digest into the catalog."""
-    file = CatalogFile(catalog_file(arguments, settings))
-    environment = file.catalog.get(arguments.slug)
-    if arguments.keep_as:
-        _check_slug(file, arguments.keep_as)
+@command()
+@argument("slug", "SLUG", "the environment")
+@option("--keep-as", "NAME", "keep the image that it has as an environment of its own")
+@catalog_option
+def update(settings: Settings, slug: str, keep_as: str | None, file: str | None) -> int:
+    """Take an environment's newest image, once it passes its test."""
+    catalog = CatalogFile(catalog_file(file, settings))
+    environment = catalog.catalog.get(slug)
+    if keep_as:
+        _check_slug(catalog, keep_as)
     client, hub = _engine(settings)
     old = _old(client, environment)
     digest = offered_digest(client, environment.image)
     if digest == environment.image_digest:
-        show(arguments.json, _plain(environment, digest, []), "It has the newest image.")
+        show(_plain(environment, digest, []), "It has the newest image.")
         return 0
     image = pinned_image(environment.image, digest)
     if not local_images(client, image):
@@ -213,15 +206,15 @@ def update(arguments: argparse.Namespace, settings: Settings) -> int:
         follow(image, pull(hub.connect, image))
     found = smoke(client, image, first_page=environment.default_url)
     if not passed(found):
-        _print(arguments, found)
+        _print(found)
         note(f"{environment.slug} keeps the image that it has: {environment.image}")
         return 1
-    if arguments.keep_as:
-        file.add(_kept_entry(client, file, environment, old, arguments.keep_as))
+    if keep_as:
+        catalog.add(_kept_entry(client, catalog, environment, old, keep_as))
     keys = {"image": image, "tested_on": date.today().isoformat()}
-    file.set_keys(environment.slug, keys | _told(client, file, environment, image))
+    catalog.set_keys(environment.slug, keys | _told(client, catalog, environment, image))
     text = f"{environment.slug} has {image} now. Servers that run keep theirs until they end."
-    show(arguments.json, _plain(environment, digest, found), text)
+    show(_plain(environment, digest, found), text)
     return 0
 
 
@@ -281,25 +274,28 @@ def _plain(environment: Environment, digest: str, found: Sequence[CheckFinding])
 # prune
 
 
-def prune(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Show, or remove, images of environments that are environments no more."""
-    found = load(catalog_file(arguments, settings))
+@command()
+@flag("--yes", "remove them")
+@catalog_option
+def prune(settings: Settings, yes: bool, file: str | None) -> int:
+    """Show the images that nothing needs any more."""
+    found = load(catalog_file(file, settings))
     client, hub = _engine(settings, REMOVAL_SECONDS)
     named = [image for each in found.environments for image in each.images]
     named += [str(getattr(hub.spawner, "image", ""))] if hub.uses_docker else []
     told = []
     for each in removable(client, list(filter(None, named))):
-        kept = remove(client, each.image) if arguments.yes else ""
+        kept = remove(client, each.image) if yes else ""
         told.append(
             {
                 "image": each.image.name,
                 "bytes": each.image.size,
                 "why": each.why,
-                "removed": arguments.yes and not kept,
+                "removed": yes and not kept,
                 "kept": kept,
             }
         )
-    show(arguments.json, told, _pruned(told, arguments.yes))
+    show(told, _pruned(told, yes))
     return int(any(each["kept"] for each in told))
 
 
@@ -314,6 +310,8 @@ def _pruned(told: Sequence[dict[str, Any]], removed: bool) -> str:
         lines.append(f"{count(len(told), 'image')} can go. Say --yes to remove them.")
     return "\n".join(lines)
 
+
+COMMANDS = (add_entry, pull_images, smoke_image, update, prune)
 
 # What they share.
 
@@ -350,6 +348,6 @@ def _chosen(found: Catalog, slugs: Sequence[str]) -> list[Environment]:
     return [found.get(slug) for slug in slugs] if slugs else list(found.environments)
 
 
-def _print(arguments: argparse.Namespace, found: Sequence[CheckFinding]) -> None:
+def _print(found: Sequence[CheckFinding]) -> None:
     plain = [{**asdict(finding), "status": finding.status.value} for finding in found]
-    show(arguments.json, plain, "\n".join(line_of(finding) for finding in found))
+    show(plain, "\n".join(line_of(finding) for finding in found))

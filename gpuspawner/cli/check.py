@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import copy
-import json
 import os
 import signal
 import sys
@@ -17,6 +15,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import click
 
 from ..catalog.loader import Catalog, load
 from ..core.errors import ConfigError, GPUSpawnerError, TooMuchAsked
@@ -30,10 +30,13 @@ from ..leases.models import Request
 from ..monitoring.health import SICK
 from ..services import utcnow
 from ..slurm.cluster import Cluster, read_cluster
+from . import DEFAULT_FILE
 from .check_database import check_database
-from .config import DEFAULT_FILE, Settings
+from .command import command, wants_json
+from .config import Settings
 from .hub import HubSettings
-from .output import count, printable
+from .output import count, printable, show
+from .parameters import flag
 
 BASES = {"GPUDockerSpawner": "docker", "GPUSlurmSpawner": "slurm", "GPULocalSpawner": "local"}
 """Our classes, and their modules in gpuspawner.spawners."""
@@ -107,25 +110,23 @@ NO_GPU = (
 )
 
 WORDS = {Status.OK: "ok", Status.FAIL: "FAIL", Status.UNCHECKED: "not checked"}
-COLOURS = {Status.OK: "\x1b[32m", Status.FAIL: "\x1b[31m", Status.UNCHECKED: "\x1b[33m"}
-PLAIN = "\x1b[0m"
+COLOURS = {Status.OK: "green", Status.FAIL: "red", Status.UNCHECKED: "yellow"}
 WORD_WIDTH, NAME_WIDTH = 11, 14
 
 
-def check(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@flag("--no-containers", "start no containers: what they would prove is then not checked")
+def check(settings: Settings, no_containers: bool) -> int:
     """Run every check; 1 when one is red."""
     found = []
     with _ended_cleanly():
-        for finding in findings(settings, containers=not arguments.no_containers):
+        for finding in findings(settings, containers=not no_containers):
             found.append(finding)
-            if not arguments.json:
-                print(line_of(finding, _coloured()), flush=True)
+            if not wants_json():
+                print(line_of(finding), flush=True)
     ok = all(finding.status is not Status.FAIL for finding in found)
-    if arguments.json:
-        checks: list[dict[str, Any]] = [asdict(f) | {"status": f.status.value} for f in found]
-        print(json.dumps({"ok": ok, "checks": checks}, indent=2, ensure_ascii=False))
-    else:
-        print(f"\n{_summary(found)}")
+    checks: list[dict[str, Any]] = [asdict(f) | {"status": f.status.value} for f in found]
+    show({"ok": ok, "checks": checks}, f"\n{_summary(found)}")
     return 0 if ok else 1
 
 
@@ -308,12 +309,11 @@ def _states(views: Sequence[DeviceView]) -> str:
 # What it looks like.
 
 
-def line_of(finding: CheckFinding, coloured: bool | None = None) -> str:
+def line_of(finding: CheckFinding) -> str:
     """A finding for people, in colour where somebody looks."""
-    coloured = _coloured() if coloured is None else coloured
     word = f"{WORDS[finding.status]:<{WORD_WIDTH}}"
-    if coloured:
-        word = f"{COLOURS[finding.status]}{word}{PLAIN}"
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        word = click.style(word, fg=COLOURS[finding.status])
     line = f"{word}  {finding.name:<{NAME_WIDTH}}  {printable(finding.text)}"
     if finding.remedy:
         indent = " " * (WORD_WIDTH + NAME_WIDTH + 4)
@@ -325,10 +325,6 @@ def _summary(found: Sequence[CheckFinding]) -> str:
     counts = Counter(finding.status for finding in found)
     parts = [f"{counts[status]} {WORDS[status]}" for status in WORDS if counts[status]]
     return ", ".join(parts) + "."
-
-
-def _coloured() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import traceback
 from dataclasses import dataclass
@@ -11,21 +10,24 @@ from types import TracebackType
 
 import sqlalchemy as sa
 from traitlets import TraitError
-from traitlets.config import Config
+from traitlets.config import Config, LoggingConfigurable
 from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 
 from ..base_service import BrokerSettings
 from ..core.errors import ConfigError, StoreUnavailable
 from ..queue.scheduler import Scheduler
-from ..queue.settings import QueueSettings
 from ..services import Broker
+from . import DEFAULT_FILE
 
-DEFAULT_FILE = "jupyterhub_config.py"
 _PASSWORD = re.compile(r"://[^\s:/@]*:([^\s@]+)@")
 
+
+def _read_traits(self: LoggingConfigurable, config: Config) -> None:
+    LoggingConfigurable.__init__(self, config=config)
+
+
 # The broker's traits without its database. A class's name says which section it reads.
-_BrokerTraits = type("Broker", (BrokerSettings,), {})
-_QueueTraits = type("Broker", (QueueSettings,), {})
+_BrokerTraits = type("Broker", (Broker,), {"__init__": _read_traits})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Settings:
 
     def scheduler(self) -> Scheduler:
         """The hub's scheduler, with nobody in line; no database is opened for it."""
-        made: Scheduler = _QueueTraits(config=self.config).make_scheduler()
+        made: Scheduler = _BrokerTraits(config=self.config).make_scheduler()
         return made
 
     def missing_database(self) -> Path | None:
@@ -146,10 +148,10 @@ def _line(trace: TracebackType | None, path: Path) -> str:
     return f", line {lines[-1]}," if lines else ""
 
 
-def catalog_file(arguments: argparse.Namespace, settings: Settings) -> Path:
+def catalog_file(file: str | None, settings: Settings) -> Path:
     """The catalog that the command or else the hub's configuration names. Raises ConfigError."""
-    if arguments.file:
-        return Path(arguments.file)
+    if file:
+        return Path(file)
     from .hub import open_hub
 
     named = str(getattr(open_hub(settings.config).spawner, "catalog", ""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import getpass
 import json
 import os
@@ -10,35 +9,15 @@ import shutil
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
+from ..core.errors import InvalidRequest
 from ..core.units import format_credits
 from ..engines.images import PullProgress
-
-Work = Callable[..., int]
-Add = Callable[[str, Work, str], argparse.ArgumentParser]
-
-
-def changes_of(command: argparse.ArgumentParser, common: Callable[..., Any]) -> Add:
-    """How to add a change to a command: its word, what does it, and its help.
-
-    ``common`` makes the options of every command. What was said before the word holds: only
-    what is said after it replaces that.
-    """
-    actions = command.add_subparsers(title="changes", metavar="CHANGE")
-
-    def add(name: str, work: Work, what: str) -> argparse.ArgumentParser:
-        after = common(argument_default=argparse.SUPPRESS)
-        sub: argparse.ArgumentParser = actions.add_parser(
-            name, help=what, description=what, parents=[after]
-        )
-        sub.set_defaults(command=work)
-        return sub
-
-    return add
-
+from .command import wants_json
 
 BAR = 24
 LINE_EVERY = 10.0
@@ -80,11 +59,37 @@ GAP = "  "
 def table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()
 ) -> str:
-    """Aligned columns, as wide as their longest cell; those in ``right`` to the right."""
+    """Aligned columns; those in ``right`` to the right.
+
+    On a terminal they fit its width. Elsewhere each is as wide as its longest cell.
+    """
     lines = [list(headers), *([printable(cell) for cell in row] for row in rows)]
+    if sys.stdout.isatty():
+        return _drawn(lines, right)
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
     numbers = [header in right for header in headers]
     return "\n".join(GAP.join(map(_pad, line, widths, numbers)).rstrip() for line in lines)
+
+
+def _drawn(lines: Sequence[Sequence[str]], right: Collection[str]) -> str:
+    """Return the same table for a terminal: cells too wide for it are folded."""
+    from rich.box import SIMPLE_HEAD  # rich is slow to import, and scripts do not need it
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    headers, *rows = lines
+    columns = [
+        Column(header, justify="right" if header in right else "left", overflow="fold")
+        for header in headers
+    ]
+    drawn = Table(*columns, box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    console = Console()
+    with console.capture() as captured:
+        console.print(drawn)
+    return captured.get().rstrip("\n")
 
 
 def credits(micro: int) -> str:
@@ -117,9 +122,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def show(as_json: bool, value: Any, text: str) -> None:
-    """Print ``value`` as JSON or ``text`` for people."""
-    print(json.dumps(value, indent=2, ensure_ascii=False) if as_json else text)
+def show(value: Any, text: str) -> None:
+    """Print ``value`` as JSON if the command was given ``--json``, else ``text`` for people."""
+    print(json.dumps(value, indent=2, ensure_ascii=False) if wants_json() else text)
 
 
 def note(text: str) -> None:
@@ -154,3 +159,22 @@ def default_actor() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
         return f"uid {os.getuid()}"
+
+
+def actor() -> str:
+    """Who types this, as the audit trail names them: no member of the hub."""
+    return f"cli:{default_actor()}"
+
+
+def read_input(name: str, most_bytes: int) -> bytes:
+    """Return the bytes of a file (``-`` is stdin), or one more than ``most_bytes``.
+
+    Raises InvalidRequest.
+    """
+    try:
+        if name == "-":
+            return sys.stdin.buffer.read(most_bytes + 1)
+        with Path(name).open("rb") as file:
+            return file.read(most_bytes + 1)
+    except OSError as error:
+        raise InvalidRequest(f"{name} cannot be read: {error.strerror}.") from None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..cli.command import command
 from ..cli.config import Settings, shown_url
-from ..cli.output import confirmed, count, local, note, printable, show
+from ..cli.output import actor, confirmed, count, local, note, printable, show
+from ..cli.parameters import PATH, argument, flag, option, yes_option
 from ..core.errors import AnotherHubGrants, Refused
-from ..queue.commands import actor
 from . import backup as db_backup
 from .audit import AuditFinding
 from .leader import Granter, identity_file, read_identity
@@ -18,12 +18,14 @@ from .leader import Granter, identity_file, read_identity
 UNKNOWN_HEAD = "rows up to it were changed or deleted by hand, or it is of another database."
 
 
-def audit(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@option("--head", "HEAD", "a head of the chain that an earlier audit or backup printed", default="")
+def audit(settings: Settings, head: str) -> int:
     """Hold every invariant against every row; 1 when one is broken.
 
     Also 1 when the chain does not have the head that was noted earlier.
     """
-    broker, noted = settings.open_broker(), arguments.head
+    broker, noted = settings.open_broker(), head
     with broker.store.view():
         findings, rows = broker.audit()
         head = broker.chain_head() if holds(findings) else ""
@@ -36,7 +38,7 @@ def audit(arguments: argparse.Namespace, settings: Settings) -> int:
         value["knows_head"] = known
         if not known:
             said += f"\nThe chain does not have the head {printable(noted)}: {UNKNOWN_HEAD}"
-    show(arguments.json, value, said)
+    show(value, said)
     return 0 if holds(findings) and known else 1
 
 
@@ -73,42 +75,47 @@ def text(findings: Sequence[AuditFinding], rows: Mapping[str, int]) -> str:
     return "\n".join([*lines, "", f"{said} Rows: {looked_at}."])
 
 
-def backup(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@argument("file", "FILE", "the copy: one SQLite file", type=PATH)
+@flag("--overwrite", "replace the file")
+def backup(settings: Settings, file: Path, overwrite: bool) -> None:
     """Copy the database into a file, while the hub goes on."""
     store = settings.open_broker().store
-    file = Path(arguments.file)
-    size = db_backup.back_up(store, file, overwrite=arguments.overwrite)
+    size = db_backup.back_up(store, file, overwrite=overwrite)
     text = f"Copied the database to {file} ({size / 1_000_000:.1f} MB, for its owner only)."
     text += f" Prove it with: gpuspawner restore --check {file}"
     head = db_backup.head(file)
     text += f"\nHead of its audit chain, to be kept elsewhere: {head}"
-    show(arguments.json, {"file": str(file), "bytes": size, "head": head}, text)
-    return 0
+    show({"file": str(file), "bytes": size, "head": head}, text)
 
 
-def restore(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@argument("file", "FILE", "what `gpuspawner backup` made", type=PATH)
+@flag("--check", "prove it, and change nothing")
+@flag("--overwrite", "replace the database; the old one is kept aside")
+def restore(settings: Settings, file: Path, check: bool, overwrite: bool) -> None:
     """Prove a copy, and put it in the place of the database."""
-    file = Path(arguments.file)
-    if arguments.check:
+    if check:
         rows = db_backup.check(file)
         text = f"{file} can be restored: every invariant holds ({_looked_at(rows)})."
-        show(arguments.json, {"file": str(file), "rows": rows, "restored": False}, text)
-        return 0
-    done = db_backup.restore(settings.database_url, file, overwrite=arguments.overwrite)
+        show({"file": str(file), "rows": rows, "restored": False}, text)
+        return
+    done = db_backup.restore(settings.database_url, file, overwrite=overwrite)
     where = shown_url(settings.database_url)
     text = f"Restored {file} to {where}: every invariant holds ({_looked_at(done.rows)})."
     if done.kept:
         text += f" What was there before is kept: {done.kept}"
     value = {"file": str(file), "rows": done.rows, "restored": True, "kept": done.kept or None}
-    show(arguments.json, value, text)
-    return 0
+    show(value, text)
 
 
 def _looked_at(rows: Mapping[str, int]) -> str:
     return ", ".join(count(number, name.removesuffix("s")) for name, number in rows.items())
 
 
-def takeover(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@yes_option
+def takeover(settings: Settings, yes: bool) -> None:
     """Say whose the database is, ask, and make it this hub's."""
     path = Path(settings.broker.hub_id_file or identity_file(settings.config))
     if not (identity := read_identity(path)):
@@ -121,8 +128,8 @@ def takeover(arguments: argparse.Namespace, settings: Settings) -> int:
     found, has_something = granter.owner()
     if found is None or found.hub == identity:
         text = "Nothing to do: the database belongs to this hub, or to nobody yet."
-        show(arguments.json, {"changed": False, "hub": identity}, text)
-        return 0
+        show({"changed": False, "hub": identity}, text)
+        return
     if has_something:
         what = f"{count(len(broker.open_leases()), 'open lease')} and "
         what += f"{count(len(broker.waiting()), 'waiting ticket')}"
@@ -135,7 +142,7 @@ def takeover(arguments: argparse.Namespace, settings: Settings) -> int:
         "waits and is no member here loses their place. Do this only if the other hub is stopped "
         "for good."
     )
-    if not arguments.yes and not confirmed("Take it over?"):
+    if not yes and not confirmed("Take it over?"):
         raise Refused("Nothing was changed.")
     try:
         granter.take_over(actor())
@@ -144,5 +151,4 @@ def takeover(arguments: argparse.Namespace, settings: Settings) -> int:
             f"A hub runs on this database ({granter.holder()}): stop it first. Nothing was changed."
         ) from None
     text = "The database belongs to this hub. It goes on by itself within a minute."
-    show(arguments.json, {"changed": True, "hub": identity, "before": found.hub}, text)
-    return 0
+    show({"changed": True, "hub": identity, "before": found.hub}, text)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
+from ..cli.command import command
 from ..cli.config import Settings
 from ..cli.output import count, exact, note, show, table, utc
 from ..leases import repository as leases_repository
@@ -24,7 +24,8 @@ from .snapshots import DeviceView, Overview, count_models, device_views
 from .source import open_source
 
 
-def devices(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+def devices(settings: Settings) -> int:
     """List the devices."""
     if (missing := settings.missing_database()) is None:
         broker = settings.open_broker()
@@ -35,7 +36,7 @@ def devices(arguments: argparse.Namespace, settings: Settings) -> int:
         overview = _overview(look(settings, None), settings.broker.read_rates())
         leases, use, health = [], {}, {}
     told = Told({lease.id: lease for lease in leases}, use, health)
-    show(arguments.json, _plain(overview, told), _text(overview, told))
+    show(_plain(overview, told), _text(overview, told))
     return 1 if overview.error else 0
 
 

@@ -6,7 +6,6 @@ cannot prove an admin has to insist on.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,8 +13,10 @@ from datetime import datetime
 from enum import Enum
 from typing import Any
 
+from ..cli.command import command
 from ..cli.config import Settings
 from ..cli.output import (
+    actor,
     confirmed,
     count,
     credits,
@@ -27,32 +28,42 @@ from ..cli.output import (
     table,
     utc,
 )
+from ..cli.parameters import (
+    argument,
+    flag,
+    limit_option,
+    option,
+    required_reason_option,
+    yes_option,
+)
 from ..core.errors import AnotherEngine, EngineUnavailable, GPUSpawnerError, Refused, UnknownLease
 from ..engines.base import Engine
 from ..engines.docker import DockerEngine, belongs_to, is_alive, sighting_of
 from ..engines.local import LocalEngine, process_ref
 from ..ledger import rules as ledger_rules
-from ..queue.commands import actor, line_broker
+from ..queue.commands import line_broker
 from ..services import Broker
 from .models import Lease, LeaseState, ServerRef, Sighting
 
 
-def leases(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@flag("--all", "also leases that have ended", "with_ended")
+@option("--member", "NAME", "only this member's")
+@limit_option
+def leases(settings: Settings, with_ended: bool, member: str | None, limit: int) -> None:
     """List the open leases, or all of them."""
     broker = settings.open_broker()
-    member = arguments.member
-    if not arguments.all:
+    if not with_ended:
         found = broker.open_leases()
     elif member is None:
-        found = broker.leases_of(None, arguments.limit)
+        found = broker.leases_of(None, limit)
     else:
         found = broker.leases_of(None, _EVERY)  # a group's account may have paid for some
     if member is not None:
         found = [lease for lease in found if lease.server.user == member]
-    if arguments.all:
-        found = found[: arguments.limit]
-    show(arguments.json, [plain(lease) for lease in found], _text(found, arguments))
-    return 0
+    if with_ended:
+        found = found[:limit]
+    show([plain(lease) for lease in found], _text(found, with_ended, member, limit))
 
 
 _EVERY = 2**31 - 1
@@ -99,19 +110,19 @@ def plain(lease: Lease) -> dict[str, Any]:
     }
 
 
-def _text(found: Sequence[Lease], arguments: argparse.Namespace) -> str:
-    whose = f" of {arguments.member}" if arguments.member is not None else ""
+def _text(found: Sequence[Lease], with_ended: bool, member: str | None, limit: int) -> str:
+    whose = f" of {member}" if member is not None else ""
     if not found:
-        return f"No {'' if arguments.all else 'open '}leases{whose}."
+        return f"No {'' if with_ended else 'open '}leases{whose}."
     headers = ["LEASE", "SERVER", "ENVIRONMENT", "DEVICES", "STATE", "GRANTED", "STARTED"]
     headers += ["CREDITS/H", "CHARGED"]
-    headers += ["ENDED", "WHY"] if arguments.all else ["ENDS"]
-    rows = [_row(lease, arguments.all) for lease in found]
-    kind = "lease" if arguments.all else "open lease"
+    headers += ["ENDED", "WHY"] if with_ended else ["ENDS"]
+    rows = [_row(lease, with_ended) for lease in found]
+    kind = "lease" if with_ended else "open lease"
     text = table(headers, rows, right=("CREDITS/H", "CHARGED"))
     text += f"\n\n{count(len(found), kind)}{whose}"
-    if arguments.all and len(found) == arguments.limit:
-        text += f" (the newest; --limit shows more than {arguments.limit})"
+    if with_ended and len(found) == limit:
+        text += f" (the newest; --limit shows more than {limit})"
     return text
 
 
@@ -149,17 +160,21 @@ class ReleaseProof:
     ended_at: datetime | None = None
 
 
-def release(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@argument("lease_id", "LEASE", "the lease's id, or its first letters")
+@yes_option
+@flag("--force", "even when the server lives or nobody can say whether it does")
+def release(settings: Settings, lease_id: str, yes: bool, force: bool) -> None:
     """Say what will happen, ask, and free the lease."""
     broker = settings.open_broker()
-    lease = find_lease(broker, arguments.lease)
+    lease = find_lease(broker, lease_id)
     if lease.state is LeaseState.ENDED:
         raise Refused(f"Lease {lease.id} ended already, at {local(lease.ended_at)}: nothing to do.")
     proof = ask_engine(lease, settings, broker)
     note(_intent(lease, proof, broker.clock()))
-    if proof.fate is not Fate.GONE and not arguments.force:
+    if proof.fate is not Fate.GONE and not force:
         raise Refused(_refusal(lease, proof))
-    if not arguments.yes and not confirmed("Free it?"):
+    if not yes and not confirmed("Free it?"):
         raise Refused("Nothing was changed.")
     ended = broker.release(
         lease.id,
@@ -168,8 +183,7 @@ def release(arguments: argparse.Namespace, settings: Settings) -> int:
         reason=f"released by hand by {default_actor()} ({proof.fate.value})",
     )
     text = f"Lease {ended.id} ended: {credits(ended.charged)} credits charged in all."
-    show(arguments.json, {**plain(ended), "server_was": proof.fate.value}, text)
-    return 0
+    show({**plain(ended), "server_was": proof.fate.value}, text)
 
 
 def find_lease(broker: Broker, text: str) -> Lease:
@@ -305,30 +319,35 @@ def _pid(ref: str) -> int:
     return int(pid) if pid.isdigit() else 0
 
 
-def extend(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@argument("lease_id", "LEASE", "the lease's id, or its first letters")
+def extend(settings: Settings, lease_id: str) -> None:
     """Begin a session's whole length anew, unless somebody would wait longer for that."""
     broker = line_broker(settings)
-    lease = find_lease(broker, arguments.lease)
+    lease = find_lease(broker, lease_id)
     extended = broker.extend(lease.id, actor=actor())
     if extended.seconds is None:
         text = f"Lease {lease.id} of {lease.server} has no end: nothing changed."
     else:
         text = f"The session of {lease.server} ends at {local(extended.ends_at)}."
-    show(arguments.json, plain(extended), text)
-    return 0
+    show(plain(extended), text)
 
 
-def stop(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@argument(
+    "server", "SERVER", "the server (MEMBER or MEMBER/SERVER), or its lease's id or first letters"
+)
+@required_reason_option
+def stop(settings: Settings, server: str, reason: str) -> None:
     """Order the stop of a server, which the accounting service carries out."""
     broker = settings.open_broker()
-    lease = _lease_of(broker, arguments.server)
-    ordered = broker.stop(lease.id, actor=actor(), reason=arguments.reason)
+    lease = _lease_of(broker, server)
+    ordered = broker.stop(lease.id, actor=actor(), reason=reason)
     text = (
         f"Lease {ordered.id} of {ordered.server} is to end: the accounting service asks the Hub "
         "to stop the server until it is gone. Its member is told why, and keeps the files."
     )
-    show(arguments.json, plain(ordered), text)
-    return 0
+    show(plain(ordered), text)
 
 
 def _lease_of(broker: Broker, text: str) -> Lease:

@@ -2,64 +2,133 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
-import sys
-from collections.abc import Callable
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
+from ..cli.command import command
 from ..cli.config import Settings
-from ..cli.output import count, credits, default_actor, exact, local, note, show, table, utc
-from ..core.errors import ConfigError, InvalidRequest, UnknownAccount, UnknownLease
-from ..core.units import parse_credits
-from ..queue.commands import actor
+from ..cli.output import (
+    actor,
+    count,
+    credits,
+    default_actor,
+    exact,
+    local,
+    note,
+    read_input,
+    show,
+    table,
+    utc,
+)
+from ..cli.parameters import (
+    ACCOUNT,
+    CREDITS,
+    WORDS,
+    argument,
+    flag,
+    limit_option,
+    moment,
+    option,
+    required_reason_option,
+)
+from ..core.errors import ConfigError, UnknownAccount, UnknownLease
 from ..services import Broker
-from .grant_files import MOST, MOST_BYTES
+from .grant_files import MOST_BYTES
 from .grants import Bulk
-from .models import Account, check_account, member_account
-from .pricing import parse_moment
+from .models import Account, member_account
 from .repository import StatementLine
 
+key_option = option("--key", "TEXT", "do this once only, however often it is run with this key")
 
-def grant(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Give credits to an account, or take some back with a negative amount."""
+
+@command()
+@argument(
+    "name",
+    "[ACCOUNT]",
+    "a member's name, or member:NAME or group:NAME",
+    type=ACCOUNT,
+    required=False,
+)
+@argument("amount", "[AMOUNT]", "credits, such as 12.5", type=CREDITS, required=False)
+@option("--reason", "TEXT", "why, for the statement", type=WORDS)
+@option("--actor", "NAME", "who gives (default: who runs this)", "giver", type=WORDS)
+@flag("--open", "open accounts that are not there", "opens")
+@key_option
+@option("--until", "DATE", "what is left then is taken back: 2027-07-01")
+@option("--file", "FILE", "grant what a CSV says: member, amount, reason (-: stdin)")
+@flag("--dry-run", "with --file: say line by line what would happen")
+@flag("--again", "with --file: also what was granted before")
+def grant(
+    settings: Settings,
+    name: str | None,
+    amount: int | None,
+    reason: str | None,
+    giver: str | None,
+    opens: bool,
+    key: str | None,
+    until: str | None,
+    file: str | None,
+    dry_run: bool,
+    again: bool,
+) -> int:
+    """Give credits to one account, or what a file says."""
+    giver = giver or default_actor()
+    if file is not None:
+        if name is not None or key is not None:
+            raise ConfigError(
+                "With --file, accounts and amounts come from the file: leave out ACCOUNT, AMOUNT "
+                "and --key. Nothing was changed."
+            )
+        broker = settings.open_broker()
+        done = broker.grant_file(
+            read_input(file, MOST_BYTES),
+            actor=giver,
+            reason=reason or "",
+            dry_run=dry_run,
+            open_accounts=opens,
+            again=again,
+            until=moment(until, broker.rate_zone),
+        )
+        return _show_file(done, dry_run)
+    if dry_run or again:
+        raise ConfigError("--dry-run and --again are for --file FILE. Nothing was changed.")
+    if name is None or amount is None or reason is None:
+        what = "ACCOUNT" if name is None else "AMOUNT" if amount is None else "--reason TEXT"
+        raise ConfigError(
+            f"{what} is missing: gpuspawner grant ACCOUNT AMOUNT --reason TEXT, or "
+            "gpuspawner grant --file FILE. Nothing was changed."
+        )
     broker = settings.open_broker()
-    name = account_name(arguments.account)
-    actor = arguments.actor or default_actor()
-    if arguments.open:
-        _open(broker, name, actor)
+    if opens:
+        _open(broker, name, giver)
     before = find_account(broker, name, "Open it now with --open.")
-    done = broker.grant(
+    is_new = broker.grant(
         name,
-        arguments.amount,
-        actor=actor,
-        reason=arguments.reason,
-        key=f"grant:{arguments.key}" if arguments.key else "",
-        until=moment(arguments.until, broker.rate_zone),
+        amount,
+        actor=giver,
+        reason=reason,
+        key=f"grant:{key}" if key else "",
+        until=moment(until, broker.rate_zone),
     )
     account = broker.account(name)
-    value = {"granted": done, "amount": exact(arguments.amount), **_plain_account(account)}
-    verb, way = ("gave", "to") if arguments.amount > 0 else ("took", "from")
-    text = f"{verb.capitalize()} {credits(abs(arguments.amount))} credits {way} {name}"
-    if not done:
-        text = f"Nothing changed: a grant with the key {arguments.key!r} was made before"
-    show(
-        arguments.json,
-        value,
-        f"{text}. The balance is {credits(account.balance)} credits"
-        + (f" (was {credits(before.balance)})." if done else "."),
-    )
+    verb, way = ("Gave", "to") if amount > 0 else ("Took", "from")
+    text = f"{verb} {credits(abs(amount))} credits {way} {name}"
+    if not is_new:
+        text = f"Nothing changed: a grant with the key {key!r} was made before"
+    text += f". The balance is {credits(account.balance)} credits"
+    text += f" (was {credits(before.balance)})." if is_new else "."
+    show({"granted": is_new, "amount": exact(amount), **_plain_account(account)}, text)
     return 0
 
 
-def statement(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@argument("name", "MEMBER", "a member's name, or member:NAME or group:NAME", type=ACCOUNT)
+@limit_option
+def statement(settings: Settings, name: str, limit: int) -> None:
     """Show the newest lines of an account, newest first."""
     broker = settings.open_broker()
-    name = account_name(arguments.account)
     account = find_account(broker, name)
-    lines, ending = broker.statement(name, arguments.limit), broker.lots_of(name)
+    lines, ending = broker.statement(name, limit), broker.lots_of(name)
     value = {
         **_plain_account(account),
         "ending": [{"at": utc(lot.ends_at), "amount": exact(left)} for lot, left in ending],
@@ -85,13 +154,13 @@ def statement(arguments: argparse.Namespace, settings: Settings) -> int:
     ]
     if lines:
         parts += ["", table(headers, rows, right=("AMOUNT", "BALANCE"))]
-    if len(lines) == arguments.limit:
+    if len(lines) == limit:
         parts += ["", f"These are the newest {count(len(lines), 'line')}; --limit shows more."]
-    show(arguments.json, value, "\n".join(parts))
-    return 0
+    show(value, "\n".join(parts))
 
 
-def accounts(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+def accounts(settings: Settings) -> None:
     """List every member's and group's account."""
     found = settings.open_broker().accounts()
     headers = ("ACCOUNT", "BALANCE", "HELD", "AVAILABLE")
@@ -100,37 +169,7 @@ def accounts(arguments: argparse.Namespace, settings: Settings) -> int:
     text += f"\n\n{count(len(found), 'account')}"
     if not found:
         text = "No accounts yet: a member's opens at their first sign-in."
-    show(arguments.json, [_plain_account(account) for account in found], text)
-    return 0
-
-
-def account_name(text: str) -> str:
-    """The account that a person means: a bare name is a member's. Raises LedgerError."""
-    named = text.startswith(("member:", "group:", "system:"))
-    return check_account(text if named else member_account(text))
-
-
-def amount_of(text: str) -> int:
-    """An amount on the command line, in whole microcredits; for argparse."""
-    try:
-        amount = parse_credits(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if amount == 0:
-        raise argparse.ArgumentTypeError("the amount is 0: nothing would change")
-    if abs(amount) > parse_credits(MOST):
-        raise argparse.ArgumentTypeError(f"the amount {text} is more than {MOST:,} credits")
-    return amount
-
-
-def moment(text: str | None, zone: str) -> datetime | None:
-    """A date on the command line, by the clock of a zone. Raises InvalidRequest."""
-    if text is None:
-        return None
-    try:
-        return parse_moment(text, zone)
-    except ValueError as error:
-        raise InvalidRequest(str(error)) from None
+    show([_plain_account(account) for account in found], text)
 
 
 def find_account(broker: Broker, name: str, advice: str = "") -> Account:
@@ -187,80 +226,23 @@ def _plain_line(line: StatementLine) -> dict[str, Any]:
     }
 
 
-Add = Callable[..., argparse.ArgumentParser]
-
-_ACCOUNT = "a member's name, or member:NAME or group:NAME"
-_ONCE = "do this once only, however often it is run with this key"
-
-
-def grammar(add: Add) -> None:
-    """The commands of this file."""
-    giving = add("grant", give, "Give credits to a member or a group (minus takes back).")
-    giving.add_argument("account", nargs="?", metavar="ACCOUNT", help=_ACCOUNT)
-    giving.add_argument(
-        "amount", nargs="?", type=amount_of, metavar="AMOUNT", help="credits, such as 12.5"
-    )
-    giving.add_argument("--reason", type=_words, metavar="TEXT", help="why, for the statement")
-    giving.add_argument(
-        "--actor", type=_words, metavar="NAME", help="who gives (default: who runs this)"
-    )
-    giving.add_argument("--open", action="store_true", help="open accounts that are not there")
-    giving.add_argument("--key", metavar="TEXT", help=_ONCE)
-    giving.add_argument(
-        "--until", metavar="DATE", help="what is left then is taken back: 2027-07-01"
-    )
-    giving.add_argument(
-        "--file", metavar="FILE", help="grant what a CSV says: member, amount, reason (-: stdin)"
-    )
-    giving.add_argument(
-        "--dry-run", action="store_true", help="with --file: say line by line what would happen"
-    )
-    giving.add_argument(
-        "--again", action="store_true", help="with --file: also what was granted before"
-    )
-    back = add("refund", refund, "Give back what a lease cost, or a part: its GPU was sick, say.")
-    back.add_argument("lease", metavar="LEASE", help="the lease's id")
-    back.add_argument(
-        "--amount", type=amount_of, metavar="AMOUNT", help="credits (default: all that is left)"
-    )
-    back.add_argument("--key", metavar="TEXT", help=_ONCE)
-    undo = add("reverse", reverse, "Undo a transfer of the ledger by its opposite, once.")
-    undo.add_argument("transfer", metavar="TRANSFER", help="its id, or its first letters")
-    for command in (back, undo):
-        command.add_argument("--reason", type=_words, required=True, metavar="TEXT", help="why")
-    paying = add("payer", payer, "Say which account pays for a member who does not choose one.")
-    paying.add_argument("member", metavar="MEMBER", help="the member's name")
-    paying.add_argument("account", metavar="ACCOUNT", help="group:NAME, or the member's own name")
-
-
-def give(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Give credits to one account, or what a file says."""
-    if arguments.file is not None:
-        return _give_file(arguments, settings)
-    if arguments.dry_run or arguments.again:
-        raise ConfigError("--dry-run and --again are for --file FILE. Nothing was changed.")
-    for name in ("account", "amount", "reason"):
-        if getattr(arguments, name) is None:
-            what = "--reason TEXT" if name == "reason" else name.upper()
-            raise ConfigError(
-                f"{what} is missing: gpuspawner grant ACCOUNT AMOUNT --reason TEXT, or "
-                "gpuspawner grant --file FILE. Nothing was changed."
-            )
-    return grant(arguments, settings)
-
-
-def refund(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@argument("lease_id", "LEASE", "the lease's id")
+@option("--amount", "AMOUNT", "credits (default: all that is left)", type=CREDITS)
+@key_option
+@required_reason_option
+def refund(
+    settings: Settings, lease_id: str, amount: int | None, key: str | None, reason: str
+) -> None:
     """Give back what a lease cost, or a part of it."""
     broker = settings.open_broker()
     try:
-        lease = broker.lease(arguments.lease)
+        lease = broker.lease(lease_id)
     except UnknownLease as error:
         raise UnknownLease(f"{error.message}: gpuspawner leases --all lists them.") from None
     # Whose key it is: a page's or a script's own are others.
-    key = f"cli:{arguments.key}" if arguments.key else ""
-    after = broker.refund(
-        lease.id, arguments.amount, actor=actor(), reason=arguments.reason, key=key
-    )
+    own_key = f"cli:{key}" if key else ""
+    after = broker.refund(lease.id, amount, actor=actor(), reason=reason, key=own_key)
     account = broker.account(lease.account)
     back = after.refunded - lease.refunded
     value = {
@@ -276,15 +258,17 @@ def refund(arguments: argparse.Namespace, settings: Settings) -> int:
         f"{credits(account.balance)} credits."
     )
     if not back:
-        text = f"Nothing changed: a refund with the key {arguments.key!r} was made before."
-    show(arguments.json, value, text)
-    return 0
+        text = f"Nothing changed: a refund with the key {key!r} was made before."
+    show(value, text)
 
 
-def reverse(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@argument("transfer", "TRANSFER", "its id, or its first letters")
+@required_reason_option
+def reverse(settings: Settings, transfer: str, reason: str) -> None:
     """Undo a transfer."""
     broker = settings.open_broker()
-    opposite = broker.reverse(arguments.transfer, actor=actor(), reason=arguments.reason)
+    opposite = broker.reverse(transfer, actor=actor(), reason=reason)
     moved = {p.account: p.amount for p in opposite.postings if not p.account.startswith("system:")}
     words = [
         f"{credits(abs(amount))} credits {'to' if amount > 0 else 'from'} {name}, whose balance is "
@@ -296,42 +280,28 @@ def reverse(arguments: argparse.Namespace, settings: Settings) -> int:
         "moved": {name: exact(amount) for name, amount in moved.items()},
     }
     text = f"Reversed: {'; '.join(words)}. The reversal is transfer {opposite.id}."
-    show(arguments.json, value, text)
-    return 0
+    show(value, text)
 
 
-def payer(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@argument("member_name", "MEMBER", "the member's name")
+@argument("name", "ACCOUNT", "group:NAME, or the member's own name", type=ACCOUNT)
+def payer(settings: Settings, member_name: str, name: str) -> None:
     """Say which account pays for a member."""
     broker = settings.open_broker()
-    member = find_account(broker, member_account(arguments.member))
-    name = account_name(arguments.account)
+    member = find_account(broker, member_account(member_name))
     if name != member.name:
         find_account(broker, name, "Open it with `gpuspawner grant ACCOUNT AMOUNT --open`.")
-    broker.keep_payer(arguments.member, name, actor=actor())
-    text = f"{name} pays for {arguments.member} from now on, unless they choose another account."
+    broker.keep_payer(member_name, name, actor=actor())
+    text = f"{name} pays for {member_name} from now on, unless they choose another account."
     if name != member.name:
         text += " It does so as long as they are in the group."
-    show(arguments.json, {"member": arguments.member, "account": name}, text)
-    return 0
+    show({"member": member_name, "account": name}, text)
 
 
-def _give_file(arguments: argparse.Namespace, settings: Settings) -> int:
-    if arguments.account is not None or arguments.key is not None:
-        raise ConfigError(
-            "With --file, accounts and amounts come from the file: leave out ACCOUNT, AMOUNT and "
-            "--key. Nothing was changed."
-        )
-    broker = settings.open_broker()
-    done = broker.grant_file(
-        read_file(arguments.file),
-        actor=arguments.actor or default_actor(),
-        reason=arguments.reason or "",
-        dry_run=arguments.dry_run,
-        open_accounts=arguments.open,
-        again=arguments.again,
-        until=moment(arguments.until, broker.rate_zone),
-    )
-    show(arguments.json, _plain_transfer(done), _told(done, arguments.dry_run))
+def _show_file(done: Bulk, dry_run: bool) -> int:
+    """Print what a file granted, or would grant. Return 1 if it has mistakes."""
+    show(_plain_transfer(done), _told(done, dry_run))
     for problem in done.problems:
         note(str(problem))
     if done.problems:
@@ -375,20 +345,3 @@ def _plain_transfer(done: Bulk) -> dict[str, Any]:
         ],
         "problems": [{"line": p.number or None, "what": p.sentence} for p in done.problems],
     }
-
-
-def read_file(name: str) -> bytes:
-    """The file, or a little more than may be sent at once. Raises InvalidRequest."""
-    try:
-        if name == "-":
-            return sys.stdin.buffer.read(MOST_BYTES + 1)
-        with Path(name).open("rb") as file:
-            return file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise InvalidRequest(f"{name} cannot be read: {error.strerror}.") from None
-
-
-def _words(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("it is empty: say it in words")
-    return text.strip()

@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from typing import Any
 
+from ..cli.command import group
 from ..cli.config import Settings
-from ..cli.output import changes_of, count, credits, exact, local, note, show, table, utc
+from ..cli.output import actor, count, credits, exact, local, note, show, table, utc
+from ..cli.parameters import RATE_ID, argument, option, reason_option
 from ..devices.models import model_matches
-from ..queue.commands import actor, line_broker
+from ..queue.commands import line_broker
 from ..services import Broker
 from .prices import words
 from .pricing import ANY, Rate
 
 
-def grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
-    """``gpuspawner rates`` alone lists, as ``list`` does; ``set`` and ``remove`` change."""
-    add = changes_of(command, common)
-    add("list", rates, "List the rates: an admin's own first, then the configuration's.")
-    setting = add("set", set_rate, "Have new servers pay another rate; those that run keep theirs.")
-    setting.add_argument("model", metavar="MODEL", help="words of a model's name; '*' is any")
-    setting.add_argument("rate", metavar="RATE", help="credits per GPU-hour, such as 2.5")
-    setting.add_argument("--environment", default=ANY, metavar="NAME", help="only in this one")
-    setting.add_argument(
-        "--slots", type=int, metavar="N", help="for one of N slots of a shared device"
-    )
-    setting.add_argument(
-        "--hours", default="", metavar="TEXT", help="hours of the week: 'Mon-Fri 20-8, Sat, Sun'"
-    )
-    setting.add_argument(
-        "--from", dest="since", default="", metavar="DATE", help="from then on (default: now)"
-    )
-    setting.add_argument(
-        "--zone", default="", metavar="NAME", help="of hours and date (default: c.Broker.rate_zone)"
-    )
-    removing = add("remove", remove_rate, "Have one of an admin's rates hold no more.")
-    removing.add_argument("id", type=_number, metavar="ID", help="its number in the list")
-    for changing in (setting, removing):
-        changing.add_argument("--reason", default="", metavar="TEXT", help="why")
-
-
-def rates(arguments: argparse.Namespace, settings: Settings) -> int:
+@group()
+def rates(settings: Settings) -> None:
     """List every rate that holds or will."""
     broker = settings.open_broker()
     found = broker.all_rates()
@@ -51,37 +26,58 @@ def rates(arguments: argparse.Namespace, settings: Settings) -> int:
     text += "\n\nThe first that fits is what a new server pays; those that run keep their rate."
     if change := found.next_change(broker.clock()):
         text += f" The next change is at {local(change)}."
-    show(arguments.json, [plain(rate) for rate in found.rates], text)
-    return 0
+    show([plain(rate) for rate in found.rates], text)
 
 
-def set_rate(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Set a rate for new servers."""
+rates.add_same("list", "List the rates: an admin's own first, then the configuration's.")
+
+
+@rates.command("set")
+@argument("model", "MODEL", "words of a model's name; '*' is any")
+@argument("rate", "RATE", "credits per GPU-hour, such as 2.5")
+@option("--environment", "NAME", "only in this one", default=ANY)
+@option("--slots", "N", "for one of N slots of a shared device", type=int)
+@option("--hours", "TEXT", "hours of the week: 'Mon-Fri 20-8, Sat, Sun'", default="")
+@option("--from", "DATE", "from then on (default: now)", "since", default="")
+@option("--zone", "NAME", "of hours and date (default: c.Broker.rate_zone)", default="")
+@reason_option
+def set_rate(
+    settings: Settings,
+    model: str,
+    rate: str,
+    environment: str,
+    slots: int | None,
+    hours: str,
+    since: str,
+    zone: str,
+    reason: str,
+) -> None:
+    """Have new servers pay another rate; those that run keep theirs."""
     broker = line_broker(settings)
-    rate = broker.set_rate(
-        arguments.rate,
-        model=arguments.model,
-        environment=arguments.environment,
-        slots=arguments.slots,
-        hours=arguments.hours,
-        zone=arguments.zone,
-        since=arguments.since,
+    new = broker.set_rate(
+        rate,
+        model=model,
+        environment=environment,
+        slots=slots,
+        hours=hours,
+        zone=zone,
+        since=since,
         actor=actor(),
-        reason=arguments.reason,
+        reason=reason,
     )
-    zone = arguments.zone or broker.rate_zone
-    show(arguments.json, plain(rate), f"Rate {rate.id} is set: {words(rate, zone)}.")
-    _warn(broker, rate)
-    return 0
+    show(plain(new), f"Rate {new.id} is set: {words(new, zone or broker.rate_zone)}.")
+    _warn(broker, new)
 
 
-def remove_rate(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Remove one of an admin's rates."""
+@rates.command("remove")
+@argument("rate_id", "ID", "its number in the list", type=RATE_ID)
+@reason_option
+def remove_rate(settings: Settings, rate_id: int, reason: str) -> None:
+    """Have one of an admin's rates hold no more."""
     broker = line_broker(settings)
-    rate = broker.remove_rate(arguments.id, actor=actor(), reason=arguments.reason)
+    rate = broker.remove_rate(rate_id, actor=actor(), reason=reason)
     text = f"Rate {rate.id} holds no more: {words(rate, broker.rate_zone)}."
-    show(arguments.json, plain(rate), text)
-    return 0
+    show(plain(rate), text)
 
 
 def plain(rate: Rate) -> dict[str, Any]:
@@ -140,9 +136,3 @@ def _covers(one: Rate, other: Rate) -> bool:
         or model_matches(one_model, other_model)
         or model_matches(other_model, one_model)
     )
-
-
-def _number(text: str) -> int:
-    if text.isascii() and text.isdigit() and 0 < int(text[:20]) < 2**63:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of a rate; the list has it under ID")

@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from ..cli.command import group
 from ..cli.config import Settings
-from ..cli.output import changes_of, count, credits, exact, local, note, show, table, utc
-from ..queue.commands import actor
+from ..cli.output import actor, count, credits, exact, local, note, show, table, utc
+from ..cli.parameters import CREDITS, DAYS, argument, flag, moment, option, reason_option
 from ..services import Broker
-from .commands import amount_of, moment
 from .refills import EVERYBODY, Mode, Refill
 
-
-def grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
-    """``gpuspawner refills`` alone lists, as ``list`` does."""
-    add = changes_of(command, common)
-    add("list", refills, "List the refills, and when each comes next.")
-    making = add("add", add_refill, "Give credits again and again, by a rule of RFC 5545.")
-    making.add_argument("rule", metavar="RULE", help="such as 'FREQ=WEEKLY;BYDAY=MO;BYHOUR=6'")
-    making.add_argument("amount", type=amount_of, metavar="AMOUNT", help="credits, such as 12.5")
-    making.add_argument(
-        "--for",
-        dest="audience",
-        action="append",
-        metavar="WHO",
-        help=f"{EVERYBODY} (the default), members:GROUP, member:NAME, group:NAME; may be repeated",
-    )
-    making.add_argument(
-        "--top-up", action="store_true", help="fill balances up to the amount, and add no more"
-    )
-    making.add_argument(
-        "--cap", type=amount_of, metavar="AMOUNT", help="bring no balance above this"
-    )
-    making.add_argument(
-        "--keep-days", type=_days, metavar="N", help="take back what is left after so many days"
-    )
-    making.add_argument("--from", dest="since", metavar="DATE", help="not before (default: now)")
-    making.add_argument(
-        "--zone", default="", metavar="NAME", help="whose clock (default: c.Broker.rate_zone)"
-    )
-    making.add_argument("--dry-run", action="store_true", help="only say what would happen")
-    making.add_argument("--reason", required=True, metavar="TEXT", help="why, for the statement")
-    ending = add("remove", remove_refill, "Give a refill no more; what was given stays.")
-    ending.add_argument("--reason", default="", metavar="TEXT", help="why")
-    seeing = add("preview", preview, "Say when a refill comes, and what the next would give.")
-    for sub in (ending, seeing):
-        sub.add_argument("id", metavar="ID", help="the refill's, or its first letters")
+refill_argument = argument("refill_id", "ID", "the refill's, or its first letters")
 
 
-def refills(arguments: argparse.Namespace, settings: Settings) -> int:
+@group()
+def refills(settings: Settings) -> None:
     """List the refills."""
     found = settings.open_broker().refills()
     headers = ("ID", "NEXT", "WHAT", "AMOUNT", "CAP", "KEPT", "FOR", "RULE", "ZONE", "REASON")
@@ -71,47 +37,82 @@ def refills(arguments: argparse.Namespace, settings: Settings) -> int:
         for refill in found
     ]
     text = table(headers, rows, right=("AMOUNT", "CAP", "KEPT")) if rows else "No refills."
-    show(arguments.json, [plain(refill) for refill in found], text)
-    return 0
+    show([plain(refill) for refill in found], text)
 
 
-def add_refill(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Make a refill, or say what it would be."""
+refills.add_same("list", "List the refills, and when each comes next.")
+
+
+@refills.command("add")
+@argument("rule", "RULE", "such as 'FREQ=WEEKLY;BYDAY=MO;BYHOUR=6'")
+@argument("amount", "AMOUNT", "credits, such as 12.5", type=CREDITS)
+@option(
+    "--for",
+    "WHO",
+    f"{EVERYBODY} (the default), members:GROUP, member:NAME, group:NAME; may be repeated",
+    "audience",
+    multiple=True,
+)
+@flag("--top-up", "fill balances up to the amount, and add no more")
+@option("--cap", "AMOUNT", "bring no balance above this", type=CREDITS)
+@option("--keep-days", "N", "take back what is left after so many days", "keep", type=DAYS)
+@option("--from", "DATE", "not before (default: now)", "since")
+@option("--zone", "NAME", "whose clock (default: c.Broker.rate_zone)", default="")
+@flag("--dry-run", "only say what would happen")
+@option("--reason", "TEXT", "why, for the statement", required=True)
+def add_refill(
+    settings: Settings,
+    rule: str,
+    amount: int,
+    audience: Sequence[str],
+    top_up: bool,
+    cap: int | None,
+    keep: timedelta | None,
+    since: str | None,
+    zone: str,
+    dry_run: bool,
+    reason: str,
+) -> None:
+    """Give credits again and again, by a rule of RFC 5545."""
     broker = settings.open_broker()
-    zone = arguments.zone or broker.rate_zone
+    zone = zone or broker.rate_zone
     refill = broker.plan_refill(
-        arguments.rule,
-        amount=arguments.amount,
-        audience=arguments.audience or [EVERYBODY],
+        rule,
+        amount=amount,
+        audience=audience or [EVERYBODY],
         actor=actor(),
-        reason=arguments.reason,
+        reason=reason,
         zone=zone,
-        starts_at=moment(arguments.since, zone),
-        mode=Mode.TOP_UP if arguments.top_up else Mode.ADD,
-        cap=arguments.cap,
-        keep=None if arguments.keep_days is None else timedelta(days=arguments.keep_days),
+        starts_at=moment(since, zone),
+        mode=Mode.TOP_UP if top_up else Mode.ADD,
+        cap=cap,
+        keep=keep,
     )
     first = "Nothing was made: this would be"
-    if not arguments.dry_run:
+    if not dry_run:
         refill, first = broker.add_refill(refill), "There is a new refill,"
-    return _show(broker, refill, arguments.json, f"{first} {refill.id}.")
+    _show(broker, refill, f"{first} {refill.id}.")
 
 
-def remove_refill(arguments: argparse.Namespace, settings: Settings) -> int:
-    """End a refill."""
+@refills.command("remove")
+@refill_argument
+@reason_option
+def remove_refill(settings: Settings, refill_id: str, reason: str) -> None:
+    """Give a refill no more; what was given stays."""
     broker = settings.open_broker()
-    refill = broker.refill(arguments.id)
-    ended = broker.end_refill(refill.id, actor=actor(), reason=arguments.reason)
+    refill = broker.refill(refill_id)
+    ended = broker.end_refill(refill.id, actor=actor(), reason=reason)
     text = f"Refill {ended.id} ({ended.reason}) is given no more. What it gave stays."
-    show(arguments.json, plain(ended), text)
-    return 0
+    show(plain(ended), text)
 
 
-def preview(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Say when a refill comes, and to whom."""
+@refills.command()
+@refill_argument
+def preview(settings: Settings, refill_id: str) -> None:
+    """Say when a refill comes, and what the next would give."""
     broker = settings.open_broker()
-    refill = broker.refill(arguments.id)
-    return _show(broker, refill, arguments.json, f"Refill {refill.id}: {refill.reason}")
+    refill = broker.refill(refill_id)
+    _show(broker, refill, f"Refill {refill.id}: {refill.reason}")
 
 
 def plain(refill: Refill) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def plain(refill: Refill) -> dict[str, Any]:
     }
 
 
-def _show(broker: Broker, refill: Refill, as_json: bool, first: str) -> int:
+def _show(broker: Broker, refill: Refill, first: str) -> None:
     """A refill with what comes of it."""
     moments, gifts = broker.preview_refill(refill)
     lines = [first, "", "It comes at", *(f"  {local(at)}" for at in moments)]
@@ -156,13 +157,6 @@ def _show(broker: Broker, refill: Refill, as_json: bool, first: str) -> int:
             for a, gift in gifts
         ],
     }
-    show(as_json, value, "\n".join(lines))
-    for group in refill.groups:
-        note(f"Beside these, each member of {group} gets it: who that is, the Hub says then.")
-    return 0
-
-
-def _days(text: str) -> int:
-    if text.isascii() and text.isdigit() and 0 < int(text[:9]) < 10_000:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of days: write 30, say")
+    show(value, "\n".join(lines))
+    for name in refill.groups:
+        note(f"Beside these, each member of {name} gets it: who that is, the Hub says then.")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from ..cli.command import group
 from ..cli.config import Settings
-from ..cli.output import changes_of, confirmed, count, local, note, show, table, utc
+from ..cli.output import actor, confirmed, count, local, note, read_input, show, table, utc
+from ..cli.parameters import argument, flag, option, reason_option, yes_option
 from ..core.errors import Refused
 from ..core.units import format_credits
-from ..ledger.commands import read_file
-from ..queue.commands import actor
+from ..ledger.grant_files import MOST_BYTES
 from ..services import Broker
 from ..storage import directories as storage_directories
 from ..storage.commands import LABEL
@@ -28,62 +27,52 @@ if TYPE_CHECKING:
     from ..cli.hub import HubSettings
 
 
-_FILE = "a CSV: name and, if you like, groups, course, starts, ends, mail (-: stdin)"
 _SAID = {"same": "as before", "ended": "not in the file: ends now"}
 
 
-def roster_grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
-    """``gpuspawner roster`` alone shows it, as ``show`` does."""
-    add = changes_of(command, common)
-    showing = add("show", roster, "List who is on the roster, and until when.")
-    for each in (command, showing):
-        each.add_argument(
-            "--former", action="store_true", help="list who is no member any more, and why"
-        )
-    command.set_defaults(former=False)
-    taking = add("import", take, "Write what a CSV says: all of it, or nothing.")
-    taking.add_argument("file", metavar="FILE", help=_FILE)
-    taking.add_argument("--dry-run", action="store_true", help="say line by line what would happen")
-    taking.add_argument(
-        "--whole",
-        action="store_true",
-        help="the file is all there is of its courses: who is on the roster for one of them, and "
-        "not in the file, is a member by it no more",
-    )
-    ending = add("end", end, "End a member's time on the roster now; files and credits stay.")
-    ending.add_argument("name", metavar="NAME", help="the member's name")
-    ending.add_argument("--course", metavar="NAME", help="in this course only (default: in all)")
-    ending.add_argument("--reason", default="", metavar="TEXT", help="why")
-
-
-def roster(arguments: argparse.Namespace, settings: Settings) -> int:
+@group()
+@flag("--former", "list who is no member any more, and why")
+def roster(settings: Settings, former: bool) -> None:
     """List the roster, or who is no member any more."""
     broker = settings.open_broker()
-    if arguments.former:
-        return _former(broker, arguments.json)
+    if former:
+        _show_former(broker)
+        return
     entries = broker.roster()
     headers = ("NAME", "COURSE", "GROUPS", "STARTS", "ENDS", "MAIL", "NOW")
     rows = [(*_cells(broker, entry), _now(broker, entry)) for entry in entries]
     text = table(headers, rows) if rows else "Nobody is on the roster."
-    show(arguments.json, [plain_entry(broker, entry) for entry in entries], text)
-    return 0
+    show([plain_entry(broker, entry) for entry in entries], text)
 
 
-def take(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Import a file, or say what that would do."""
+roster.add_same("show", "List who is on the roster, and until when.")
+
+
+@roster.command("import")
+@argument(
+    "file", "FILE", "a CSV: name and, if you like, groups, course, starts, ends, mail (-: stdin)"
+)
+@flag("--dry-run", "say line by line what would happen")
+@flag(
+    "--whole",
+    "the file is all there is of its courses: who is on the roster for one of them, and "
+    "not in the file, is a member by it no more",
+)
+def take(settings: Settings, file: str, dry_run: bool, whole: bool) -> int:
+    """Write what a CSV says: all of it, or nothing."""
     broker = settings.open_broker()
     done = broker.import_roster(
-        read_file(arguments.file),
+        read_input(file, MOST_BYTES),
         actor=actor(),
-        dry_run=arguments.dry_run,
-        whole=arguments.whole,
+        dry_run=dry_run,
+        whole=whole,
     )
     value = {
         "done": done.done,
         "lines": [_plain_change(broker, change) for change in done.changes],
         "problems": [{"line": p.number or None, "what": p.sentence} for p in done.problems],
     }
-    show(arguments.json, value, _told(broker, done))
+    show(value, _told(broker, done))
     for problem in done.problems:
         note(str(problem))
     if done.problems:
@@ -91,14 +80,16 @@ def take(arguments: argparse.Namespace, settings: Settings) -> int:
     return 1 if done.problems else 0
 
 
-def end(arguments: argparse.Namespace, settings: Settings) -> int:
-    """End a member's time on the roster."""
+@roster.command()
+@argument("member_name", "NAME", "the member's name")
+@option("--course", "NAME", "in this course only (default: in all)")
+@reason_option
+def end(settings: Settings, member_name: str, course: str | None, reason: str) -> None:
+    """End a member's time on the roster now; files and credits stay."""
     broker = settings.open_broker()
-    ended = broker.end_on_roster(
-        arguments.name, actor=actor(), reason=arguments.reason, course=arguments.course
-    )
+    ended = broker.end_on_roster(member_name, actor=actor(), reason=reason, course=course)
     name = ended[0].user
-    where = f" for {arguments.course}" if arguments.course else ""
+    where = f" for {course}" if course else ""
     grace = f"{broker.membership_grace_minutes:g} min"
     text = (
         f"The time of {name} on the roster{where} is over now. Who is a member by it alone "
@@ -106,8 +97,7 @@ def end(arguments: argparse.Namespace, settings: Settings) -> int:
         "Files and credits stay."
     )
     courses = [entry.course for entry in ended if entry.course]
-    show(arguments.json, {"name": name, "ended": len(ended), "courses": courses}, text)
-    return 0
+    show({"name": name, "ended": len(ended), "courses": courses}, text)
 
 
 def plain_entry(broker: Broker, entry: RosterEntry) -> dict[str, Any]:
@@ -123,13 +113,12 @@ def plain_entry(broker: Broker, entry: RosterEntry) -> dict[str, Any]:
     }
 
 
-def _former(broker: Broker, as_json: bool) -> int:
+def _show_former(broker: Broker) -> None:
     found = broker.former_members()
     headers = ("NAME", "SINCE", "WHY", "BY")
     rows = [(each.user, local(each.ended_at), each.reason, each.actor) for each in found]
     text = table(headers, rows) if rows else "Everybody who was a member still is."
-    show(as_json, [_plain_former(each) for each in found], text)
-    return 0
+    show([_plain_former(each) for each in found], text)
 
 
 def _plain_former(each: Membership) -> dict[str, Any]:
@@ -206,29 +195,24 @@ class MemberFiles:
     """Volumes of the engine, old name to new name."""
 
 
-def members_grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
-    """``gpuspawner members`` needs a word after it."""
-    add = changes_of(command, common)
-    renaming = add("rename", rename, "Give a member another name, with all that is theirs.")
-    renaming.add_argument("old", metavar="OLD", help="the name until now")
-    renaming.add_argument("new", metavar="NEW", help="the name that they have at the Hub now")
-    renaming.add_argument("--yes", action="store_true", help="do not ask")
-
-
-def members(arguments: argparse.Namespace, settings: Settings) -> int:
+@group()
+def members(settings: Settings) -> None:
     """Say which word is missing."""
     raise Refused("Say what to do: `gpuspawner members rename OLD NEW`.")
 
 
-def rename(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Say what has the old name, ask, and give it the new one."""
+@members.command()
+@argument("old", "OLD", "the name until now")
+@argument("new", "NEW", "the name that they have at the Hub now")
+@yes_option
+def rename(settings: Settings, old: str, new: str, yes: bool) -> None:
+    """Give a member another name, with all that is theirs."""
     broker = settings.open_broker()
-    old, new = arguments.old, arguments.new
     if done := broker.last_rename(old, new):
         text = f"{old} was renamed to {new} at {local(done.at)} by {done.actor}. Nothing to do."
         value = {"old": old, "new": new, "changed": False, "at": utc(done.at)}
-        show(arguments.json, value, text)
-        return 0
+        show(value, text)
+        return
     found = broker.belongings(old, new)
     files = _files(settings, found, old, new)
     if found.open_leases and files.here:
@@ -238,7 +222,7 @@ def rename(arguments: argparse.Namespace, settings: Settings) -> int:
             f"(`gpuspawner stop {server} --reason TEXT`). Nothing was changed."
         )
     note(_plan(found, files, old, new))
-    if not arguments.yes and not confirmed(f"Rename {old} to {new}?"):
+    if not yes and not confirmed(f"Rename {old} to {new}?"):
         raise Refused("Nothing was changed.")
     broker.rename_member(
         old,
@@ -258,8 +242,7 @@ def rename(arguments: argparse.Namespace, settings: Settings) -> int:
         "directories_elsewhere": files.elsewhere,
         "volumes": files.volumes,
     }
-    show(arguments.json, value, text)
-    return 0
+    show(value, text)
 
 
 def _files(settings: Settings, found: Belongings, old: str, new: str) -> MemberFiles:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,15 +9,25 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+from ..cli.command import command, group
 from ..cli.config import Settings
-from ..cli.output import count, default_actor, local, note, show, table, utc
+from ..cli.output import actor, count, local, note, show, table, utc
+from ..cli.parameters import (
+    LINES,
+    POINTS,
+    POSITION,
+    argument,
+    limit_option,
+    option,
+    reason_option,
+    required_reason_option,
+)
 from ..core.errors import InvalidRequest, TicketEnded, UnknownTicket
 from ..db.engine import Store
 from ..devices import repository as devices_repository
 from ..devices.closures import GRANTING, AuditEntry, Closure
 from ..devices.models import Device, Inventory
 from ..devices.placement import leasable
-from ..devices.service import LAST_POSITION
 from ..devices.snapshots import InventoryCache
 from ..services import Broker
 from . import replay_policies
@@ -62,84 +71,70 @@ def line_broker(settings: Settings) -> Broker:
     return broker
 
 
+_TICKET = "the ticket's id or its first letters, or its server (MEMBER or MEMBER/SERVER)"
+
 InLine = tuple[Ticket, Ranked, Standing]
 
 
-def queue(arguments: argparse.Namespace, settings: Settings) -> int:
+@group()
+@option("--why", "A B", "why one ticket goes before the other", nargs=2)
+def queue(settings: Settings, why: tuple[str, str] | None) -> None:
     """List the line, or say why one ticket goes before another."""
     broker = line_broker(settings)
     line = broker.order()
-    if arguments.why:
-        one, other = (_in_line(broker, line, name) for name in arguments.why)
+    if why:
+        one, other = (_in_line(broker, line, name) for name in why)
         if one is other:
             raise InvalidRequest("Both are the same ticket: name two.", field="why")
         tickets = {ranked.id: ticket for ticket, ranked, _ in (one, other)}
         found = compare(one[1], other[1])
-        show(arguments.json, _plain_comparison(found), _compared(found, tickets))
-        return 0
+        show(_plain_comparison(found), _compared(found, tickets))
+        return
     paused = broker.closures().get(GRANTING)
     value = {
         "as_of": utc(broker.clock()),
         "paused": plain_closure(paused) if paused else None,
         "tickets": [plain(*entry) for entry in line],
     }
-    show(arguments.json, value, _text(line, paused, broker.clock()))
-    return 0
+    show(value, _text(line, paused, broker.clock()))
 
 
-def move(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Put a ticket at a place of the admin's own, or give it back to the order."""
+@queue.command()
+@argument("ticket_name", "TICKET", _TICKET)
+@argument("position", "POSITION", "1 is next; back: to the order again", type=POSITION)
+@reason_option
+def move(settings: Settings, ticket_name: str, position: int, reason: str) -> None:
+    """Put a ticket at a position of your own, before the order."""
     broker = line_broker(settings)
-    ticket = _find(broker, arguments.ticket)
-    position: int | None = arguments.place
-    moved = broker.move(ticket.id, position, actor=actor(), reason=arguments.reason)
+    ticket = _find(broker, ticket_name)
+    moved = broker.move(ticket.id, position or None, actor=actor(), reason=reason)
     where = f"is moved to position {position}" if position else "is back in the order"
-    return _changed(arguments, broker, moved, where)
+    _show_change(broker, moved, where)
 
 
-def boost(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Set the points that an admin adds to a ticket's score."""
+@queue.command()
+@argument("ticket_name", "TICKET", _TICKET)
+@argument("points", "POINTS", "in place of the boost that it has", type=POINTS)
+@reason_option
+def boost(settings: Settings, ticket_name: str, points: float, reason: str) -> None:
+    """Add points to a ticket's score (0 takes them away)."""
     broker = line_broker(settings)
-    ticket = _find(broker, arguments.ticket)
-    boosted = broker.boost(ticket.id, arguments.points, actor=actor(), reason=arguments.reason)
+    ticket = _find(broker, ticket_name)
+    boosted = broker.boost(ticket.id, points, actor=actor(), reason=reason)
     what = f"has a boost of {boosted.boost:+g} points" if boosted.boost else "has no boost any more"
-    return _changed(arguments, broker, boosted, what)
+    _show_change(broker, boosted, what)
 
 
-def cancel(arguments: argparse.Namespace, settings: Settings) -> int:
+@queue.command()
+@argument("ticket_name", "TICKET", _TICKET)
+@required_reason_option
+def cancel(settings: Settings, ticket_name: str, reason: str) -> None:
     """Take a ticket out of the line; its member is told why."""
     broker = line_broker(settings)
-    ticket = _find(broker, arguments.ticket)
-    ended = broker.cancel(ticket.id, actor=actor(), reason=arguments.reason)
+    ticket = _find(broker, ticket_name)
+    ended = broker.cancel(ticket.id, actor=actor(), reason=reason)
     value = {"id": ended.id, "outcome": ended.outcome, "end_reason": ended.end_reason}
-    show(arguments.json, value, f"Ticket {ended.id} of {ended.server} is cancelled.")
-    return 0
-
-
-def actor() -> str:
-    """Who types this, as the audit trail names them: no member of the hub."""
-    return f"cli:{default_actor()}"
-
-
-def place_of(text: str) -> int | None:
-    """A position on the command line, None for ``back``; for argparse."""
-    if text == "back":
-        return None
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= LAST_POSITION):
-        raise argparse.ArgumentTypeError(
-            f"{text[:60]!r} is no position: write 1 for next, 2 for the one after it, or back"
-        )
-    return int(text)
-
-
-def points_of(text: str) -> float:
-    """Points on the command line; for argparse."""
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text[:60]!r} is no number of points: write it like 5 or -2.5"
-        ) from None
+    show(value, f"Ticket {ended.id} of {ended.server} is cancelled.")
 
 
 def plain(ticket: Ticket, ranked: Ranked, standing: Standing) -> dict[str, Any]:
@@ -298,48 +293,52 @@ def _plain_comparison(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _changed(arguments: argparse.Namespace, broker: Broker, ticket: Ticket, what: str) -> int:
+def _show_change(broker: Broker, ticket: Ticket, what: str) -> None:
     """Say what was changed and where the ticket stands now."""
     standing = broker.standings().get(ticket.id)
     place = standing.place if standing else 0  # it may have got its turn just now
     value = {"id": ticket.id, "place": place, "boost": ticket.boost, "position": ticket.position}
     where = f"it is number {place} in line now" if place else "it does not wait any more"
     text = f"Ticket {ticket.id} of {ticket.server} {what}: {where}."
-    show(arguments.json, value, text)
-    return 0
+    show(value, text)
 
 
-def pause(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@reason_option
+def pause(settings: Settings, reason: str) -> None:
     """Give out no devices until ``resume``."""
     broker = line_broker(settings)
-    done = broker.pause(actor=actor(), reason=arguments.reason)
+    done = broker.pause(actor=actor(), reason=reason)
     closure = broker.closures().get(GRANTING)
     text = "Granting is paused: what runs goes on, and who waits waits on."
     if not done and closure:
         why = f": {closure.reason}" if closure.reason else ""
         text = f"Nothing changed: {closure.actor} paused granting at {local(closure.at)}{why}"
     value = {"changed": done, "paused": plain_closure(closure) if closure else None}
-    show(arguments.json, value, text)
-    return 0
+    show(value, text)
 
 
-def resume(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@reason_option
+def resume(settings: Settings, reason: str) -> None:
     """Give out devices again."""
     broker = line_broker(settings)
-    done = broker.resume(actor=actor(), reason=arguments.reason)
+    done = broker.resume(actor=actor(), reason=reason)
     waiting = len(broker.waiting())
     text = f"Granting goes on: {count(waiting, 'ticket')} in line."
     if not done:
         text = "Nothing changed: granting was not paused."
-    show(arguments.json, {"changed": done, "paused": None}, text)
-    return 0
+    show({"changed": done, "paused": None}, text)
 
 
-def drain(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@argument("device_name", "DEVICE", "its index or its UUID")
+@reason_option
+def drain(settings: Settings, device_name: str, reason: str) -> None:
     """Give a device to nobody new."""
     broker = line_broker(settings)
-    device = broker.find_device(arguments.device)
-    done = broker.drain(device.uuid, actor=actor(), reason=arguments.reason)
+    device = broker.find_device(device_name)
+    done = broker.drain(device.uuid, actor=actor(), reason=reason)
     closure = broker.closures().get(device.uuid)
     text = f"{_named(device)} is drained: nobody new gets it."
     if not done and closure:
@@ -350,33 +349,35 @@ def drain(arguments: argparse.Namespace, settings: Settings) -> int:
     if server:
         text += f" The session of {server} on it goes on to its end."
     value = {"changed": done, "drained": plain_closure(closure) if closure else None}
-    show(arguments.json, {"uuid": device.uuid, "server": server, **value}, text)
-    return 0
+    show({"uuid": device.uuid, "server": server, **value}, text)
 
 
-def undrain(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@argument("device_name", "DEVICE", "its index or its UUID")
+@reason_option
+def undrain(settings: Settings, device_name: str, reason: str) -> None:
     """Give a device out again."""
     broker = line_broker(settings)
-    done = broker.undrain(arguments.device, actor=actor(), reason=arguments.reason)
-    text = f"Device {arguments.device} is given out again."
-    if machine := done and broker.machine_of(broker.find_device(arguments.device).uuid):
+    done = broker.undrain(device_name, actor=actor(), reason=reason)
+    text = f"Device {device_name} is given out again."
+    if machine := done and broker.machine_of(broker.find_device(device_name).uuid):
         text = f"The whole machine {machine} is given out again."
     if not done:
-        text = f"Nothing changed: device {arguments.device} was not drained."
-    show(arguments.json, {"changed": done, "drained": None}, text)
-    return 0
+        text = f"Nothing changed: device {device_name} was not drained."
+    show({"changed": done, "drained": None}, text)
 
 
-def trail(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@limit_option
+def trail(settings: Settings, limit: int) -> None:
     """Show who changed what, newest first."""
-    changes = settings.open_broker().trail(arguments.limit)
+    changes = settings.open_broker().trail(limit)
     headers = ("TIME", "WHO", "WHAT", "ON", "DETAIL")
     rows = [(local(c.at), c.actor, c.action, c.subject, c.detail) for c in changes]
     text = table(headers, rows) if changes else "Nobody has changed anything yet."
-    show(arguments.json, [plain_change(change) for change in changes], text)
-    if len(changes) == arguments.limit:
+    show([plain_change(change) for change in changes], text)
+    if len(changes) == limit:
         note(f"These are the newest {count(len(changes), 'line')}; --limit shows more.")
-    return 0
 
 
 def plain_change(change: AuditEntry) -> dict[str, Any]:
@@ -411,13 +412,20 @@ def _server_on(broker: Broker, device: Device) -> str | None:
 HEADERS = ("POLICY", "MEAN", "P50", "P95", "LONGEST", "WORST GROUP", "SLOWDOWN", "USED", "FAIRNESS")
 
 
-def simulate(arguments: argparse.Namespace, settings: Settings) -> int:
+@command()
+@option("--days", "N", "of the site's own past (30)", type=LINES, default=30)
+@option("--trace", "FILE", "a CSV of sessions instead (or .csv.gz)")
+@option("--gpus", "N", "so many GPUs, all alike (default: this hub's)", type=LINES)
+@option("--policy", "NAME", "only this policy; may be given again", multiple=True)
+def simulate(
+    settings: Settings, days: int, trace: str | None, gpus: int | None, policy: Sequence[str]
+) -> None:
     """Play sessions of the past under the hub's own rules, and under others beside them."""
-    names = _names(arguments.policy)
-    if arguments.trace:
-        jobs, devices = _of_trace(arguments.trace, arguments.gpus, settings)
+    names = _names(policy)
+    if trace:
+        jobs, devices = _of_trace(trace, gpus, settings)
     else:
-        jobs, devices = _of_store(settings.open_broker(), arguments.days, arguments.gpus)
+        jobs, devices = _of_store(settings.open_broker(), days, gpus)
     found: dict[str, tuple[Figures, int]] = {}
     for name in names:
         player = _ours(settings, devices) if name == OURS else replay_policies.make(name, jobs)
@@ -436,8 +444,7 @@ def simulate(arguments: argparse.Namespace, settings: Settings) -> int:
     refused = max((number for _, number in found.values()), default=0)
     about = f"{count(len(jobs), 'session')} on {count(sum(devices.values()), 'GPU')}"
     about += f", {refused} of them wider than that" if refused else ""
-    show(arguments.json, value, f"{text}\n\nWaits in hours; {about}.")
-    return 0
+    show(value, f"{text}\n\nWaits in hours; {about}.")
 
 
 OURS = "gpuspawner"
@@ -450,9 +457,9 @@ def _ours(settings: Settings, devices: Mapping[str, int]) -> Player:
     return scheduler
 
 
-def _names(chosen: Sequence[str] | None) -> list[str]:
+def _names(chosen: Sequence[str]) -> list[str]:
     names = [OURS, *replay_policies.NAMES]
-    if unknown := [name for name in chosen or () if name not in names]:
+    if unknown := [name for name in chosen if name not in names]:
         sentence = f"There is no policy {unknown[0]!r}; there are {', '.join(names)}."
         raise InvalidRequest(sentence, field="policy")
     return list(chosen or names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import socket
@@ -16,8 +15,10 @@ import docker
 from docker.errors import DockerException
 from requests import RequestException
 
+from ..cli.command import command
 from ..cli.config import Settings
-from ..cli.output import Add, count, exact, local, note, printable, show, table, utc
+from ..cli.output import count, exact, local, note, printable, show, table, utc
+from ..cli.parameters import flag, option
 from ..core.errors import ConfigError, GPUSpawnerError, InvalidRequest
 from ..devices.models import Device, DeviceStatus, Inventory
 from ..devices.source import open_source
@@ -36,10 +37,10 @@ _MINOR = re.compile(r"^Device Minor:\s*(\d+)$", re.MULTILINE)
 _LAYOUT = ("Boards", "SocketsPerBoard", "CoresPerSocket", "ThreadsPerCore")
 
 
-def print_inventory(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Print this machine's inventory as JSON. 1 when its GPUs cannot be seen."""
+@command("inventory")
+def print_inventory(settings: Settings) -> None:
+    """Print what this machine would bring into a cluster, as JSON."""
     print(this_host(settings).to_json())
-    return 0
 
 
 def this_host(settings: Settings) -> HostInventory:
@@ -153,28 +154,17 @@ DAYS = 7
 """How far back an audit looks unless somebody says it."""
 
 
-def sync_grammar(add: Add) -> None:
-    """The two words after ``gpuspawner slurm``."""
-    telling = add("sync", sync, "Make Slurm's accounts, shares and limits what the hub's are.")
-    telling.add_argument("--dry-run", action="store_true", help="say what would be done")
-    looking = add("audit", audit, "Hold sessions against Slurm's jobs, to the second.")
-    looking.add_argument(
-        "--since",
-        default="",
-        metavar="WHEN",
-        help=f"of sessions that ended since, such as 2026-10-01 (default: {DAYS} days ago)",
-    )
-
-
-def sync(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Bring Slurm to what the configuration and the store say; 1 when a part cannot be done."""
+@command()
+@flag("--dry-run", "say what would be done")
+def sync(settings: Settings, dry_run: bool) -> int:
+    """Make Slurm's accounts, shares and limits what the hub's are."""
     broker = settings.open_broker()
     plan = broker.plan_for_cluster()
     problems = plan.problems
-    if plan.steps and not arguments.dry_run:
+    if plan.steps and not dry_run:
         problems = _done(broker, plan)
     value = {
-        "done": not arguments.dry_run,
+        "done": not dry_run,
         "steps": [{"what": s.what, "sacctmgr": list(s.words)} for s in plan.steps],
         "problems": list(problems),
     }
@@ -183,8 +173,8 @@ def sync(arguments: argparse.Namespace, settings: Settings) -> int:
         lines.append("Slurm knows every member and group as the hub does: nothing to do.")
     else:
         steps = count(len(plan.steps), "step")
-        lines += ["", f"{'Would do' if arguments.dry_run else 'Did'} {steps}."]
-    show(arguments.json, value, "\n".join(lines))
+        lines += ["", f"{'Would do' if dry_run else 'Did'} {steps}."]
+    show(value, "\n".join(lines))
     for problem in problems:
         note(printable(problem))
     return 1 if problems else 0
@@ -201,11 +191,19 @@ def _done(broker: Broker, plan: account_sync.SyncPlan) -> tuple[str, ...]:
     return (*plan.problems, "Slurm's database does not keep what it was told: run it again.")
 
 
-def audit(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Compare sessions with Slurm's jobs for them; 1 when some differ."""
+@command()
+@option(
+    "--since",
+    "WHEN",
+    f"of sessions that ended since, such as 2026-10-01 (default: {DAYS} days ago)",
+    "since_text",
+    default="",
+)
+def audit(settings: Settings, since_text: str) -> int:
+    """Hold sessions against Slurm's jobs, to the second."""
     broker = settings.open_broker()
     until = broker.clock()
-    since = _since(arguments.since, broker.rate_zone, until)
+    since = _since(since_text, broker.rate_zone, until)
     sessions, found = broker.audit_cluster(since, until)
     jobs = broker.jobs_since(broker.nodes().name, since)
     strangers = [job for job in jobs if job.member is None]
@@ -220,7 +218,7 @@ def audit(arguments: argparse.Namespace, settings: Settings) -> int:
         "batch_charged": exact(sum(job.charged for job in jobs)),
         "of_nobody": [_plain(job) for job in strangers],
     }
-    show(arguments.json, value, _text(sessions, found, jobs, strangers, since))
+    show(value, _text(sessions, found, jobs, strangers, since))
     return 1 if found else 0
 
 

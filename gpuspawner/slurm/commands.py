@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import difflib
@@ -13,19 +12,20 @@ import re
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from ..cli.command import group
 from ..cli.config import Settings
-from ..cli.output import Add, changes_of, count, note, show
+from ..cli.output import count, note, show
+from ..cli.parameters import PATH, argument, flag, option
 from ..core.config_files import read_text
 from ..core.errors import ConfigError
 from ..devices.source import Sampled, open_source
 from . import cluster_commands
 from .cluster import TLS, Cluster, Node, cluster_of, sampler_address
-from .cluster_commands import fetched, print_inventory, this_host
+from .cluster_commands import fetched, this_host
 from .config import (
     TESTED,
     SlurmOptions,
@@ -137,144 +137,97 @@ def _digest(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-LEAST_SECONDS = 30.0
-"""Between two lists of the processes: the slowest question to a driver."""
-
-
-def sampler_grammar(add: Add) -> None:
-    """The word after ``gpuspawner slurm``."""
-    telling = add("sampler", sampler, "Tell the hub what this node's GPUs do, until it is ended.")
-    telling.add_argument(
-        "--listen",
-        required=True,
-        metavar="URL",
-        help="https://ADDRESS:9401, http://127.0.0.1:9401 or unix:///PATH, as 'sampler' of this "
-        "node in cluster.yaml",
-    )
-    telling.add_argument(
-        "--tls",
-        default="/etc/docker/tls",
-        metavar="DIR",
-        help="of ca.pem, server-cert.pem and server-key.pem, for https (/etc/docker/tls)",
-    )
-    telling.add_argument(
-        "--processes",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="between two lists of the processes on a GPU (60; at least 30)",
-    )
-
-
-def sampler(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Sample and answer until SIGTERM or SIGINT."""
-    try:
-        url = sampler_address(arguments.listen)
-    except ValueError as error:
-        raise ConfigError(f"--listen {error}") from None
-    if not LEAST_SECONDS <= arguments.processes <= 86_400:
-        raise ConfigError(
-            f"--processes {arguments.processes:g}: write {LEAST_SECONDS:.0f} to 86400."
-        )
-    source = open_source(settings.broker.device_source)
-    if not isinstance(source, Sampled):
-        raise ConfigError(f"{source.name} does not tell what its devices do.")
-    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
-    recorder = Recorder(source.sampler(arguments.processes))
-    asyncio.run(_until_ended(recorder, url, Path(arguments.tls)))
-    return 0
-
-
-async def _until_ended(recorder: Recorder, url: str, tls: Path) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await serve(recorder, url, tls, stop)
-
-
 LOCAL_ENGINE = "unix:///var/run/docker.sock"
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}")
 _SETTING = re.compile(r"[A-Za-z][A-Za-z0-9]{1,60}")
 
 
-def slurm_grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
-    """``gpuspawner slurm`` does nothing without a word after it."""
-    add = changes_of(command, common)
-    add(
-        "inventory", print_inventory, "Print what this machine would bring into a cluster, as JSON."
-    )
-    making = add("config", config, "Write Slurm's configuration for these hosts, and cluster.yaml.")
-    making.add_argument(
-        "hosts",
-        nargs="+",
-        metavar="HOST[=FILE]",
-        help="a machine with GPUs, asked by ssh; or FILE, which gpuspawner slurm inventory wrote "
-        "there",
-    )
-    making.add_argument("--out", default="slurm", metavar="DIR", help="where to (./slurm)")
-    making.add_argument(
-        "--controller",
-        default="",
-        metavar="HOST[=ADDRESS]",
-        help="where slurmctld, its database and the hub run (default: this machine)",
-    )
-    making.add_argument("--name", default="gpuspawner", metavar="NAME", help="of the cluster")
-    making.add_argument("--partition", default="gpu", metavar="NAME", help="of all nodes (gpu)")
-    making.add_argument(
-        "--shards", type=int, default=0, metavar="N", help="parts of each device to share (0: none)"
-    )
-    making.add_argument(
-        "--hours", type=int, default=168, metavar="N", help="the longest job (168: a week)"
-    )
-    making.add_argument(
-        "--engine",
-        default="ssh://{host}",
-        metavar="URL",
-        help="how the hub reaches a node's Docker Engine: ssh://USER@{host} or, with --tls, "
-        "https://{host}:2376",
-    )
-    making.add_argument(
-        "--tls", default="", metavar="DIR", help="of ca.pem, cert.pem and key.pem for the engines"
-    )
-    making.add_argument(
-        "--sampler",
-        default="",
-        metavar="URL",
-        help="where gpuspawner slurm sampler tells on each node what its GPUs do: "
-        "https://{host}:9401, with --tls; on the hub's own machine it is http://127.0.0.1:9401",
-    )
-    making.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="more",
-        metavar="NAME=VALUE",
-        help="another setting of slurm.conf, or another value; may be given again",
-    )
-    making.add_argument("--dry-run", action="store_true", help="show what would change")
-    making.add_argument("--force", action="store_true", help="replace files that were edited")
-    cluster_commands.sync_grammar(add)
-    sampler_grammar(add)
-
-
-def slurm(arguments: argparse.Namespace, settings: Settings) -> int:
+@group()
+def slurm(settings: Settings) -> None:
     """Nothing: say what can be said."""
     raise ConfigError(
         "Say what: gpuspawner slurm config HOST..., inventory, sampler, sync or audit."
     )
 
 
-def config(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Write the files; 1, and nothing written, when that would lose an edit."""
-    controller, address = _controller(arguments.controller)
+slurm.add_command(cluster_commands.print_inventory)
+
+
+@slurm.command()
+@argument(
+    "hosts",
+    "HOST[=FILE]...",
+    "a machine with GPUs, asked by ssh; or FILE, which gpuspawner slurm inventory wrote there",
+    nargs=-1,
+    required=True,
+)
+@option("--out", "DIR", "where to (./slurm)", type=PATH, default="slurm")
+@option(
+    "--controller",
+    "HOST[=ADDRESS]",
+    "where slurmctld, its database and the hub run (default: this machine)",
+    default="",
+)
+@option("--name", "NAME", "of the cluster", default="gpuspawner")
+@option("--partition", "NAME", "of all nodes (gpu)", default="gpu")
+@option("--shards", "N", "parts of each device to share (0: none)", type=int, default=0)
+@option("--hours", "N", "the longest job (168: a week)", type=int, default=168)
+@option(
+    "--engine",
+    "URL",
+    "how the hub reaches a node's Docker Engine: ssh://USER@{host} or, with --tls, "
+    "https://{host}:2376",
+    default="ssh://{host}",
+)
+@option("--tls", "DIR", "of ca.pem, cert.pem and key.pem for the engines", default="")
+@option(
+    "--sampler",
+    "URL",
+    "where gpuspawner slurm sampler tells on each node what its GPUs do: "
+    "https://{host}:9401, with --tls; on the hub's own machine it is http://127.0.0.1:9401",
+    default="",
+)
+@option(
+    "--set",
+    "NAME=VALUE",
+    "another setting of slurm.conf, or another value; may be given again",
+    "more",
+    multiple=True,
+)
+@flag("--dry-run", "show what would change")
+@flag("--force", "replace files that were edited")
+def config(
+    settings: Settings,
+    hosts: Sequence[str],
+    out: Path,
+    controller: str,
+    name: str,
+    partition: str,
+    shards: int,
+    hours: int,
+    engine: str,
+    tls: str,
+    sampler: str,
+    more: Sequence[str],
+    dry_run: bool,
+    force: bool,
+) -> int:
+    """Write Slurm's configuration for these hosts, and cluster.yaml."""
+    head, address = _controller(controller)
     options = SlurmOptions(
-        controller=controller,
-        address=address,
-        longest_hours=_hours(arguments.hours),
-        more=_more(arguments.more),
+        controller=head, address=address, longest_hours=_hours(hours), more=_more(more)
     )
-    named = [_named(word) for word in arguments.hosts]
-    cluster = _cluster(arguments, settings, options, named)
+    named = [_named(word) for word in hosts]
+    nodes = _nodes(settings, options, named, NodeAddresses(engine, tls, sampler))
+    made = Cluster(
+        name=name,
+        partition=partition,
+        hub_address=options.address or options.controller,
+        shards=shards,
+        nodes=with_gres_types(nodes),
+    )
+    # Whatever cluster.yaml may not say is refused here, in the same words.
+    cluster = cluster_of(cluster_yaml(made), "cluster.yaml (not written)")
     bodies = {
         "slurm.conf": slurm_conf(cluster, options),
         "gres.conf": gres_conf(cluster),
@@ -282,25 +235,20 @@ def config(arguments: argparse.Namespace, settings: Settings) -> int:
         "slurmdbd.conf": slurmdbd_conf(options),
         "cluster.yaml": cluster_yaml(cluster),
     }
-    found = drafts(Path(arguments.out), bodies)
+    found = drafts(out, bodies)
     changed = [draft for draft in found if draft.changed]
-    lost = [draft for draft in changed if draft.edited and not arguments.force]
-    if not lost and not arguments.dry_run:
-        write(changed)
-    _tell(arguments, cluster, found, lost)
+    lost = [draft for draft in changed if draft.edited and not force]
+    written = [] if lost or dry_run else changed
+    write(written)
+    _show_drafts(cluster, changed, lost, written)
     return 1 if lost else 0
 
 
-def _tell(
-    arguments: argparse.Namespace,
-    cluster: Cluster,
-    found: Sequence[Draft],
-    lost: Sequence[Draft],
+def _show_drafts(
+    cluster: Cluster, changed: Sequence[Draft], lost: Sequence[Draft], written: Sequence[Draft]
 ) -> None:
-    changed = [draft for draft in found if draft.changed]
-    written = bool(changed) and not lost and not arguments.dry_run
     plain = {
-        "written": written,
+        "written": bool(written),
         "changed": [str(draft.path) for draft in changed],
         "edited": [str(draft.path) for draft in lost],
         "nodes": [node.name for node in cluster.nodes],
@@ -312,7 +260,7 @@ def _tell(
         lines[-1] += " Nothing to do."
     elif written:
         lines[-1] += f" Written: {', '.join(str(draft.path) for draft in changed)}."
-    show(arguments.json, plain, "\n".join(lines))
+    show(plain, "\n".join(lines))
     if lost:
         names = ", ".join(str(draft.path) for draft in lost)
         note(
@@ -324,12 +272,42 @@ def _tell(
 # The cluster that the words and the inventories make.
 
 
-def _cluster(
-    arguments: argparse.Namespace,
+@dataclass(frozen=True, slots=True)
+class NodeAddresses:
+    """How the hub reaches the nodes, with ``{host}`` for the name of each."""
+
+    engine: str
+    tls: str
+    """The folder of certificates for the engines; empty without TLS."""
+    sampler: str
+
+    def engine_of(
+        self, options: SlurmOptions, host: str, found: HostInventory
+    ) -> tuple[str, TLS | None]:
+        """Return where a node's Docker Engine is, and the certificates for it."""
+        if found.hostname == options.controller:
+            return LOCAL_ENGINE, None
+        if not self.tls:
+            return self.engine.replace("{host}", host), None
+        folder = Path(self.tls).resolve()
+        names = (str(folder / name) for name in ("ca.pem", "cert.pem", "key.pem"))
+        by_ssh = self.engine == "ssh://{host}"
+        template = "https://{host}:2376" if by_ssh else self.engine
+        return template.replace("{host}", host), TLS(*names)
+
+    def sampler_of(self, node: Node, host: str) -> str:
+        """Return where a node's sampler answers; empty without samplers."""
+        if self.sampler and node.engine == LOCAL_ENGINE:
+            return f"http://127.0.0.1:{self.sampler.rstrip('/').rpartition(':')[2]}"
+        return self.sampler.replace("{host}", host)
+
+
+def _nodes(
     settings: Settings,
     options: SlurmOptions,
     named: Sequence[tuple[str, str]],
-) -> Cluster:
+    addresses: NodeAddresses,
+) -> list[Node]:
     nodes: dict[str, Node] = {}
     for host, file in named:
         found = _inventory(host, file, settings)
@@ -339,18 +317,10 @@ def _cluster(
                 "set-hostname)."
             )
         _check_versions(host, found)
-        engine, tls = _engine(arguments, options, host, found)
+        engine, tls = addresses.engine_of(options, host, found)
         node = found.node(_address(host, found, options), engine, tls)
-        nodes[found.hostname] = replace(node, sampler=_sampler(arguments.sampler, node, host))
-    made = Cluster(
-        name=arguments.name,
-        partition=arguments.partition,
-        hub_address=options.address or options.controller,
-        shards=arguments.shards,
-        nodes=with_gres_types(list(nodes.values())),
-    )
-    # Whatever cluster.yaml may not say is refused here, in the same words.
-    return cluster_of(cluster_yaml(made), "cluster.yaml (not written)")
+        nodes[found.hostname] = replace(node, sampler=addresses.sampler_of(node, host))
+    return list(nodes.values())
 
 
 def _inventory(host: str, file: str, settings: Settings) -> HostInventory:
@@ -372,27 +342,6 @@ def _check_versions(host: str, found: HostInventory) -> None:
         )
     if not found.engine:
         note(f"No Docker Engine answered on {host}: start it there.")
-
-
-def _engine(
-    arguments: argparse.Namespace, options: SlurmOptions, host: str, found: HostInventory
-) -> tuple[str, TLS | None]:
-    if found.hostname == options.controller:
-        return LOCAL_ENGINE, None
-    if arguments.tls:
-        folder = Path(arguments.tls).resolve()
-        names = (str(folder / name) for name in ("ca.pem", "cert.pem", "key.pem"))
-        template = arguments.engine
-        if template == "ssh://{host}":
-            template = "https://{host}:2376"
-        return template.replace("{host}", host), TLS(*names)
-    return arguments.engine.replace("{host}", host), None
-
-
-def _sampler(template: str, node: Node, host: str) -> str:
-    if template and node.engine == LOCAL_ENGINE:
-        return f"http://127.0.0.1:{template.rstrip('/').rpartition(':')[2]}"
-    return template.replace("{host}", host)
 
 
 def _address(host: str, found: HostInventory, options: SlurmOptions) -> str:
@@ -443,3 +392,56 @@ def _more(words: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--set {word!r}: write NAME=VALUE as slurm.conf has it.")
         found[name] = value
     return found
+
+
+slurm.add_command(cluster_commands.sync)
+slurm.add_command(cluster_commands.audit)
+
+LEAST_SECONDS = 30.0
+"""Between two lists of the processes: the slowest question to a driver."""
+
+
+@slurm.command()
+@option(
+    "--listen",
+    "URL",
+    "https://ADDRESS:9401, http://127.0.0.1:9401 or unix:///PATH, as 'sampler' of this "
+    "node in cluster.yaml",
+    required=True,
+)
+@option(
+    "--tls",
+    "DIR",
+    "of ca.pem, server-cert.pem and server-key.pem, for https (/etc/docker/tls)",
+    type=PATH,
+    default="/etc/docker/tls",
+)
+@option(
+    "--processes",
+    "SECONDS",
+    "between two lists of the processes on a GPU (60; at least 30)",
+    "processes_seconds",
+    type=float,
+    default=60.0,
+)
+def sampler(settings: Settings, listen: str, tls: Path, processes_seconds: float) -> None:
+    """Tell the hub what this node's GPUs do, until it is ended."""
+    try:
+        url = sampler_address(listen)
+    except ValueError as error:
+        raise ConfigError(f"--listen {error}") from None
+    if not LEAST_SECONDS <= processes_seconds <= 86_400:
+        raise ConfigError(f"--processes {processes_seconds:g}: write {LEAST_SECONDS:.0f} to 86400.")
+    source = open_source(settings.broker.device_source)
+    if not isinstance(source, Sampled):
+        raise ConfigError(f"{source.name} does not tell what its devices do.")
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
+    recorder = Recorder(source.sampler(processes_seconds))
+    asyncio.run(_until_ended(recorder, url, tls))
+
+
+async def _until_ended(recorder: Recorder, url: str, tls: Path) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await serve(recorder, url, tls, stop)

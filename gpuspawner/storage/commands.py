@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -13,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import docker
 
+from ..cli.command import group
 from ..cli.config import Settings
-from ..cli.output import changes_of, local, note, show, table, utc
+from ..cli.output import actor, local, note, show, table, utc
+from ..cli.parameters import PATH, argument, option
 from ..core.errors import (
     ArchiveRefused,
     EngineUnavailable,
@@ -25,7 +26,6 @@ from ..core.errors import (
     UnknownWorkspace,
 )
 from ..core.units import format_bytes
-from ..queue.commands import actor
 from ..services import Broker
 from .directories import (
     ENDINGS,
@@ -65,38 +65,15 @@ class KnownWorkspace:
     size: int | None = None
 
 
-def workspaces_grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
-    """``gpuspawner workspaces`` alone lists, as ``list`` does."""
-    add = changes_of(command, common)
-    add("list", workspaces, "List workspaces with their size and owner.")
-    archiving = add(
-        "archive", archive_workspace, "Pack a workspace into a file, while no server has it."
-    )
-    archiving.add_argument("workspace", metavar="WORKSPACE", help=_WORKSPACE_WHICH)
-    archiving.add_argument(
-        "--to", metavar="FILE", help=f"the archive, ending in {', '.join(ENDINGS)}"
-    )
-    restoring = add("restore", restore_workspace, "Put an archive in place of an empty workspace.")
-    restoring.add_argument("file", metavar="FILE", help="what `workspaces archive` made")
-    restoring.add_argument("workspace", metavar="WORKSPACE", help=_WORKSPACE_WHICH)
-    restoring.add_argument(
-        "--member", default="", metavar="NAME", help="whose it is, if that is not known yet"
-    )
-    deleting = add("delete", delete_workspace, "Delete a workspace and every file in it, for good.")
-    deleting.add_argument("workspace", metavar="WORKSPACE", help=_WORKSPACE_WHICH)
-    deleting.add_argument(
-        "--yes-delete", default="", metavar="NAME", help="the workspace's name once more"
-    )
-    freeing = add(
-        "free", free_workspace, "Let servers have a workspace again after a killed archive."
-    )
-    freeing.add_argument("workspace", metavar="WORKSPACE", help=_WORKSPACE_WHICH)
+workspace_argument = argument(
+    "workspace",
+    "WORKSPACE",
+    "a directory or a volume as the list names it, or its member if they have one",
+)
 
 
-_WORKSPACE_WHICH = "a directory or a volume as the list names it, or its member if they have one"
-
-
-def workspaces(arguments: argparse.Namespace, settings: Settings) -> int:
+@group()
+def workspaces(settings: Settings) -> None:
     """List them."""
     site = WorkspaceSite(settings)
     found = site.all(sizes=True)
@@ -114,18 +91,23 @@ def workspaces(arguments: argparse.Namespace, settings: Settings) -> int:
         for some in found
     ]
     text = table(headers, rows, right=("SIZE", "QUOTA")) if rows else "No workspaces."
-    show(arguments.json, [_plain(some, running) for some in found], text)
+    show([_plain(some, running) for some in found], text)
     for trouble in site.troubles:
         note(trouble)
-    return 0
 
 
-def archive_workspace(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Pack one."""
+workspaces.add_same("list", "List workspaces with their size and owner.")
+
+
+@workspaces.command("archive")
+@workspace_argument
+@option("--to", "FILE", f"the archive, ending in {', '.join(ENDINGS)}")
+def archive_workspace(settings: Settings, workspace: str, to: str | None) -> None:
+    """Pack a workspace into a file, while no server has it."""
     site = WorkspaceSite(settings)
-    known = site.find(arguments.workspace)
+    known = site.find(workspace)
     source = known.workspace.source
-    file = Path(arguments.to or _file_name(source)).absolute()
+    file = Path(to or _file_name(source)).absolute()
     ending(file)
     with site.claimed(known, "an admin archives them") as tree:
         if not tree.exists():
@@ -137,16 +119,18 @@ def archive_workspace(arguments: argparse.Namespace, settings: Settings) -> int:
         f"{format_bytes(contents.size)} in {file} ({format_bytes(file.stat().st_size)}). "
         "The workspace is as it was."
     )
-    show(arguments.json, {"file": str(file), "bytes": contents.size, "workspace": source}, text)
-    return 0
+    show({"file": str(file), "bytes": contents.size, "workspace": source}, text)
 
 
-def restore_workspace(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Put one back."""
+@workspaces.command("restore")
+@argument("file", "FILE", "what `workspaces archive` made", type=PATH)
+@workspace_argument
+@option("--member", "NAME", "whose it is, if that is not known yet", default="")
+def restore_workspace(settings: Settings, file: Path, workspace: str, member: str) -> None:
+    """Put an archive in place of an empty workspace."""
     site = WorkspaceSite(settings)
-    file = Path(arguments.file)
     contents = check_archive(file)
-    known = site.find_or_new(arguments.workspace, arguments.member)
+    known = site.find_or_new(workspace, member)
     source = known.workspace.source
     with site.claimed(known, "an admin puts them back") as tree:
         if not tree.is_empty():
@@ -161,18 +145,20 @@ def restore_workspace(arguments: argparse.Namespace, settings: Settings) -> int:
             note(error.message)
     site.broker.note_workspace(source, "restore workspace", actor=actor(), detail=str(file))
     text = f"{source}: {contents.entries} entries, {format_bytes(contents.size)} are back."
-    show(arguments.json, {"workspace": source, "bytes": contents.size}, text)
-    return 0
+    show({"workspace": source, "bytes": contents.size}, text)
 
 
-def delete_workspace(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Delete one, by its name and once more its name."""
+@workspaces.command("delete")
+@workspace_argument
+@option("--yes-delete", "NAME", "the workspace's name once more", default="")
+def delete_workspace(settings: Settings, workspace: str, yes_delete: str) -> None:
+    """Delete a workspace and every file in it, for good."""
     site = WorkspaceSite(settings)
-    known = site.find(arguments.workspace)
+    known = site.find(workspace)
     source, owner = known.workspace.source, known.workspace.user
     size = site.size_of(known.workspace)
     what = f"{source} of {owner}, {format_bytes(size) if size is not None else 'of unknown size'}"
-    if arguments.yes_delete != source:
+    if yes_delete != source:
         raise Refused(
             f"This would delete {what}, with every file in it, for good. Nothing was changed. If "
             f"that is what you want, say --yes-delete {source}"
@@ -181,18 +167,18 @@ def delete_workspace(arguments: argparse.Namespace, settings: Settings) -> int:
         if tree.exists():
             tree.delete()
         site.broker.note_workspace(source, "delete workspace", actor=actor(), detail=what)
-    show(arguments.json, {"deleted": source, "owner": owner}, f"Deleted: {what}.")
-    return 0
+    show({"deleted": source, "owner": owner}, f"Deleted: {what}.")
 
 
-def free_workspace(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Take back a claim whose command was killed."""
+@workspaces.command("free")
+@workspace_argument
+def free_workspace(settings: Settings, workspace: str) -> None:
+    """Let servers have a workspace again after a killed archive."""
     site = WorkspaceSite(settings)
-    source = site.find(arguments.workspace).workspace.source
+    source = site.find(workspace).workspace.source
     done = site.broker.free_workspace(source)
     text = f"{source} can be used again." if done else f"Nobody had {source} in hand."
-    show(arguments.json, {"workspace": source, "changed": done}, text)
-    return 0
+    show({"workspace": source, "changed": done}, text)
 
 
 class WorkspaceSite:
@@ -355,29 +341,11 @@ def _file_name(source: str) -> str:
     return f"{name}-{datetime.now().astimezone():%Y-%m-%d}.tar.gz"
 
 
-def folders_grammar(command: argparse.ArgumentParser, common: Callable[..., Any]) -> None:
-    """``gpuspawner folders`` alone lists, as ``list`` does."""
-    add = changes_of(command, common)
-    add("list", folders, "List the folders that members share.")
-    handing = add("give", give_folder, "Make a member the owner of a folder.")
-    handing.add_argument("folder", metavar="FOLDER", help=_FOLDER_WHICH)
-    handing.add_argument("member", metavar="MEMBER", help="the new owner")
-    deleting = add("delete", delete_folder, "Take a folder from everybody; its files stay.")
-    deleting.add_argument("folder", metavar="FOLDER", help=_FOLDER_WHICH)
-    deleting.add_argument("--name", default="", help="the folder's name once more")
-    returning = add("restore", restore_folder, "Bring a deleted folder back.")
-    returning.add_argument("folder", metavar="FOLDER", help=_FOLDER_WHICH)
-    removing = add("remove", remove_folder, "Remove a deleted folder's files, for good.")
-    removing.add_argument("folder", metavar="FOLDER", help=_FOLDER_WHICH)
-    removing.add_argument(
-        "--yes-delete", default="", metavar="NAME", help="the folder's name once more"
-    )
+folder_argument = argument("folder_id", "FOLDER", "the folder's id, or its first letters")
 
 
-_FOLDER_WHICH = "the folder's id, or its first letters"
-
-
-def folders(arguments: argparse.Namespace, settings: Settings) -> int:
+@group()
+def folders(settings: Settings) -> None:
     """List them."""
     found = settings.open_broker().all_folders()
     headers = ("ID", "NAME", "OWNER", "MEMBERS", "MADE", "NOW")
@@ -393,42 +361,52 @@ def folders(arguments: argparse.Namespace, settings: Settings) -> int:
         for some in found
     ]
     text = table(headers, rows) if rows else "No shared folders."
-    show(arguments.json, [plain_folder(some) for some in found], text)
-    return 0
+    show([plain_folder(some) for some in found], text)
 
 
-def give_folder(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Hand one on."""
+folders.add_same("list", "List the folders that members share.")
+
+
+@folders.command("give")
+@folder_argument
+@argument("member", "MEMBER", "the new owner")
+def give_folder(settings: Settings, folder_id: str, member: str) -> None:
+    """Make a member the owner of a folder."""
     broker = settings.open_broker()
-    folder = find_folder(broker, arguments.folder)
-    done = broker.hand_on(folder.id, arguments.member, actor=actor(), admin=True)
-    show(arguments.json, plain_folder(done), f"{done.name} ({done.id}) belongs to {done.owner}.")
-    return 0
+    folder = find_folder(broker, folder_id)
+    done = broker.hand_on(folder.id, member, actor=actor(), admin=True)
+    show(plain_folder(done), f"{done.name} ({done.id}) belongs to {done.owner}.")
 
 
-def delete_folder(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Take one away."""
+@folders.command("delete")
+@folder_argument
+@option("--name", "NAME", "the folder's name once more", default="")
+def delete_folder(settings: Settings, folder_id: str, name: str) -> None:
+    """Take a folder from everybody; its files stay."""
     broker = settings.open_broker()
-    folder = find_folder(broker, arguments.folder)
-    done = broker.delete_folder(folder.id, arguments.name, actor=actor(), admin=True)
+    folder = find_folder(broker, folder_id)
+    done = broker.delete_folder(folder.id, name, actor=actor(), admin=True)
     text = f"{done.name} ({done.id}) is nobody's from their next server on. Its files are still at "
     text += f"{broker.folder_place(done.id)}; `gpuspawner folders restore {done.id}` undoes it."
-    show(arguments.json, plain_folder(done), text)
-    return 0
+    show(plain_folder(done), text)
 
 
-def restore_folder(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Bring one back."""
+@folders.command("restore")
+@folder_argument
+def restore_folder(settings: Settings, folder_id: str) -> None:
+    """Bring a deleted folder back."""
     broker = settings.open_broker()
-    done = broker.bring_back(find_folder(broker, arguments.folder).id, actor=actor())
-    show(arguments.json, plain_folder(done), f"{done.name} ({done.id}) is back.")
-    return 0
+    done = broker.bring_back(find_folder(broker, folder_id).id, actor=actor())
+    show(plain_folder(done), f"{done.name} ({done.id}) is back.")
 
 
-def remove_folder(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Remove the files of a deleted one, and forget it."""
+@folders.command("remove")
+@folder_argument
+@option("--yes-delete", "NAME", "the folder's name once more", default="")
+def remove_folder(settings: Settings, folder_id: str, yes_delete: str) -> None:
+    """Remove a deleted folder's files, for good."""
     broker = settings.open_broker()
-    folder = find_folder(broker, arguments.folder)
+    folder = find_folder(broker, folder_id)
     place = broker.folder_place(folder.id)
     if folder.deleted_at is None:
         raise Refused(
@@ -436,7 +414,7 @@ def remove_folder(arguments: argparse.Namespace, settings: Settings) -> int:
         )
     if not place:
         raise Refused("Where folders lie is not said: set c.Broker.folder_source.")
-    if arguments.yes_delete != folder.name:
+    if yes_delete != folder.name:
         use = broker.use_of(place, None, 10.0)
         size = format_bytes(use.used) if use else "of unknown size"
         raise Refused(
@@ -448,8 +426,7 @@ def remove_folder(arguments: argparse.Namespace, settings: Settings) -> int:
     if tree.exists():
         tree.delete()
     broker.forget_folder(folder.id, actor=actor())
-    show(arguments.json, {"removed": folder.id}, f"{folder.name} ({folder.id}) is removed.")
-    return 0
+    show({"removed": folder.id}, f"{folder.name} ({folder.id}) is removed.")
 
 
 def find_folder(broker: Broker, text: str) -> Folder:

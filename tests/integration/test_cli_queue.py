@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -169,6 +170,17 @@ def test_the_line_goes_by_what_the_hub_saw_and_changes_nothing_of_it(
     assert device_table() == before
 
 
+def test_options_count_before_and_after_the_subcommand(
+    cli: Command, broker: Broker, line: list[Ticket]
+) -> None:
+    ticket = line[0].id
+    assert json.loads(cli("queue", "--json", "boost", ticket, "-2.5").stdout)["boost"] == -2.5
+    wrong = "sqlite:///not-there.sqlite"
+    cli("queue", "--database", wrong, "boost", ticket, "1", code=1)
+    right = ("--database", cli.database_url)
+    assert cli.json("queue", "--database", wrong, "boost", ticket, "1", *right)["boost"] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
@@ -181,13 +193,13 @@ def test_the_line_goes_by_what_the_hub_saw_and_changes_nothing_of_it(
         (["queue", "boost", "bob", "nan"], 1, "nan is no number of points"),
         (["queue", "boost", "bob", "1e9"], 1, "is no number of points"),
         (["queue", "boost", "bob", "1", "--reason", "x" * 301], 1, "301 characters"),
-        (["queue", "cancel", "bob"], 2, "required: --reason"),
+        (["queue", "cancel", "bob"], 2, "Missing option '--reason'"),
         (["queue", "cancel", "bob", "--reason", " "], 2, "it is empty"),
         (["queue", "cancel", "nobody", "--reason", "x"], 1, "No ticket 'nobody' waits in line"),
         (["queue", "cancel", "", "--reason", "x"], 1, "No ticket '' waits in line"),
         (["queue", "--why", "bob", "bob"], 1, "Both are the same ticket"),
-        (["queue", "--why", "bob"], 2, "expected 2 arguments"),
-        (["queue", "fly", "bob"], 2, "invalid choice: 'fly'"),
+        (["queue", "--why", "bob"], 2, "requires 2 arguments"),
+        (["queue", "fly", "bob"], 2, "No such command 'fly'"),
         (["drain", "9"], 1, "No device has the UUID or index '9'"),
         (["drain"], 2, "DEVICE"),
         (["undrain", "granting"], 1, "No device has the UUID or index 'granting'"),

@@ -1,0 +1,123 @@
+"""What every command shares: its common options, its settings and its place in a group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import DEFAULT_FILE
+
+if TYPE_CHECKING:
+    from .config import Settings
+
+_NEGATIVE = re.compile(r"-\d+(\.\d*)?|-\.\d+")
+
+
+@dataclass(slots=True)
+class Invocation:
+    """The common options, wherever on the command line they stand. The last of each counts."""
+
+    config: str | None = None
+    database: str | None = None
+    json: bool = False
+    debug: bool = False
+    settings: Settings | None = None
+
+    def load(self) -> Settings:
+        """Read the configuration. Raises ConfigError."""
+        from .config import load  # imports SQLAlchemy, which help does not need
+
+        self.settings = load(self.config, self.database)
+        return self.settings
+
+
+def wants_json() -> bool:
+    """Return True if the running command was given ``--json``."""
+    return click.get_current_context().ensure_object(Invocation).json
+
+
+def _keep(context: click.Context, option: click.Parameter, value: Any) -> None:
+    if value:
+        setattr(context.ensure_object(Invocation), str(option.name), value)
+
+
+def _common_options() -> list[click.Parameter]:
+    kept: dict[str, Any] = {"expose_value": False, "callback": _keep}
+    return [
+        click.Option(
+            ["-f", "--config"],
+            metavar="FILE",
+            help=f"the hub's configuration (default: {DEFAULT_FILE})",
+            **kept,
+        ),
+        click.Option(
+            ["--database"],
+            metavar="URL",
+            help="the hub's database (default: what the configuration or "
+            "GPUSPAWNER_DATABASE_URL says)",
+            **kept,
+        ),
+        click.Option(["--json"], is_flag=True, help="for scripts", **kept),
+        click.Option(["--debug"], is_flag=True, hidden=True, **kept),
+    ]
+
+
+class Command(click.Command):
+    """A command with the common options. Its function gets the settings first."""
+
+    def __init__(
+        self,
+        name: str | None,
+        *,
+        params: Sequence[click.Parameter] | None = None,
+        **attributes: Any,
+    ) -> None:
+        super().__init__(name, params=[*_common_options(), *(params or ())], **attributes)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. A negative number is one of them, and no option."""
+        ctx.ignore_unknown_options = any(_NEGATIVE.fullmatch(word) for word in args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, unless it is a group of which a subcommand runs."""
+        if ctx.invoked_subcommand is not None or self.callback is None:
+            return None
+        settings = ctx.ensure_object(Invocation).load()
+        return ctx.invoke(self.callback, settings, **ctx.params)
+
+
+class Group(click.Group, Command):
+    """A command with subcommands. Its own function runs when none is named."""
+
+    command_class = Command
+
+    def __init__(self, name: str | None, **attributes: Any) -> None:
+        super().__init__(name, invoke_without_command=True, **attributes)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the subcommands in the order in which they are declared."""
+        return list(self.commands)
+
+    def add_same(self, name: str, help: str) -> None:
+        """Add a subcommand that does what the group does alone, with the same options."""
+        own = [param for param in self.params if param.expose_value]
+        self.add_command(Command(name, callback=self.callback, params=own, help=help))
+
+
+def command(
+    name: str | None = None, **attributes: Any
+) -> Callable[[Callable[..., int | None]], Command]:
+    """Make a command of a function, which returns the exit code or None for 0."""
+    return click.command(name, cls=Command, **attributes)
+
+
+def group(
+    name: str | None = None, **attributes: Any
+) -> Callable[[Callable[..., int | None]], Group]:
+    """Make a group of the function that runs when no subcommand is named."""
+    return click.group(name, cls=Group, **attributes)
