@@ -117,7 +117,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     for command in ("check", "devices", "leases", "release", "grant", "statement", "accounts"):
-        assert re.search(rf"^    {command}\b", text, re.MULTILINE)
+        assert re.search(rf"^  {command}\b", text, re.MULTILINE)
         assert main([command, "--help"]) == 0
         assert "--config" in capsys.readouterr().out
     assert main(["--version"]) == 0
