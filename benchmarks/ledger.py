@@ -286,7 +286,7 @@ def page(report: Report, name: str, url: str, entries: int) -> None:
             times = []
             for _ in range(PAGES):
                 began = time.perf_counter()
-                found = broker.statement_page("member:long", before, folded=folded)
+                found = broker.reports.statement_page("member:long", before, folded=folded)
                 times.append(1000 * (time.perf_counter() - began))
             assert found.entries
             series = Series(tuple(times))

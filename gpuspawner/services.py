@@ -40,13 +40,13 @@ from .ledger.credit_policy import OVERDRAFT, CreditPolicies
 from .ledger.exhaustion import Dry
 from .ledger.grants import BulkGrants
 from .ledger.models import Account, member_account
-from .ledger.reports import Reports
+from .ledger.reports import ReportService
 from .ledger.service import refundable
 from .members.renames import Renames
 from .members.roster import Rosters
 from .monitoring.health_service import Health
-from .monitoring.service import DevicesUse, Idle
-from .notifications.service import NoticeService
+from .monitoring.service import Idle, MonitoringService
+from .notifications.service import NotificationService
 from .queue import repository as queue_repository
 from .queue.positions import Outlooks
 from .queue.state import QueueState
@@ -71,16 +71,13 @@ def utcnow() -> datetime:
 class Broker(
     Grants,
     Admin,
-    NoticeService,
     Rosters,
     Restarts,
     DiskLimits,
-    Reports,
     Dry,
     BulkGrants,
     Outlooks,
     Folders,
-    DevicesUse,
     Idle,
     Health,
     ClusterAudit,
@@ -97,6 +94,9 @@ class Broker(
         self.health_policy()
         self.store = Store.open(self.database_url)
         self.clock = clock or self.store.clock
+        self.notifications = NotificationService(self.store, self._now)
+        self.reports = ReportService(self.store, self._now)
+        self.monitoring = MonitoringService(self.store, self._now)
         self.delegate = self.make_delegate()
         self.watch = InventoryCache(
             self.source(), self.store, timedelta(seconds=self.refresh_seconds)
@@ -106,6 +106,10 @@ class Broker(
         self.engine_ids: dict[str, str] = {}
         """The identity of each engine as it last answered, by the name of the engine."""
         self._outside = ThreadPoolExecutor(OUTSIDE, thread_name_prefix="gpuspawner-outside")
+
+    def _now(self) -> datetime:
+        """The time by the clock that is set now: tests set another one."""
+        return self.clock()
 
     def source(self) -> DeviceSource:
         """The device source that ``device_source`` names, or who gives devices in our place."""

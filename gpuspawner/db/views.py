@@ -30,7 +30,7 @@ class TrailHandler(ServiceHandler):
         text = self.get_query_argument("before", "")
         before = whole(text, "before", 1, LAST) if text else None
         search = text_of(self.get_query_argument("search", ""), "search", LONGEST)
-        return await self.read(self.broker.find_changes, search, before, limit)
+        return await self.read(self.broker.reports.find_changes, search, before, limit)
 
 
 class TrailPage(TrailHandler, Page):
@@ -65,7 +65,7 @@ class TrailCSV(CSVHandler):
     def _rows(self, search: str) -> Iterator[list[Sequence[str]]]:
         before: int | None = None
         while True:
-            found = self.broker.find_changes(search, before, 1000)
+            found = self.broker.reports.find_changes(search, before, 1000)
             yield [
                 (instant(c.at) or "", c.actor, c.action, c.subject, c.detail) for c in found.changes
             ]

@@ -335,7 +335,7 @@ def look(
     """All of it from the store. Blocks: use :meth:`Broker.run`."""
     now = broker.clock()
     since = max(now - CURVE, it.started_at or it.granted_at)
-    minutes = broker.use_between(since, now, uuids=it.uuids) if it.devices else []
+    minutes = broker.monitoring.use_between(since, now, uuids=it.uuids) if it.devices else []
     opened = broker.open_leases()
     account = broker.account(it.account)
     paying = view_models.ending_of(broker, account.name)

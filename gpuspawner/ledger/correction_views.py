@@ -59,7 +59,7 @@ class TransferPage(FormPage):
             user=self.user,
             admin=True,
             transfer=found,
-            reversal=await self.read(self.broker.reversal_of, found.id),
+            reversal=await self.read(self.broker.reports.reversal_of, found.id),
             done=DONE.get(self.get_query_argument("done", ""), ""),
             error=refusal.message if refusal else "",
             reason=reason,
@@ -163,7 +163,7 @@ class TransferAPI(ChangingAPI):
     async def get(self, transfer_id: str) -> None:
         self.need_admin()
         found = await find_transfer(self, transfer_id)
-        undone = await self.read(self.broker.reversal_of, found.id)
+        undone = await self.read(self.broker.reports.reversal_of, found.id)
         self.answer(transfer_json(found, undone))
 
 

@@ -32,11 +32,12 @@ class Receipt:
     items: Items
 
 
-class Reports:
+class ReportService:
     """Questions about the past; each one is answered from one consistent view."""
 
-    store: Store
-    clock: Callable[[], datetime]
+    def __init__(self, store: Store, clock: Callable[[], datetime]) -> None:
+        self.store = store
+        self.clock = clock
 
     def statement_page(
         self, account: str, before: int | None = None, limit: int = 50, *, folded: bool = False

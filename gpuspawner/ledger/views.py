@@ -131,7 +131,7 @@ class StatementCSV(CSVHandler):
         before: int | None = None
         while True:  # a transaction each: a slow reader keeps none open
             try:
-                page = self.broker.statement_page(account, before, 2000)
+                page = self.broker.reports.statement_page(account, before, 2000)
             except UnknownAccount:
                 return
             yield [line(entry) for entry in page.entries]
@@ -148,10 +148,10 @@ class ReceiptPage(Page):
         await may_see(self, lease_id)
         text = self.get_query_argument("after", "0")
         after = whole(text, "after", 0, LAST)
-        receipt = await self.read(self.broker.receipt, lease_id, after, ITEMS)
+        receipt = await self.read(self.broker.reports.receipt, lease_id, after, ITEMS)
         now = self.broker.clock()
         (some,) = view_models.lease_figures(self.broker, [receipt.lease], now)
-        use = await self.read(self.broker.session_use, receipt.lease)
+        use = await self.read(self.broker.monitoring.session_use, receipt.lease)
         self.show(
             "receipt.html",
             user=self.user,
@@ -183,7 +183,7 @@ class ReceiptCSV(CSVHandler):
     def _rows(self, lease_id: str) -> Iterator[list[Sequence[str]]]:
         after: int | None = 0
         while after is not None:
-            items = self.broker.receipt(lease_id, after, 2000).items
+            items = self.broker.reports.receipt(lease_id, after, 2000).items
             yield [item(entry) for entry in items.entries]
             after = items.newer
 
@@ -317,7 +317,7 @@ class AccountsPage(Page):
         self.need_admin()
         text = text_of(self.get_query_argument("search", ""), "search", LONGEST)
         after = self.get_query_argument("after", "")[:300]
-        found = await self.read(self.broker.find_accounts, text, after, ROWS)
+        found = await self.read(self.broker.reports.find_accounts, text, after, ROWS)
         opened = await self.read(self.broker.open_leases)
         now = self.broker.clock()
         minutes = self.context.warn_minutes
@@ -479,7 +479,7 @@ class AccountsAPI(APIHandler):
         after = self.get_query_argument("after", "")
 
         def find() -> Accounts:
-            return self.broker.find_accounts(text, after, limit, among)
+            return self.broker.reports.find_accounts(text, after, limit, among)
 
         found = await self.read(find)
         opened = await self.read(self.broker.open_leases)
@@ -523,7 +523,7 @@ class StatementAPI(APIHandler):
         limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
         text = self.get_query_argument("before", "")
         before = whole(text, "before", 1, LAST) if text else None
-        page = await self.read(self.broker.statement_page, account, before, limit)
+        page = await self.read(self.broker.reports.statement_page, account, before, limit)
         self.answer(
             {
                 "account": account,
@@ -584,10 +584,10 @@ class ReceiptAPI(APIHandler):
         await may_see(self, lease_id)
         limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
         after = whole(self.get_query_argument("after", "0"), "after", 0, LAST)
-        receipt = await self.read(self.broker.receipt, lease_id, after, limit)
+        receipt = await self.read(self.broker.reports.receipt, lease_id, after, limit)
         now = self.broker.clock()
         (told,) = view_models.lease_figures(self.broker, [receipt.lease], now)
-        use = await self.read(self.broker.session_use, receipt.lease)
+        use = await self.read(self.broker.monitoring.session_use, receipt.lease)
         self.answer(
             {
                 "as_of": instant(now),

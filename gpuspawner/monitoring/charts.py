@@ -136,7 +136,7 @@ def _of_device(broker: Broker, lease: Lease, device: LeasedDevice, now: datetime
         if title != "Last hour" and now - start <= LAST:
             continue
         seconds = MINUTE if now - start <= BY_MINUTES else HOUR
-        parts = broker.use_between(start, now, seconds=seconds, uuids=[device.uuid])
+        parts = broker.monitoring.use_between(start, now, seconds=seconds, uuids=[device.uuid])
         if parts:
             found.append(curve(title, parts, start, now, device.memory_bytes))
     return DeviceCurves(device, tuple(found))

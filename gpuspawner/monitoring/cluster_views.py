@@ -145,7 +145,7 @@ def look(broker: Broker, recent: Recent) -> Picture:
     now = broker.clock()
     overview = broker.overview()
     opened = {lease.id: lease for lease in broker.open_leases()}
-    minutes, samples = broker.use_now(), recent()
+    minutes, samples = broker.monitoring.use_now(), recent()
     own: dict[str, dict[str, str]] = {}
     tiles = []
     for view in overview.devices:

@@ -175,7 +175,7 @@ class HubCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every metric, read now."""
         now = self.broker.clock()
-        moved, used, opened = self.broker.until_now()
+        moved, used, opened = self.broker.reports.until_now()
         yield from self._credits(moved, opened)
         yield from self._leases(used, opened)
         yield from self._use(used, opened, now)
@@ -261,7 +261,7 @@ class HubCollector(Collector):
         yield family
 
     def _jobs(self) -> Iterator[Metric]:
-        found = self.broker.use_of_all_jobs()
+        found = self.broker.reports.use_of_all_jobs()
         if not found:  # as where there is no cluster
             return
         seconds = CounterMetricFamily(
@@ -290,7 +290,7 @@ class HubCollector(Collector):
         yield family
         yield _gauge("gpuspawner_devices_seen", "1 when the GPUs can be seen", not overview.error)
         devices = [view.device for view in overview.devices]
-        yield from of_devices(devices, self.broker.use_now(), opened)
+        yield from of_devices(devices, self.broker.monitoring.use_now(), opened)
         yield from of_health(devices, self.broker.health())
         yield of_drains(self.broker.closures())
 

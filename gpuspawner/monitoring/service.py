@@ -11,7 +11,6 @@ import sqlalchemy as sa
 from traitlets import Dict
 from traitlets.config import LoggingConfigurable
 
-from ..base_service import Core
 from ..core.errors import CannotSnooze, ConfigError
 from ..db.engine import Store
 from ..leases import repository as leases_repository
@@ -31,8 +30,12 @@ BY_MINUTES = timedelta(hours=6)
 """Sessions up to this length are told by their minutes, longer ones by their hours."""
 
 
-class DevicesUse(Core):
-    """The part of the broker that knows how much devices are used."""
+class MonitoringService:
+    """How much devices are used: recorded, summed up and read."""
+
+    def __init__(self, store: Store, clock: Callable[[], datetime]) -> None:
+        self.store = store
+        self.clock = clock
 
     def remember_use(self, minutes: Collection[DeviceUse]) -> None:
         """Write complete minutes. Raises StoreUnavailable, and then none is written."""

@@ -83,7 +83,10 @@ def usage_report(broker: Broker, by: str, first: date, last: date) -> UsageRepor
     """Add use up by one thing. Blocks."""
     starts = [start for start, _ in weeks.split(first, last)] if by == "week" else [first]
     bounds = [weeks.midnight(day) for day in (*starts, last + timedelta(days=1))]
-    found, jobs = broker.use_by(bounds, USAGE_BY[by]), broker.use_of_jobs(bounds, USAGE_BY[by])
+    found, jobs = (
+        broker.reports.use_by(bounds, USAGE_BY[by]),
+        broker.reports.use_of_jobs(bounds, USAGE_BY[by]),
+    )
     if by == "week":
         used = zip(starts, found, jobs, strict=True)
         rows = [
@@ -106,7 +109,7 @@ async def remember(broker: Broker) -> None:
     """Have at hand what pages tell of the past, before anybody asks: what the line learns from it,
     and totals of what has ended since the last time, a few leases at once: a hub waits for none."""
     await broker.report(broker.standings)
-    while await broker.report(broker.add_up) == LEASES_AT_ONCE:
+    while await broker.report(broker.reports.add_up) == LEASES_AT_ONCE:
         await asyncio.sleep(PAUSE)
 
 
@@ -309,8 +312,8 @@ class UtilizationReport:
 def utilization_report(broker: Broker, by: str, first: date, last: date) -> UtilizationReport:
     """Add up who held and used what. Blocks."""
     start, end = weeks.midnight(first), weeks.midnight(last + timedelta(days=1))
-    found = broker.worked_between(start, end)
-    (beside,) = broker.use_of_jobs([start, end], "user")
+    found = broker.monitoring.worked_between(start, end)
+    (beside,) = broker.reports.use_of_jobs([start, end], "user")
     rows: dict[str, UtilizationRow] = {}
     total = UtilizationRow("")
     for some in found:

@@ -18,11 +18,12 @@ TOO_OLD = timedelta(days=1)
 """What is older is not sent any more; it stays on the member's page."""
 
 
-class NoticeService:
-    """The broker's part in telling members. Every method is one transaction."""
+class NotificationService:
+    """What members are told, and how they want to be told. Every method is one transaction."""
 
-    store: Store
-    clock: Callable[[], datetime]
+    def __init__(self, store: Store, clock: Callable[[], datetime]) -> None:
+        self.store = store
+        self.clock = clock
 
     def add_notice(self, notice: Notice) -> bool:
         """Tell something. False when its key was told before: then nothing changes."""

@@ -60,8 +60,8 @@ class NoticesHandler(ServiceHandler):
 
     async def shown(self) -> tuple[dict[str, ChannelChoice], list[Notice]]:
         """What the member has chosen, or has without choosing; and what they were told."""
-        own = await self.read(self.broker.choices, self.user)
-        told = await self.read(self.broker.notices_of, self.user, SHOWN)
+        own = await self.read(self.broker.notifications.choices, self.user)
+        told = await self.read(self.broker.notifications.notices_of, self.user, SHOWN)
         return chosen(self.context.channels, own, self.user), told
 
     async def test(self) -> Notice:
@@ -81,13 +81,13 @@ class NoticesHandler(ServiceHandler):
             body="You asked for this message on your page of notices. All is well.",
             at=now,
         )
-        if not await self.read(self.broker.add_notice, notice):
+        if not await self.read(self.broker.notifications.add_notice, notice):
             raise InvalidRequest(TOO_MANY, field="test")
         self.context.poke()
         end = asyncio.get_running_loop().time() + TEST_WAIT
         while asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.1)
-            told = await self.read(self.broker.notices_of, self.user, SHOWN)
+            told = await self.read(self.broker.notifications.notices_of, self.user, SHOWN)
             found = next((some for some in told if some.key == notice.key), notice)
             if found.sent_at or found.error:
                 return found
@@ -107,7 +107,7 @@ class NoticesPage(NoticesHandler, Page):
     async def post(self) -> None:
         forms, found = self._sent_forms()
         if len(found) == len(forms):
-            await self.read(self.broker.choose, self.user, found)
+            await self.read(self.broker.notifications.choose, self.user, found)
             self.redirect(f"{self.context.prefix}notices?saved=1", status=303)
             return
         self.set_status(400)
@@ -211,7 +211,7 @@ class ChoicesAPI(AnyAPI):
             found = self._choices()
         except InvalidRequest as refusal:
             raise web.HTTPError(400) from refusal
-        await self.read(self.broker.choose, self.user, found)
+        await self.read(self.broker.notifications.choose, self.user, found)
         self.answer(self.everything(*await self.shown()))
 
     def _choices(self) -> list[ChannelChoice]:

@@ -191,11 +191,11 @@ class SamplesUse(ProbesDevices):
         minutes = sampling.complete()
         try:
             if minutes:
-                await broker.run(broker.remember_use, minutes)
+                await broker.run(broker.monitoring.remember_use, minutes)
                 sampling.written(minutes)
             if tidy:
                 keep = (days(self.keep_minutes_days), days(self.keep_hours_days))
-                await broker.run(broker.tidy_use, *keep)
+                await broker.run(broker.monitoring.tidy_use, *keep)
         except GPUSpawnerError as error:
             tick.trouble("Use of GPUs", error)
         except Exception as error:

@@ -387,7 +387,7 @@ class Notifier(LoggingConfigurable):
     async def round(self) -> None:
         """Take up all notices that are due. They are sent meanwhile; this does not wait for it."""
         await self._write()
-        unsent = await self.broker.run(self.broker.unsent, self.most_tries)
+        unsent = await self.broker.run(self.broker.notifications.unsent, self.most_tries)
         now = asyncio.get_running_loop().time()
         self._not_before = {n: self._not_before[n] for n in unsent if n in self._not_before}
         due = [
@@ -397,7 +397,11 @@ class Notifier(LoggingConfigurable):
             and number not in self._outcomes
             and self._not_before.get(number, now) <= now
         ]
-        found = await self.broker.run(self.broker.with_choices, due[:BATCH]) if due else []
+        found = (
+            await self.broker.run(self.broker.notifications.with_choices, due[:BATCH])
+            if due
+            else []
+        )
         for notice, own in found:
             if notice.sent_at or notice.tries >= self.most_tries:
                 continue  # it was on its way when the ids were read, and has arrived since
@@ -524,7 +528,7 @@ class Notifier(LoggingConfigurable):
         """Bring the outcomes to the store. Raises StoreUnavailable; then they are kept."""
         async with self._writing:
             if outcomes := dict(self._outcomes):
-                await self.broker.run(self.broker.mark, outcomes)
+                await self.broker.run(self.broker.notifications.mark, outcomes)
                 for number in outcomes:
                     del self._outcomes[number]
 

@@ -87,7 +87,7 @@ class MeHandler(APIHandler):
 
     def _newest(self) -> EntryPage:
         try:
-            return self.broker.statement_page(member_account(self.user), limit=100)
+            return self.broker.reports.statement_page(member_account(self.user), limit=100)
         except UnknownAccount:  # it opens with the first sign-in
             return EntryPage((), None)
 
@@ -137,7 +137,7 @@ class LeasesHandler(APIHandler):
         )
 
     def _find(self, user: str | None, before: str | None, limit: int) -> Leases:
-        return self.broker.find_leases(user=user, before=before, limit=limit)
+        return self.broker.reports.find_leases(user=user, before=before, limit=limit)
 
 
 # Values to JSON.

@@ -157,7 +157,7 @@ def member(broker: Broker, user: str, warn_minutes: Sequence[float]) -> Member:
     now = broker.clock()
     opened = broker.open_leases()
     account = broker.member(user)
-    past = broker.find_leases(user=user, limit=SESSIONS).found
+    past = broker.reports.find_leases(user=user, limit=SESSIONS).found
     return Member(
         now=now,
         funds=funds(account, opened, now, warn_minutes, ending_of(broker, account.name)),
@@ -175,7 +175,7 @@ def everyone(broker: Broker, warn_minutes: Sequence[float]) -> Everyone:
         now=now,
         accounts=all_funds(
             broker,
-            broker.find_accounts(limit=PAYING, among=paying).found,
+            broker.reports.find_accounts(limit=PAYING, among=paying).found,
             opened,
             now,
             warn_minutes,
@@ -389,7 +389,7 @@ class AccountCredits:
 def credits_of_account(broker: Broker, account: str, before: int | None = None) -> AccountCredits:
     """The account's statement as people read it, and its last weeks; empty when not opened."""
     bounds = core_weeks.last_weeks(broker.clock(), WEEKS)
-    used = broker.use_of_account(account, bounds)
+    used = broker.reports.use_of_account(account, bounds)
     told = (Week(*parts) for parts in zip(bounds, bounds[1:], used, strict=False))
     return AccountCredits(account_statement(broker, account, before), tuple(told))
 
@@ -397,7 +397,7 @@ def credits_of_account(broker: Broker, account: str, before: int | None = None) 
 def account_statement(broker: Broker, account: str, before: int | None = None) -> EntryPage:
     """A page of the statement as people read it; empty when the account is not opened yet."""
     try:
-        return broker.statement_page(account, before, LINES, folded=True)
+        return broker.reports.statement_page(account, before, LINES, folded=True)
     except UnknownAccount:  # a member's opens with the first sign-in
         return EntryPage((), None)
 

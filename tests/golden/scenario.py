@@ -149,7 +149,7 @@ def minute(broker: Broker, clock: Clock, lease: Lease, use: int) -> None:
     counts |= {"use_max": use, "busy": 60 if use else 0, "memory_max": use * 2**28}
     counts |= {"powered": 60, "milliwatts_sum": 60 * 250_000, "celsius_max": 65, "xids": (31,)}
     uses = [DeviceUse(uuid=uuid, since=since, seconds=60, **counts) for uuid in lease.uuids]
-    broker.remember_use(uses)
+    broker.monitoring.remember_use(uses)
 
 
 def find_sick(broker: Broker, clock: Clock, lease: Lease) -> None:

@@ -48,4 +48,8 @@ def test_every_notice(golden: Golden, fresh: Any) -> None:
 
 def notices(broker: Broker) -> list[Notice]:
     """All notices, oldest first."""
-    return [n for user in ("ada", "bob", "cleo") for n in reversed(broker.notices_of(user, 100))]
+    return [
+        n
+        for user in ("ada", "bob", "cleo")
+        for n in reversed(broker.notifications.notices_of(user, 100))
+    ]

@@ -140,7 +140,7 @@ def test_an_environment_that_is_gone_ends_the_wait_for_it_in_words(hub: CatalogH
     why = "There is no environment 'two' on this hub. Did you mean 'too'?"
     assert (ended.outcome, ended.end_reason) == ("refused", why)
     assert hub.broker.lease_of(ServerRef("eve")) is None
-    (notice,) = hub.broker.notices_of("eve")
+    (notice,) = hub.broker.notifications.notices_of("eve")
     assert notice.kind is NoticeKind.TICKET_ENDED and why.rstrip("?") in notice.body
 
 

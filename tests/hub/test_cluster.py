@@ -351,7 +351,7 @@ def past(scene: Scene, tmp_path: Path) -> Iterator[str]:
         )
         for uuid in lease.uuids
     ]
-    broker.remember_use(minutes)
+    broker.monitoring.remember_use(minutes)
     clock.forward(hours=4)
     broker.release(bob.id, ended_at=clock.now, reason="stopped")
     look_since(broker, T0)

@@ -115,7 +115,7 @@ def test_pages_in_a_browser(
     hub: PayingHub, browser: Browser, user: str, path: str, name: str, size: Any, kind: str
 ) -> None:
     """Nothing sticks out, nothing comes from elsewhere, and axe finds nothing serious."""
-    transfer = hub.broker.statement_page("member:ada").entries[-1].transfer
+    transfer = hub.broker.reports.statement_page("member:ada").entries[-1].transfer
     path = path.format(lease=past_lease(hub).id, transfer=transfer)
     context = browser.new_context(viewport=size)
     page = context.new_page()
@@ -186,7 +186,7 @@ def test_a_receipt_tells_what_the_gpus_did(hub: PayingHub) -> None:
         leases_repository.end(connection, lease.id, began + timedelta(minutes=5), "stopped", 0, 0)
     did = {"samples": 60, "known": 60, "measured": 60, "use_sum": 60 * 42, "use_max": 97}
     minute = DeviceUse(uuid=lease.uuids[0], since=began, seconds=60, memory_max=12 * 2**30, **did)
-    hub.broker.remember_use([minute])
+    hub.broker.monitoring.remember_use([minute])
     page = words(hub.page("ada", f"leases/{lease.id}"))
     assert re.search(r"Mean use Peak use Most memory .*42 % 97 % 12 GB", page)
     told = hub.json("ada", f"leases/{lease.id}/receipt").json()
@@ -227,7 +227,7 @@ def test_a_statement_as_csv_is_whole_and_harmless(hub: PayingHub) -> None:
 def test_what_is_anothers_is_refused_in_words(
     hub: PayingHub, user: str, path: str, sentence: str
 ) -> None:
-    transfer = hub.broker.statement_page("member:ada").entries[-1].transfer
+    transfer = hub.broker.reports.statement_page("member:ada").entries[-1].transfer
     answer = hub.page(user, path.format(lease=past_lease(hub).id, transfer=transfer))
     assert answer.status_code == 403
     assert sentence in answer.text.replace("&#39;", "'")

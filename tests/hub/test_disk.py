@@ -53,7 +53,7 @@ def test_a_server_over_its_limit_is_stopped_and_no_other(hub: GPUHub, broker: Br
         hub.wait_server(user)
 
     def told(user: str) -> dict[NoticeKind, str]:
-        return {n.kind: f"{n.title}. {n.body}" for n in broker.notices_of(user)}
+        return {n.kind: f"{n.title}. {n.body}" for n in broker.notifications.notices_of(user)}
 
     [lease] = hub.open_leases("bob")
     assert lease.devices == (), "who has no GPU has a limit as well"
@@ -70,7 +70,7 @@ def test_a_server_over_its_limit_is_stopped_and_no_other(hub: GPUHub, broker: Br
     assert (ended.outcome, ended.state) == ("disk", LeaseState.ENDED)
     assert ended.end_reason == "it wrote 80 MB into its own container, and may write 60 MB"
     assert told("bob").keys() == {NoticeKind.DISK_LOW, NoticeKind.STOPPED}, "each once"
-    assert len(broker.notices_of("bob")) == 2
+    assert len(broker.notifications.notices_of("bob")) == 2
     said = told("bob")[NoticeKind.STOPPED]
     assert said.startswith("Your server is stopped: it filled its own container. It wrote 80 MB")
     assert "What is in /home/jovyan/work is kept" in said and "ask your admin" in said

@@ -106,7 +106,9 @@ def a_write_of(lapse: Lapse, monkeypatch: pytest.MonkeyPatch) -> threading.Event
 
 def titles(hub: PayingHub, user: str, kind: NoticeKind) -> list[str]:
     """What a member was told, newest first."""
-    return [notice.title for notice in hub.broker.notices_of(user) if notice.kind is kind]
+    return [
+        notice.title for notice in hub.broker.notifications.notices_of(user) if notice.kind is kind
+    ]
 
 
 def told(hub: PayingHub, user: str, words: str) -> bool:
@@ -167,7 +169,7 @@ def test_who_trains_goes_on_and_who_rests_is_stopped(
         for user in ("trains", "free", "first"):
             lease = hub.broker.lease_of(ServerRef(user))
             assert lease and lease.state is LeaseState.RUNNING and not lease.outcome, user
-            assert hub.broker.notices_of(user) == []
+            assert hub.broker.notifications.notices_of(user) == []
         # What the culler hears of servers without activity (that it asks is in test_metrics.py).
         monkeypatch.setenv("GPUSPAWNER_DATABASE_URL", hub.database_url)
         idle_culler._broker.cache_clear()

@@ -387,7 +387,7 @@ def worked(hub: PayingHub, lease: Lease) -> None:
         )
     counts = {"samples": 60, "known": 60, "busy": 60, "measured": 60, "memory_max": 8 * GB}
     minute = began.replace(second=0, microsecond=0)
-    hub.broker.remember_use(
+    hub.broker.monitoring.remember_use(
         [
             DeviceUse(
                 uuid=lease.uuids[0],

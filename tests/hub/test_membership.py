@@ -47,7 +47,7 @@ def put_on_roster(hub: PayingHub, *lines: str) -> None:
 
 
 def told(hub: PayingHub, user: str, kind: NoticeKind) -> list[str]:
-    return [x.title for x in hub.broker.notices_of(user) if x.kind is kind]
+    return [x.title for x in hub.broker.notifications.notices_of(user) if x.kind is kind]
 
 
 def ended(hub: PayingHub, lease: Lease) -> Lease:

@@ -84,7 +84,7 @@ def test_a_member_chooses(hub: PayingHub) -> None:
     saved = send_form(hub, "ada", fields | {"kinds-team": "session_ends"})
     assert saved.history[0].status_code == 303
     assert "Saved." in words(saved)
-    assert hub.broker.choices("ada") == {
+    assert hub.broker.notifications.choices("ada") == {
         "mail": ChannelChoice(
             "mail", "ada@lab.example", frozenset({NoticeKind.TURN, NoticeKind.STOPPED})
         ),
@@ -114,7 +114,7 @@ def test_a_mistake_is_a_sentence_and_saves_nothing(
     hub: PayingHub, fields: dict[str, str], sentence: str
 ) -> None:
     choose(hub.broker, "cleo", "push", "cleos-topic")
-    before = hub.broker.choices("cleo")
+    before = hub.broker.notifications.choices("cleo")
     answer = send_form(hub, "cleo", {"kinds-team": "turn", **fields})
     assert answer.status_code == 400
     assert sentence in words(answer)
@@ -122,7 +122,7 @@ def test_a_mistake_is_a_sentence_and_saves_nothing(
     assert "<b>cleo" not in answer.text
     if fields.get("address-mail") == "cleo":
         assert 'value="cleo"' in answer.text, "what was typed is still there"
-    assert hub.broker.choices("cleo") == before
+    assert hub.broker.notifications.choices("cleo") == before
 
 
 def test_a_field_that_is_not_in_the_form_is_refused(hub: PayingHub) -> None:
@@ -141,7 +141,7 @@ def test_a_form_from_elsewhere_changes_nothing(hub: PayingHub) -> None:
             answer = hub._browsers["dan"].post(url + path, data=fields | extra, timeout=120)
             assert answer.status_code == 403
             assert "This form is too old, or came from another page." in words(answer)
-    assert hub.broker.choices("dan") == {}
+    assert hub.broker.notifications.choices("dan") == {}
     nobody = requests.post(url, data=fields, timeout=120)
     assert nobody.status_code == 403
 
@@ -170,7 +170,7 @@ def test_a_test_arrives(hub: PayingHub, mail: MailServer) -> None:
     assert "The test was sent." in words(sent)
     assert mails_to(mail, "dan@lab.example") == ["A test of your notices"]
     assert "A test was sent a moment ago. Wait 20 seconds" in words(refused_test(hub, "dan"))
-    tests = [n for n in hub.broker.notices_of("dan") if n.kind is NoticeKind.TEST]
+    tests = [n for n in hub.broker.notifications.notices_of("dan") if n.kind is NoticeKind.TEST]
     assert len(mails_to(mail, "dan@lab.example")) == len(tests), "none of the refused one"
 
 
@@ -243,11 +243,11 @@ def test_json_tells_and_changes_the_choices(hub: PayingHub, mail: MailServer) ->
 def test_json_with_a_mistake_is_refused_in_a_sentence(
     hub: PayingHub, body: str, sentence: str
 ) -> None:
-    before = hub.broker.choices("bob")
+    before = hub.broker.notifications.choices("bob")
     answer = call(hub, "bob", "PUT", "notices/choices", body)
     assert answer.status_code == 400
     assert sentence in answer.json()["message"]
-    assert hub.broker.choices("bob") == before
+    assert hub.broker.notifications.choices("bob") == before
 
 
 def test_json_needs_a_token_or_a_proof(hub: PayingHub) -> None:
@@ -257,7 +257,7 @@ def test_json_needs_a_token_or_a_proof(hub: PayingHub) -> None:
         answer = hub._browsers["cleo"].request(method, url, data='{"mail": {}}', timeout=120)
         assert answer.status_code == 403
         assert requests.request(method, url, data="{}", timeout=120).status_code == 401
-    assert "mail" not in hub.broker.choices("cleo")
+    assert "mail" not in hub.broker.notifications.choices("cleo")
     assert call(hub, "cleo", "GET", "notices/test").status_code == 405
 
 

@@ -63,7 +63,7 @@ def test_an_admins_cancel_ends_the_spawn_with_the_reason(hub: PayingHub) -> None
     message = last_word(hub, "dan", cancel, SOON)
     assert "an admin cancelled it: the course is over." in message
     wait_for(lambda: hub.server("dan") is None, "the end of dan's spawn", timeout=10)
-    (told,) = hub.broker.notices_of("dan")
+    (told,) = hub.broker.notifications.notices_of("dan")
     assert told.title == "Your place in line is gone" and "the course is over" in told.body
     (trail,) = hub.broker.trail(1)
     assert (trail.actor, trail.action) == (ADMIN, "cancelled")
@@ -92,7 +92,9 @@ def test_a_member_gives_up_on_their_page(hub: PayingHub, browser: Browser) -> No
     assert page.get_by_text("it was given up on the member's page").is_visible()
     assert page.get_by_text("My place in line").count() == 0
     wait_for(lambda: hub.server("fay") is None, "the end of fay's spawn", timeout=SOON)
-    assert hub.broker.notices_of("fay") == [], "nobody is told what they did themselves"
+    assert hub.broker.notifications.notices_of("fay") == [], (
+        "nobody is told what they did themselves"
+    )
     assert "number 1 of 1" in words(hub.page("gus"))
     hub.stop_server("gus")
 

@@ -64,7 +64,7 @@ def assert_ended(hub: PayingHub, ticket: Ticket, outcome: str, reason: str) -> N
     assert (now.outcome, now.end_reason) == (outcome, reason)
     assert now.ended_at is not None and now.lease_id is None
     assert hub.broker.lease_of(ticket.server) is None
-    [told] = [n for n in hub.broker.notices_of(user) if n.key.endswith(ticket.id)]
+    [told] = [n for n in hub.broker.notifications.notices_of(user) if n.key.endswith(ticket.id)]
     assert told.kind is NoticeKind.TICKET_ENDED and reason.rstrip(".") in told.body
 
 

@@ -78,7 +78,7 @@ def test_a_bot_gives_to_the_members_of_its_group(hub: PayingHub) -> None:
     again = grant(hub, "bot", "member:bob", "2.5", key="week-3")
     assert again.json()["granted"] is False
     assert hub.broker.member("bob").balance == before + 5 * MICRO // 2
-    entry = hub.broker.statement_page("member:bob").entries[0]
+    entry = hub.broker.reports.statement_page("member:bob").entries[0]
     assert (entry.actor, entry.reason) == ("service:bot", "week 3")
     other = grant(hub, "bot", "member:bob", "3", key="week-3")
     assert (other.status_code, other.json()["error"]) == (409, "ledger")
@@ -123,7 +123,7 @@ def test_a_bot_takes_nothing_back(hub: PayingHub) -> None:
     assert (refused.status_code, refused.json()["error"]) == (403, "not_allowed")
     assert "take none back: an amount below zero is for admins" in refused.json()["message"]
     assert hub.broker.member("bob").balance == before
-    lease = hub.broker.find_leases(user="ada").found[-1].id
+    lease = hub.broker.reports.find_leases(user="ada").found[-1].id
     paths = [f"leases/{lease}/refund", f"leases/{lease}/stop", "grants", "rates", "refills"]
     for path in paths:
         body = {"reason": "x", "amount": "1", "csv": "bob,1", "rate": "0"}
@@ -165,7 +165,7 @@ def test_a_member_reads_their_own_and_gives_nothing(hub: PayingHub) -> None:
         assert f"The account '{account}' is not yours" in refused.json()["message"]
     for account in ("member:ada", "member:bob"):
         assert grant(hub, "ada", account).status_code == 403
-    lease = hub.broker.find_leases(user="ada").found[0].id
+    lease = hub.broker.reports.find_leases(user="ada").found[0].id
     refused = call(hub, "cleo", "GET", f"leases/{lease}/receipt")
     assert refused.status_code == 403
     assert "This session is not yours" in refused.json()["message"]
@@ -233,7 +233,7 @@ def test_an_account_that_is_not_there(hub: PayingHub) -> None:
 
 
 def test_a_report_of_use(hub: PayingHub) -> None:
-    lease = hub.broker.find_leases(user="ada").found[-1]
+    lease = hub.broker.reports.find_leases(user="ada").found[-1]
     for by, names in {
         "member": {"ada"},
         "account": {"member:ada"},

@@ -67,7 +67,9 @@ def heard(hub: PayingHub) -> list[str]:
 
 def told(hub: PayingHub, user: str = "ada") -> list[str]:
     kinds = (NoticeKind.CREDITS_LOW, NoticeKind.STOPPED)
-    notices = [notice for notice in hub.broker.notices_of(user) if notice.kind in kinds]
+    notices = [
+        notice for notice in hub.broker.notifications.notices_of(user) if notice.kind in kinds
+    ]
     return [notice.title.partition(" until ")[0] for notice in reversed(notices)]
 
 
@@ -135,7 +137,7 @@ def test_a_planned_session_ends_first(start: Start) -> None:
     lease = hub.start_server("ada", gpus=1, hours=0.25)
     warned = wait_for(lambda: hub.broker.lease(lease.id).warned_at, "its word", timeout=SOON)
     hub.kill_service()
-    assert "goes on until its session ends at" in hub.broker.notices_of("ada")[0].body
+    assert "goes on until its session ends at" in hub.broker.notifications.notices_of("ada")[0].body
     assert hub.spawn("ada", {"gpus": 1}, "another").status_code == 402
     hub.wait_pages()
     over = warned + timedelta(seconds=GRACE)

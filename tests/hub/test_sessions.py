@@ -133,7 +133,7 @@ def ended(hub: PayingHub, lease: Lease, timeout: float = 40.0) -> Lease:
 
 
 def told(hub: PayingHub, user: str, kind: NoticeKind) -> list[str]:
-    return [n.title for n in hub.broker.notices_of(user) if n.kind is kind]
+    return [n.title for n in hub.broker.notifications.notices_of(user) if n.kind is kind]
 
 
 def age(hub: PayingHub, lease: Lease, by: timedelta) -> None:
@@ -198,7 +198,7 @@ def test_hub_and_service_killed_in_between_warn_once_and_end_all_the_same(hub: P
     wait_told(hub, "dora", 2)
     let_end_in(hub, lease, 0)
     assert ended(hub, lease).outcome == "session_end"
-    keys = [notice.key.split(":") for notice in hub.broker.notices_of("dora")]
+    keys = [notice.key.split(":") for notice in hub.broker.notifications.notices_of("dora")]
     assert [(key[0], key[-1]) for key in keys] == [
         ("stopped", lease.id),
         ("session_ends", "10"),
@@ -306,7 +306,7 @@ def test_a_no_show_stops_costs_nothing_and_twice_waits_at_the_end(one_gpu: Payin
         assert (done.outcome, done.charged) == ("no_show", 0)
         assert done.end_reason == "nobody connected within 0.05 min of its start"
         wait_for(lambda: hub.server("ada") is None, "the Hub's word", timeout=20)
-        return hub.broker.notices_of("ada")[0].body
+        return hub.broker.notifications.notices_of("ada")[0].body
 
     before = hub.broker.open_account("ada").balance
     assert "end of the line" not in misses()

@@ -62,7 +62,11 @@ def scene(hubs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def told(hub: PayingHub, user: str) -> list[str]:
-    return [each.title for each in hub.broker.notices_of(user) if each.kind is NoticeKind.GPU_SICK]
+    return [
+        each.title
+        for each in hub.broker.notifications.notices_of(user)
+        if each.kind is NoticeKind.GPU_SICK
+    ]
 
 
 def test_a_gpu_falls_sick_and_comes_back(scene: Scene, browser: Browser) -> None:

@@ -107,8 +107,8 @@ def test_use_is_the_sum_of_the_jobs(broker: Broker) -> None:
     broker.debit(CLUSTER, [job for job, *_ in some])
     for bounds in BOUNDS.values():
         for by in Kind._fields:
-            assert broker.use_of_jobs(bounds, by) == by_hand(some, bounds, by)
-    everything = broker.use_of_jobs(BOUNDS["all"], "account")[0]
+            assert broker.reports.use_of_jobs(bounds, by) == by_hand(some, bounds, by)
+    everything = broker.reports.use_of_jobs(BOUNDS["all"], "account")[0]
     for account in ("member:anna", "group:lab"):
         lines = [x for x in broker.statement(account, 1000) if x.kind == "batch"]
         assert everything[account].cost == -sum(line.amount for line in lines)
@@ -117,9 +117,9 @@ def test_use_is_the_sum_of_the_jobs(broker: Broker) -> None:
 def test_an_accounts_weeks_have_its_jobs_in_them(broker: Broker) -> None:
     bounds = [T0, T0 + timedelta(days=1)]
     Clock.of(broker).forward(days=3)
-    before = broker.use_of_account(member_account("anna"), bounds)
+    before = broker.reports.use_of_account(member_account("anna"), bounds)
     broker.debit(CLUSTER, [run(1, seconds=3600), run(2, user="bert"), run(3, user="eve")])
-    (after,) = broker.use_of_account(member_account("anna"), bounds)
+    (after,) = broker.reports.use_of_account(member_account("anna"), bounds)
     assert before == [LeaseUse()]
     assert after == LeaseUse(3600 * 1_000_000, 4 * MICRO, 0)
 

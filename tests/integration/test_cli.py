@@ -24,7 +24,9 @@ def test_devices_say_who_has_them(cli: Command, broker: Broker) -> None:
     lease = grant(broker, ADA, devices=1, model="A100")
     minute = utcnow().replace(second=0, microsecond=0)
     counts = {"samples": 60, "known": 60, "measured": 60, "busy": 45, "use_sum": 60 * 71}
-    broker.remember_use([DeviceUse(uuid=lease.uuids[0], since=minute, seconds=60, **counts)])
+    broker.monitoring.remember_use(
+        [DeviceUse(uuid=lease.uuids[0], since=minute, seconds=60, **counts)]
+    )
     printed = cli("devices").stdout
     assert printed.splitlines()[0].split() == [
         *("INDEX", "MODEL", "MEMORY", "STATE", "USE", "UUID", "DETAIL"),

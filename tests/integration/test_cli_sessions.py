@@ -17,7 +17,7 @@ def test_a_server_is_ordered_to_stop_for_a_reason(cli: Command, broker: Broker) 
     ordered = broker.lease(lease.id)
     assert (ordered.outcome, ordered.end_reason) == ("admin", "the machine gets a new fan")
     assert [x.id for x in broker.due_sessions().stop] == [lease.id]
-    (notice,) = [n for n in broker.notices_of("ada") if n.kind is NoticeKind.STOPPED]
+    (notice,) = [n for n in broker.notifications.notices_of("ada") if n.kind is NoticeKind.STOPPED]
     assert notice.title == "Your server is stopped: an admin stopped it"
     assert notice.body.startswith("the machine gets a new fan. Your files are")
     (change,) = broker.trail()

@@ -37,7 +37,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     broker: Broker = open_broker(url, Clock(), gpu_rates={"*": 4})
     lease = running(broker, "ada", 1)
     since = broker.clock().replace(second=0, microsecond=0)
-    broker.remember_use([DeviceUse(uuid=lease.uuids[0], since=since, seconds=60, xids=(79,))])
+    broker.monitoring.remember_use(
+        [DeviceUse(uuid=lease.uuids[0], since=since, seconds=60, xids=(79,))]
+    )
     text = HubCollector(broker, {"Charges": 1}).text().decode()
     broker.store.close()
     return set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))

@@ -56,7 +56,7 @@ def minutes(broker: Broker, lease: Lease, count: int, use: int | None = 0) -> No
         known = 0 if use is None else 60
         counts = {"samples": 60, "known": known, "measured": known, "use_sum": known * (use or 0)}
         counts["busy"] = 60 if use else 0
-        broker.remember_use(
+        broker.monitoring.remember_use(
             [DeviceUse(uuid=uuid, since=since, seconds=60, **counts) for uuid in lease.uuids]
         )
         clock(broker).forward(minutes=1)
@@ -69,7 +69,9 @@ def judged(broker: Broker, output: datetime | None = None) -> list[str]:
 
 
 def told(broker: Broker, kind: NoticeKind) -> list[str]:
-    return [notice.title for notice in broker.notices_of("ada") if notice.kind is kind]
+    return [
+        notice.title for notice in broker.notifications.notices_of("ada") if notice.kind is kind
+    ]
 
 
 def test_from_the_first_minute_to_the_stop(broker: Broker) -> None:

@@ -79,7 +79,7 @@ def trail(broker: Broker) -> list[tuple[str, str, str]]:
 
 
 def told(broker: Broker, user: str, kind: NoticeKind) -> list[str]:
-    return [notice.title for notice in broker.notices_of(user) if notice.kind is kind]
+    return [notice.title for notice in broker.notifications.notices_of(user) if notice.kind is kind]
 
 
 # On the roster.

@@ -128,7 +128,7 @@ def test_totals_that_go_on_are_those_that_are_added_up_anew(broker: Broker) -> N
         clock.forward(hours=12 + day)
         before = read(site)
         if day % 3 == 0:
-            assert broker.add_up()
+            assert broker.reports.add_up()
         assert read(HubCollector(broker)) == pytest.approx(before)
     cost = broker.store.run(lambda c: ledger_repository.get_account(c, "system:usage").balance)
     assert read(site)["gpuspawner_credits_charged_total"] == pytest.approx(cost / MICRO)
@@ -153,8 +153,8 @@ def test_the_clock_that_was_set_back_counts_nothing_twice(broker: Broker) -> Non
         lease = running(broker, "anna")
         clock.forward(hours=1)
         stopped(broker, lease.id)
-        assert broker.add_up() == 1
-        _, used, _ = broker.until_now()
+        assert broker.reports.add_up() == 1
+        _, used, _ = broker.reports.until_now()
         assert sum(used.seconds.values()) == 3600 * (number + 1)
         clock.forward(hours=-30)
     assert used.ended == {"": 3}
@@ -165,14 +165,14 @@ def test_what_was_given_back_is_not_counted_twice(broker: Broker) -> None:
     lease = running(broker, "anna")
     clock.forward(hours=1)
     stopped(broker, lease.id)
-    broker.add_up()
+    broker.reports.add_up()
     broker.refund(lease.id, actor="kim", reason="a sick GPU")
     for _ in range(2):
-        moved, used, opened = broker.until_now()
+        moved, used, opened = broker.reports.until_now()
         assert (moved.charged, moved.refunded, opened) == (4 * MICRO, 4 * MICRO, [])
         assert used.ended == {"refunded": 1}
         assert sum(used.seconds.values()) == 3600
-        broker.add_up()
+        broker.reports.add_up()
 
 
 def test_what_each_gpu_did_in_the_last_minute(broker: Broker) -> None:
@@ -183,7 +183,7 @@ def test_what_each_gpu_did_in_the_last_minute(broker: Broker) -> None:
     counts = {"samples": 60, "known": 60, "measured": 60, "busy": 15, "use_sum": 60 * 20}
     worked = DeviceUse(uuid=first.uuid, since=since, seconds=60, xids=(13,), **counts)
     silent = DeviceUse(uuid=second.uuid, since=since, seconds=60, samples=60, error="It is lost.")
-    broker.remember_use([worked, silent])
+    broker.monitoring.remember_use([worked, silent])
     text = HubCollector(broker).text().decode()
     told = {
         (sample.name, sample.labels["UUID"]): sample.value

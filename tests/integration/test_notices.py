@@ -63,11 +63,11 @@ NOTICE = Notice(key="one", user="ada", kind=NoticeKind.TURN, title="t", body="b\
 
 
 def test_a_key_is_told_once(broker: Broker) -> None:
-    assert broker.add_notice(NOTICE)
-    assert not broker.add_notice(replace(NOTICE, user="bob", title="other"))
-    (told,) = broker.notices_of("ada")
+    assert broker.notifications.add_notice(NOTICE)
+    assert not broker.notifications.add_notice(replace(NOTICE, user="bob", title="other"))
+    (told,) = broker.notifications.notices_of("ada")
     assert told == replace(NOTICE, id=told.id)
-    assert broker.notices_of("bob") == []
+    assert broker.notifications.notices_of("bob") == []
 
 
 async def test_several_who_tell_the_same_at_once(database_url: str, clock: Clock) -> None:
@@ -87,19 +87,21 @@ def test_what_is_told_is_gone_with_its_transaction(broker: Broker) -> None:
     with pytest.raises(ZeroDivisionError), broker.store.write() as connection:
         assert notifications_repository.add(connection, NOTICE)
         raise ZeroDivisionError
-    assert broker.notices_of("ada") == []
+    assert broker.notifications.notices_of("ada") == []
 
 
 def test_what_is_unsent_comes_in_order(broker: Broker, clock: Clock) -> None:
     first, second, third = (tell(broker, user) for user in ("ada", "bob", "ada"))
-    assert broker.unsent(3) == [first.id, second.id, third.id]
-    broker.mark({first.id: Outcome(START, 0), second.id: Outcome(None, 2, "mail: gone")})
-    assert broker.unsent(3) == [second.id, third.id]
-    assert broker.unsent(2) == [third.id]
-    failed = broker.notices_of("bob")[0]
+    assert broker.notifications.unsent(3) == [first.id, second.id, third.id]
+    broker.notifications.mark(
+        {first.id: Outcome(START, 0), second.id: Outcome(None, 2, "mail: gone")}
+    )
+    assert broker.notifications.unsent(3) == [second.id, third.id]
+    assert broker.notifications.unsent(2) == [third.id]
+    failed = broker.notifications.notices_of("bob")[0]
     assert (failed.sent_at, failed.tries, failed.error) == (None, 2, "mail: gone")
     clock.now += timedelta(days=1)
-    assert broker.unsent(3) == []
+    assert broker.notifications.unsent(3) == []
 
 
 def test_many_are_read_at_once(broker: Broker) -> None:
@@ -108,32 +110,34 @@ def test_many_are_read_at_once(broker: Broker) -> None:
             notifications_repository.add(
                 connection, replace(NOTICE, key=str(number), user=f"user{number}")
             )
-    ids = broker.unsent(1)
+    ids = broker.notifications.unsent(1)
     assert len(ids) == 1203
     choose(broker, "user7")
-    found = broker.with_choices(ids)
+    found = broker.notifications.with_choices(ids)
     assert [notice.key for notice, _ in found] == [str(number) for number in range(1203)]
     assert [notice.user for notice, own in found if own] == ["user7"]
 
 
 def test_choices_are_kept_by_channel(broker: Broker) -> None:
-    assert broker.choices("ada") == {}
+    assert broker.notifications.choices("ada") == {}
     mail = ChannelChoice(
         "mail", "ada@lab.example", frozenset({NoticeKind.TURN, NoticeKind.STOPPED})
     )
-    broker.choose("ada", [mail, ChannelChoice("chat", "@ada", frozenset(NoticeKind))])
-    broker.choose("bob", [ChannelChoice("mail", "bob@lab.example")])
-    assert broker.choices("ada")["mail"] == mail
-    broker.choose("ada", [ChannelChoice("chat")])
-    assert broker.choices("ada") == {"mail": mail, "chat": ChannelChoice("chat")}
-    assert set(broker.choices("bob")) == {"mail"}
+    broker.notifications.choose("ada", [mail, ChannelChoice("chat", "@ada", frozenset(NoticeKind))])
+    broker.notifications.choose("bob", [ChannelChoice("mail", "bob@lab.example")])
+    assert broker.notifications.choices("ada")["mail"] == mail
+    broker.notifications.choose("ada", [ChannelChoice("chat")])
+    assert broker.notifications.choices("ada") == {"mail": mail, "chat": ChannelChoice("chat")}
+    assert set(broker.notifications.choices("bob")) == {"mail"}
 
 
 def test_a_kind_that_this_version_does_not_know_is_left_out(broker: Broker) -> None:
-    broker.choose("ada", [ChannelChoice("mail", "a@b.example", frozenset({NoticeKind.TURN}))])
+    broker.notifications.choose(
+        "ada", [ChannelChoice("mail", "a@b.example", frozenset({NoticeKind.TURN}))]
+    )
     with broker.store.write() as connection:
         connection.execute(sa.update(db_schema.notice_choices).values(kinds="turn moon"))
-    assert broker.choices("ada")["mail"].kinds == {NoticeKind.TURN}
+    assert broker.notifications.choices("ada")["mail"].kinds == {NoticeKind.TURN}
 
 
 # What the rounds tell.
@@ -141,7 +145,9 @@ def test_a_kind_that_this_version_does_not_know_is_left_out(broker: Broker) -> N
 
 def told(broker: Broker, user: str = "ada") -> list[tuple[str, str]]:
     """Kind and title of what a member was told, oldest first."""
-    return [(some.kind.value, some.title) for some in reversed(broker.notices_of(user))]
+    return [
+        (some.kind.value, some.title) for some in reversed(broker.notifications.notices_of(user))
+    ]
 
 
 async def minutes(broker: Broker, hub: ScriptedHub, clock: Clock, count: int) -> None:
@@ -173,7 +179,7 @@ async def test_a_balance_that_runs_low_and_dry_is_told_once(
         ("credits_low", "Your credits have run out"),
         ("stopped", "Your server is stopped: the credits have run out"),
     ]
-    stopped, out, _, low = broker.notices_of("ada")
+    stopped, out, _, low = broker.notifications.notices_of("ada")
     left = format_credits(MICRO - owed(lease.rate, START, low.at))
     assert f"{left} credits are left" in low.body and "cost 4.00 an hour" in low.body
     assert f"stopped at {dry.astimezone():%H:%M} (" in out.body and "Ask Kim." in out.body
@@ -212,12 +218,15 @@ async def test_everybody_whom_an_account_pays_for_is_told(
     for user, theirs in (("ada", "your servers"), ("bob", "your server")):
         ((kind, title),) = told(broker, user)
         assert (kind, title[:28]) == ("credits_low", "The credits of the group ml ")
-        assert f"a while after that, {theirs} will be stopped" in broker.notices_of(user)[0].body
+        assert (
+            f"a while after that, {theirs} will be stopped"
+            in broker.notifications.notices_of(user)[0].body
+        )
     await minutes(broker, hub, clock, 10)
     assert [title for _, title in told(broker, "bob")][-1] == (
         "The credits of the group ml have run out"
     )
-    assert "Your server lab will be stopped at" in broker.notices_of("bob")[0].body
+    assert "Your server lab will be stopped at" in broker.notifications.notices_of("bob")[0].body
 
 
 async def test_who_has_credits_enough_is_told_nothing(

@@ -114,7 +114,7 @@ async def test_who_chose_nothing_is_told_by_the_default(broker: Broker, mail: Ma
         "channels": {"mail": mail.url},
         "default_channels": {"mail": "{user}@lab.example"},
     }
-    broker.choose("bob", [ChannelChoice("mail")])
+    broker.notifications.choose("bob", [ChannelChoice("mail")])
     async with notifying(broker, **settings):
         for user in ("bob", "a b", "ada"):
             await sent(broker, tell(broker, user))
@@ -137,7 +137,7 @@ async def test_many_arrive_once_each(broker: Broker, mail: MailServer) -> None:
         tell(broker, user)
     async with notifying(broker, channels={"mail": mail.url}):
         await until(lambda: len(mail.received) >= 60, "all of them", timeout=40)
-        await until(lambda: not broker.unsent(99), "all of them to be noted")
+        await until(lambda: not broker.notifications.unsent(99), "all of them to be noted")
     assert sorted(got.to[0] for got in mail.received) == sorted(f"{u}@lab.example" for u in users)
 
 
@@ -215,7 +215,7 @@ async def test_a_test_is_tried_once(broker: Broker, mail: MailServer) -> None:
     async with notifying(broker, channels={"mail": mail.url}) as notifier:
         test = await tried(broker, tell(broker, kind=NoticeKind.TEST))
         assert test.tries == notifier.most_tries
-        assert broker.unsent(notifier.most_tries) == []
+        assert broker.notifications.unsent(notifier.most_tries) == []
 
 
 async def test_a_channel_that_hangs_holds_up_no_other(broker: Broker, mail: MailServer) -> None:
@@ -246,7 +246,7 @@ async def test_after_a_restart_only_what_failed_is_sent_again(
 ) -> None:
     channels = {"mail": mail.url, "chat": f"json://127.0.0.1:{chat.port}/hook"}
     choose(broker, "ada")
-    broker.choose("ada", [ChannelChoice("chat", "", frozenset({NoticeKind.TURN}))])
+    broker.notifications.choose("ada", [ChannelChoice("chat", "", frozenset({NoticeKind.TURN}))])
     chat.status = 500
     async with notifying(broker, channels=channels, retry_seconds=[3600, 3600]):
         notice = await tried(broker, tell(broker))
@@ -261,7 +261,7 @@ async def test_a_store_that_does_not_write_sends_nothing_twice(
     broker: Broker, mail: MailServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk: reading works, writing does not. The failure is put in by hand."""
-    mark, failures = broker.mark, []
+    mark, failures = broker.notifications.mark, []
 
     def fail(outcomes: Any) -> None:
         if len(failures) < 5:
@@ -269,7 +269,7 @@ async def test_a_store_that_does_not_write_sends_nothing_twice(
             raise StoreUnavailable()
         mark(outcomes)
 
-    monkeypatch.setattr(broker, "mark", fail)
+    monkeypatch.setattr(broker.notifications, "mark", fail)
     choose(broker, "ada")
     notice = tell(broker)
     notifier = Notifier(broker=broker, channels={"mail": mail.url})
@@ -292,7 +292,7 @@ async def test_old_news_is_not_sent_and_stays_on_the_page(
     async with notifying(broker, channels={"mail": mail.url}):
         new = await sent(broker, tell(broker))
     assert now(broker, old).sent_at is None
-    assert [some.key for some in broker.notices_of("ada")] == [new.key, old.key]
+    assert [some.key for some in broker.notifications.notices_of("ada")] == [new.key, old.key]
     assert len(mail.received) == 1
 
 
@@ -394,7 +394,7 @@ async def test_a_whole_url_can_be_a_secret(broker: Broker, chat: Chat, tmp_path:
     secret = tmp_path / "url"
     secret.write_text(f"json://127.0.0.1:{chat.port}/T0/B1/x?:key=a%20b\n")
     secret.chmod(0o600)
-    broker.choose("ada", [ChannelChoice("team", "", frozenset({NoticeKind.TURN}))])
+    broker.notifications.choose("ada", [ChannelChoice("team", "", frozenset({NoticeKind.TURN}))])
     async with notifying(broker, channels={"team": f"{{file:{secret}}}"}):
         await sent(broker, tell(broker))
     assert chat.posted[0][0].startswith("/T0/B1/x")

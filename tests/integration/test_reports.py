@@ -98,12 +98,12 @@ def test_pages_are_the_whole_statement(past: Broker, limit: int) -> None:
         account = member_account(user)
         whole = past.statement(account, 10_000)
         assert len(whole) > 10
-        found = pages(lambda before, a=account: past.statement_page(a, before, limit))
+        found = pages(lambda before, a=account: past.reports.statement_page(a, before, limit))
         fields = ("at", "kind", "reason", "actor", "amount", "balance", "lease_id")
         assert [[getattr(line, f) for f in fields] for line in found] == [
             [getattr(line, f) for f in fields] for line in whole
         ]
-        streamed = [e for page in past.statement_pages(account) for e in page.entries]
+        streamed = [e for page in past.reports.statement_pages(account) for e in page.entries]
         assert streamed == found
 
 
@@ -115,8 +115,8 @@ def test_folded_pages_add_up(
     monkeypatch.setattr(statements, "MOST_READ", most_read)
     monkeypatch.setattr(statements, "AT_FIRST", at_first)
     account = member_account("ada")
-    single = pages(lambda before: past.statement_page(account, before, 100))
-    found = pages(lambda before: past.statement_page(account, before, limit, folded=True))
+    single = pages(lambda before: past.reports.statement_page(account, before, 100))
+    found = pages(lambda before: past.reports.statement_page(account, before, limit, folded=True))
     assert sum(entry.count for entry in found) == len(single)
     balance = past.account(account).balance
     for entry in found:
@@ -135,10 +135,10 @@ def test_folded_pages_add_up(
 
 def test_what_is_posted_meanwhile_moves_no_page(past: Broker) -> None:
     account = member_account("ada")
-    first = past.statement_page(account, None, 5)
-    second = past.statement_page(account, first.older, 5)
+    first = past.reports.statement_page(account, None, 5)
+    second = past.reports.statement_page(account, first.older, 5)
     past.grant(account, MICRO, actor="kim", reason="meanwhile")
-    assert past.statement_page(account, first.older, 5) == second
+    assert past.reports.statement_page(account, first.older, 5) == second
 
 
 def test_a_receipt_has_every_item(past: Broker) -> None:
@@ -162,16 +162,16 @@ def test_a_receipt_has_every_item(past: Broker) -> None:
 
 def test_who_is_not_there_is_said(past: Broker) -> None:
     with pytest.raises(UnknownAccount, match="member:nobody"):
-        past.statement_page("member:nobody")
+        past.reports.statement_page("member:nobody")
     with pytest.raises(UnknownLease):
         past.receipt("nothing")
-    entry = past.statement_page(member_account("ada")).entries[0]
+    entry = past.reports.statement_page(member_account("ada")).entries[0]
     transfer = past.transfer(entry.transfer)
     assert transfer.amount_for(member_account("ada")) == entry.amount
     assert transfer.at == entry.at
-    assert past.reversal_of(transfer.id) is None
+    assert past.reports.reversal_of(transfer.id) is None
     reversal = past.reverse(transfer.id, actor="kim", reason="by mistake")
-    assert past.reversal_of(transfer.id) == reversal
+    assert past.reports.reversal_of(transfer.id) == reversal
 
 
 def test_accounts_are_found_by_a_part_of_their_name(broker: Broker) -> None:
@@ -180,7 +180,9 @@ def test_accounts_are_found_by_a_part_of_their_name(broker: Broker) -> None:
         broker.open_account(name)
 
     def found(text: str, **more: Any) -> list[str]:
-        return [a.name.removeprefix("member:") for a in broker.find_accounts(text, **more).found]
+        return [
+            a.name.removeprefix("member:") for a in broker.reports.find_accounts(text, **more).found
+        ]
 
     assert sorted(found("")) == sorted(names)
     assert sorted(found("ADA")) == ["Ada", "adam"]
@@ -190,7 +192,7 @@ def test_accounts_are_found_by_a_part_of_their_name(broker: Broker) -> None:
     assert found("", among=["member:bob", "group:x", "system:grants"]) == ["bob"]
     seen, after = [], ""
     while True:
-        some = broker.find_accounts("", after, 2)
+        some = broker.reports.find_accounts("", after, 2)
         seen += [account.name for account in some.found]
         if some.following is None:
             break
@@ -203,7 +205,7 @@ def test_leases_are_paged_by_member_and_by_account(past: Broker) -> None:
         found: list[str] = []
         before: str | None = None
         while True:
-            some = past.find_leases(**wanted, before=before, limit=7)
+            some = past.reports.find_leases(**wanted, before=before, limit=7)
             found += [lease.id for lease in some.found]
             before = some.older
             if before is None:
@@ -215,21 +217,21 @@ def test_leases_are_paged_by_member_and_by_account(past: Broker) -> None:
         moments = {lease.id: lease.granted_at for lease in mine}
         assert [moments[name] for name in found] == sorted(moments.values(), reverse=True)
     with pytest.raises(UnknownLease):
-        past.find_leases(before="nothing")
+        past.reports.find_leases(before="nothing")
 
 
 def test_the_trail_is_searched_and_paged(broker: Broker) -> None:
     for number in range(5):
         broker.pause(actor="kim", reason=f"Fan {number}")
         broker.resume(actor="lee")
-    whole = broker.find_changes(limit=100)
+    whole = broker.reports.find_changes(limit=100)
     assert len(whole.changes) == 10
     assert whole.older is None
-    first = broker.find_changes(limit=4)
-    rest = broker.find_changes(before=first.older, limit=100)
+    first = broker.reports.find_changes(limit=4)
+    rest = broker.reports.find_changes(before=first.older, limit=100)
     assert first.changes + rest.changes == whole.changes
-    assert [change.detail for change in broker.find_changes("fan 3").changes] == ["Fan 3"]
-    assert {change.actor for change in broker.find_changes("LEE").changes} == {"lee"}
+    assert [change.detail for change in broker.reports.find_changes("fan 3").changes] == ["Fan 3"]
+    assert {change.actor for change in broker.reports.find_changes("LEE").changes} == {"lee"}
 
 
 # Use, against a sum over every lease, done here by hand.
@@ -281,7 +283,7 @@ def test_use_is_the_sum_of_the_leases(past: Broker, clock: Clock) -> None:
     assert set(everything["model"]) >= {"", "T4", "A100-80GB"}
     account = member_account("bob")
     for bounds in BOUNDS.values():
-        mine = past.use_of_account(account, bounds)
+        mine = past.reports.use_of_account(account, bounds)
         for use, (start, end) in zip(mine, pairwise(bounds), strict=True):
             assert use == by_hand(leases, start, end, clock())["account"].get(account, LeaseUse())
 
@@ -298,13 +300,13 @@ def test_a_long_session_is_a_part_of_each_of_its_days(broker: Broker, clock: Clo
     clock.forward(days=35)
     broker.release(long.id, ended_at=clock(), reason="stopped")
     clock.forward(days=1)
-    while broker.add_up():
+    while broker.reports.add_up():
         pass
     leases = [lease for lease in broker.leases_of(None, 10) if lease.server.user != "cleo"]
     for hours in (0, 3, 23):
         bounds = [MONDAY + n * DAY + timedelta(hours=hours) for n in range(40)]
         for found, (start, end) in zip(
-            broker.use_by(bounds, "user"), pairwise(bounds), strict=True
+            broker.reports.use_by(bounds, "user"), pairwise(bounds), strict=True
         ):
             empty = found.pop("cleo", LeaseUse())
             assert found == by_hand(leases, start, end, clock())["user"]
@@ -331,12 +333,12 @@ def test_a_session_that_ended_long_before_is_in_its_own_days(broker: Broker, clo
     clock.forward(hours=1)
     lease = running(broker, "ada", model="A100")
     clock.now = MONDAY + 8 * DAY
-    (before,) = broker.use_by([MONDAY, MONDAY + WEEK], "user")
+    (before,) = broker.reports.use_by([MONDAY, MONDAY + WEEK], "user")
     broker.release(lease.id, ended_at=MONDAY + 2 * DAY, reason="it had ended long before")
     for _ in range(2):
-        (after,) = broker.use_by([MONDAY, MONDAY + WEEK], "user")
+        (after,) = broker.reports.use_by([MONDAY, MONDAY + WEEK], "user")
         assert sum(use.cost for use in after.values()) < sum(use.cost for use in before.values())
-        broker.add_up()
+        broker.reports.add_up()
 
 
 def test_many_that_nobody_added_up_are_added_up_before_the_answer(

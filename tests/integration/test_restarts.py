@@ -163,7 +163,7 @@ def test_a_restart_gains_no_time_for_who_rests(broker: Broker) -> None:
             since = broker.clock().replace(second=0, microsecond=0)
             counts = {"samples": 60, "known": 60, "measured": 60}
             use = [DeviceUse(uuid=uuid, since=since, seconds=60, **counts) for uuid in some.uuids]
-            broker.remember_use(use)
+            broker.monitoring.remember_use(use)
             clock(broker).forward(minutes=1)
         held = broker.holding_gpus()
         return [it.event for it in broker.judge_idle({each.server: None for each in held})]
@@ -222,11 +222,11 @@ def test_what_does_not_come_back_is_opened_to_all(broker: Broker) -> None:
     broker.end_restart(ADA, "its start failed 3 times")
     assert broker.restarts() == []
     assert states(broker) == ["free"] * 4
-    newest = broker.notices_of("ada")[0]
+    newest = broker.notifications.notices_of("ada")[0]
     assert newest.title == "Your server did not start again"
     assert "Its start failed 3 times" in newest.body
     broker.end_restart(ADA, "its start failed 3 times")  # twice is once
-    assert len([x for x in broker.notices_of("ada") if "did not" in x.title]) == 1
+    assert len([x for x in broker.notifications.notices_of("ada") if "did not" in x.title]) == 1
 
 
 def test_when_it_cannot_be(broker: Broker) -> None:
@@ -271,11 +271,11 @@ def test_a_session_that_ends_anyway_is_not_restarted(broker: Broker) -> None:
 def test_what_the_member_is_told(broker: Broker) -> None:
     lease = running(broker, "ada", 2, server="a b/ç")
     broker.tell_lost(lease.id)
-    (told,) = broker.notices_of("ada")
+    (told,) = broker.notifications.notices_of("ada")
     assert told.title == "Your server a b/ç cannot reach its GPUs any more"
     assert "Failed to initialize NVML: Unknown Error" in told.body
     broker.restart(lease.id, actor="ada")
-    told = broker.notices_of("ada")[0]
+    told = broker.notifications.notices_of("ada")[0]
     assert told.kind is NoticeKind.STOPPED
     assert told.title == "Your server a b/ç starts again with the same GPUs"
     (going_on,) = broker.restarts()

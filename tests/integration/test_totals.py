@@ -59,16 +59,16 @@ def audited(broker: Broker) -> dict[str, str]:
 def ever(broker: Broker) -> dict[str, dict[str, LeaseUse]]:
     """What was used in ten years, by each name of a kind."""
     bounds = [NEW_YEAR - timedelta(days=999), NEW_YEAR + timedelta(days=2999)]
-    return {name: broker.use_by(bounds, name)[0] for name in Kind._fields}
+    return {name: broker.reports.use_by(bounds, name)[0] for name in Kind._fields}
 
 
 def test_what_ends_later_is_added_to_what_is_there(broker: Broker) -> None:
-    expected, told = ever(broker), broker.until_now()
+    expected, told = ever(broker), broker.reports.until_now()
     steps = []
     while step := broker.store.run(lambda c: totals.add_up(c, 5), write=True):
         steps.append(step)
         assert ever(broker) == expected
-        assert broker.until_now() == told
+        assert broker.reports.until_now() == told
         assert audited(broker) == {}
     assert steps == [5, 5, 2]
     with broker.store.read() as connection:
@@ -81,23 +81,23 @@ def test_what_moved_is_added_up_in_portions(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(totals, "POSTINGS_AT_ONCE", 7)
-    told = broker.until_now()
+    told = broker.reports.until_now()
     assert told[0].charged > 0 < told[0].refunded + told[0].granted
     steps = 0
-    while broker.add_up() == totals.LEASES_AT_ONCE:
+    while broker.reports.add_up() == totals.LEASES_AT_ONCE:
         steps += 1
-        assert broker.until_now() == told
+        assert broker.reports.until_now() == told
         assert audited(broker) == {}
     assert steps > 3
     running(broker, "user1", model="A100")
     broker.grant("member:user1", -5, actor="kim", reason="taken back")
-    assert broker.until_now()[0].taken == 5
-    broker.add_up()
-    assert broker.until_now()[0] == told[0]._replace(taken=5, left=told[0].left - 5)
+    assert broker.reports.until_now()[0].taken == 5
+    broker.reports.add_up()
+    assert broker.reports.until_now()[0] == told[0]._replace(taken=5, left=told[0].left - 5)
 
 
 def test_the_audit_names_a_total_that_is_wrong(broker: Broker) -> None:
-    broker.add_up()
+    broker.reports.add_up()
     assert audited(broker) == {}
     for by in (*Kind._fields, totals.OUTCOME, totals.MODEL_AND_GROUP):
         of_it = rows_of_totals.c.by == by
@@ -113,7 +113,7 @@ def test_the_audit_names_a_total_that_is_wrong(broker: Broker) -> None:
 
 
 def test_the_audit_sees_a_lease_that_was_changed_behind_the_totals(broker: Broker) -> None:
-    broker.add_up()
+    broker.reports.add_up()
     query = sa.update(leases).where(leases.c.user == "user1").values(group="lab")
     broker.store.run(lambda c: c.execute(query), write=True)
     assert "The total by group of " in audited(broker)["totals of use"]
@@ -143,7 +143,7 @@ def test_many_add_up_while_leases_end_and_are_refunded(broker: Broker) -> None:
         work += [pool.submit(end, n) for n in range(3)]  # as many as there are A100s
         for each in work:
             each.result(timeout=60)
-    while broker.add_up():
+    while broker.reports.add_up():
         pass
     assert audited(broker) == {}
     expected: dict[str, int] = {}

@@ -76,28 +76,35 @@ def test_a_minute_comes_back_as_it_was(broker: Broker) -> None:
         strangers=1,
         error="The GPU is lost.",
     )
-    broker.remember_use([full, minute(0, "GPU-b", celsius_max=None)])
-    first, second = broker.use_between(T0, T0 + timedelta(minutes=1))
+    broker.monitoring.remember_use([full, minute(0, "GPU-b", celsius_max=None)])
+    first, second = broker.monitoring.use_between(T0, T0 + timedelta(minutes=1))
     assert first == full
     assert (second.uuid, second.celsius_max, second.xids) == ("GPU-b", None, ())
-    assert broker.use_between(T0, T0 + timedelta(minutes=1), uuids=["GPU-b"]) == [second]
-    assert broker.use_between(T0 + timedelta(minutes=1), T0 + timedelta(hours=1)) == []
+    assert broker.monitoring.use_between(T0, T0 + timedelta(minutes=1), uuids=["GPU-b"]) == [second]
+    assert broker.monitoring.use_between(T0 + timedelta(minutes=1), T0 + timedelta(hours=1)) == []
 
 
 def test_a_minute_that_comes_twice_has_both(broker: Broker) -> None:
     """The clock was set back, or the service was started anew within the minute."""
-    broker.remember_use([minute(0, samples=20, known=20, busy=20, measured=20, use_sum=2000)])
-    broker.remember_use([minute(0, samples=30, known=30, busy=0, measured=30, use_sum=0)])
-    (found,) = broker.use_between(T0, T0 + timedelta(minutes=1))
+    broker.monitoring.remember_use(
+        [minute(0, samples=20, known=20, busy=20, measured=20, use_sum=2000)]
+    )
+    broker.monitoring.remember_use(
+        [minute(0, samples=30, known=30, busy=0, measured=30, use_sum=0)]
+    )
+    (found,) = broker.monitoring.use_between(T0, T0 + timedelta(minutes=1))
     assert (found.samples, found.busy, found.use) == (50, 20, 40.0)
 
 
 def test_what_a_device_does_now_is_its_last_minute_and_no_old_one(broker: Broker) -> None:
-    broker.remember_use([minute(0, use_sum=0), minute(1), minute(1, "GPU-b")])
+    broker.monitoring.remember_use([minute(0, use_sum=0), minute(1), minute(1, "GPU-b")])
     clock(broker).forward(minutes=2)
-    assert {u: m.use for u, m in broker.use_now().items()} == {"GPU-a": 50.0, "GPU-b": 50.0}
+    assert {u: m.use for u, m in broker.monitoring.use_now().items()} == {
+        "GPU-a": 50.0,
+        "GPU-b": 50.0,
+    }
     clock(broker).forward(minutes=10)
-    assert broker.use_now() == {}
+    assert broker.monitoring.use_now() == {}
 
 
 def session(broker: Broker, begins: float, length: float) -> Lease:
@@ -115,57 +122,63 @@ def session(broker: Broker, begins: float, length: float) -> Lease:
 
 
 def test_a_session_is_told_by_whole_minutes_of_its_own_devices(broker: Broker) -> None:
-    broker.remember_use([minute(n, use_sum=60 * n, use_max=n, memory_max=n) for n in range(9)])
-    broker.remember_use([minute(n, "GPU-b", use_max=99) for n in range(9)])
-    found = broker.session_use(session(broker, 1.5, 5.5))  # of which 2 to 6 are whole
+    broker.monitoring.remember_use(
+        [minute(n, use_sum=60 * n, use_max=n, memory_max=n) for n in range(9)]
+    )
+    broker.monitoring.remember_use([minute(n, "GPU-b", use_max=99) for n in range(9)])
+    found = broker.monitoring.session_use(session(broker, 1.5, 5.5))  # of which 2 to 6 are whole
     assert list(found) == ["GPU-a"]
     assert (found["GPU-a"].use, found["GPU-a"].use_max, found["GPU-a"].memory_max) == (4.0, 6, 6)
-    assert broker.session_use(session(broker, 20, 5)) == {}
-    assert broker.session_use(replace(session(broker, 0, 9), started_at=None)) == {}
+    assert broker.monitoring.session_use(session(broker, 20, 5)) == {}
+    assert broker.monitoring.session_use(replace(session(broker, 0, 9), started_at=None)) == {}
 
 
 def test_a_long_session_is_told_by_its_hours_and_so_is_one_of_long_ago(broker: Broker) -> None:
-    broker.remember_use([minute(n, use_max=n) for n in range(10 * 60)])
+    broker.monitoring.remember_use([minute(n, use_max=n) for n in range(10 * 60)])
     clock(broker).forward(hours=10)
-    broker.tidy_use(*KEEP)
-    found = broker.session_use(session(broker, 30, 8 * 60))["GPU-a"]  # 1:00 to 8:00 are whole hours
+    broker.monitoring.tidy_use(*KEEP)
+    found = broker.monitoring.session_use(session(broker, 30, 8 * 60))[
+        "GPU-a"
+    ]  # 1:00 to 8:00 are whole hours
     assert (found.seconds, found.samples, found.use_max) == (HOUR, 7 * 3600, 8 * 60 - 1)
     clock(broker).forward(days=20)
-    broker.tidy_use(*KEEP)  # the minutes are forgotten now
-    found = broker.session_use(session(broker, 60, 60))["GPU-a"]
+    broker.monitoring.tidy_use(*KEEP)  # the minutes are forgotten now
+    found = broker.monitoring.session_use(session(broker, 60, 60))["GPU-a"]
     assert (found.seconds, found.samples, found.use_max) == (HOUR, 3600, 119)
 
 
 def test_hours_are_made_of_minutes_and_outlive_them(broker: Broker) -> None:
-    broker.remember_use([minute(n, busy=n % 2, memory_max=n) for n in range(150)])
+    broker.monitoring.remember_use([minute(n, busy=n % 2, memory_max=n) for n in range(150)])
     clock(broker).forward(minutes=150)
     for _ in range(2):  # a second time is nothing
-        broker.tidy_use(*KEEP)
-        hours = broker.use_between(T0, T0 + timedelta(hours=9), seconds=HOUR)
+        broker.monitoring.tidy_use(*KEEP)
+        hours = broker.monitoring.use_between(T0, T0 + timedelta(hours=9), seconds=HOUR)
         assert [(h.since, h.samples, h.busy, h.memory_max) for h in hours] == [
             (T0, 3600, 30, 59),
             (T0 + timedelta(hours=1), 3600, 30, 119),
         ]
-    broker.remember_use([minute(7, samples=5, known=5, busy=5)])  # one that was late
-    broker.tidy_use(*KEEP)
-    hours = broker.use_between(T0, T0 + timedelta(hours=1), seconds=HOUR)
+    broker.monitoring.remember_use([minute(7, samples=5, known=5, busy=5)])  # one that was late
+    broker.monitoring.tidy_use(*KEEP)
+    hours = broker.monitoring.use_between(T0, T0 + timedelta(hours=1), seconds=HOUR)
     assert [(h.samples, h.busy) for h in hours] == [(3605, 35)]
     clock(broker).forward(days=15)
-    broker.tidy_use(*KEEP)
-    assert broker.use_between(T0, clock(broker)()) == []
-    assert [h.samples for h in broker.use_between(T0, clock(broker)(), seconds=HOUR)] == [
+    broker.monitoring.tidy_use(*KEEP)
+    assert broker.monitoring.use_between(T0, clock(broker)()) == []
+    assert [
+        h.samples for h in broker.monitoring.use_between(T0, clock(broker)(), seconds=HOUR)
+    ] == [
         *(3605, 3600),
         1800,
     ]
     clock(broker).forward(days=400)
-    broker.tidy_use(*KEEP)
-    assert broker.use_between(T0, clock(broker)(), seconds=HOUR) == []
+    broker.monitoring.tidy_use(*KEEP)
+    assert broker.monitoring.use_between(T0, clock(broker)(), seconds=HOUR) == []
 
 
 async def test_a_store_that_is_away_costs_no_minute(tmp_path: Path) -> None:
     file = tmp_path / "gpuspawner.sqlite"
     broker = open_broker(f"sqlite:///{file}", device_source="simulated:1xT4")
-    broker.remember_use([])
+    broker.monitoring.remember_use([])
     minutes = (T0 + timedelta(minutes=n) for n in itertools.count())
     source = broker.watch.source
     assert isinstance(source, Sampled)
@@ -189,7 +202,7 @@ async def test_a_store_that_is_away_costs_no_minute(tmp_path: Path) -> None:
         sampling.stop()
     await duty._write(tick, sampling)
     assert sampling.complete() == []
-    written = broker.use_between(T0, T0 + timedelta(days=9))
+    written = broker.monitoring.use_between(T0, T0 + timedelta(days=9))
     assert [minute.since for minute in written] == [
         T0 + timedelta(minutes=n) for n in range(len(written))
     ]

@@ -41,7 +41,7 @@ def stop(broker: Broker, lease: Lease) -> None:
 
 def work(broker: Broker, uuid: str, first: int, last: int, share: float, known: int = 60) -> None:
     """Minutes from the first to the last after T0 in which a GPU worked in this part of them."""
-    broker.remember_use(
+    broker.monitoring.remember_use(
         [
             DeviceUse(
                 uuid=uuid,
@@ -57,7 +57,7 @@ def work(broker: Broker, uuid: str, first: int, last: int, share: float, known: 
 
 
 def worked(broker: Broker, since: timedelta = timedelta(), until: timedelta = 24 * HOUR) -> dict:
-    found = broker.worked_between(T0 + since, T0 + until)
+    found = broker.monitoring.worked_between(T0 + since, T0 + until)
     return {some.server.user: some for some in found}
 
 
@@ -100,9 +100,9 @@ def test_hours_tell_what_minutes_do_not_any_more(broker: Broker) -> None:
     work(broker, gpu, 0, 130, 0.5)
     work(broker, gpu, 130, 240, 0.1)
     exact = worked(broker)
-    broker.tidy_use(timedelta(days=14), timedelta(days=400))
+    broker.monitoring.tidy_use(timedelta(days=14), timedelta(days=400))
     assert worked(broker) == exact, "hours beside minutes are counted once"
-    broker.tidy_use(timedelta(hours=1), timedelta(days=400))
+    broker.monitoring.tidy_use(timedelta(hours=1), timedelta(days=400))
     rough = worked(broker)
     assert seconds(exact["ada"]) == (7800, 7800, 3900)
     # The third hour was Bob's for the most part, and the greater part of Ada's is told.
@@ -119,7 +119,7 @@ def test_the_newest_time_by_minutes_and_the_older_by_hours(broker: Broker) -> No
     work(broker, lease.uuids[0], 0, 600, 0.2)
     forward(broker, hours=10)
     exact = worked(broker)["ada"]
-    broker.tidy_use(timedelta(hours=3.5), timedelta(days=400))
+    broker.monitoring.tidy_use(timedelta(hours=3.5), timedelta(days=400))
     assert seconds(worked(broker)["ada"]) == seconds(exact) == (36000, 36000, 7200)
 
 

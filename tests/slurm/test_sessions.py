@@ -77,7 +77,9 @@ def show(cluster: SlurmCluster, samplers: list[NodeSampler], works: Lease) -> No
 
 def told(hub: SlurmHub, user: str, kind: NoticeKind) -> list[str]:
     """The titles of what a member was told, the newest first."""
-    return [notice.title for notice in hub.broker.notices_of(user) if notice.kind is kind]
+    return [
+        notice.title for notice in hub.broker.notifications.notices_of(user) if notice.kind is kind
+    ]
 
 
 def lines(hub: SlurmHub, name: str) -> list[dict[str, str]]:
@@ -123,7 +125,7 @@ def test_who_rests_makes_way_for_who_waits_and_who_is_not_there_pays_nothing(
 
     now = hub.broker.lease(works.id)
     assert not now.outcome and hub.get("works", "devices").ok
-    assert hub.broker.notices_of("works") == []
+    assert hub.broker.notifications.notices_of("works") == []
     hub.stop_server("works")
 
 

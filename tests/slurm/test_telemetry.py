@@ -164,7 +164,7 @@ def test_a_silent_machine_is_named_and_takes_no_other_along(
 
 def remembered(broker: Broker, since: datetime) -> dict[str, int]:
     """The most that each device was used, in percent."""
-    minutes = broker.use_between(since, utcnow() + timedelta(minutes=1))
+    minutes = broker.monitoring.use_between(since, utcnow() + timedelta(minutes=1))
     assert not any(minute.error or minute.strangers for minute in minutes)
     found: dict[str, int] = {}
     for minute in minutes:

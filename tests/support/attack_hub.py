@@ -163,7 +163,7 @@ class AttackHub(GPUHub):
         try:
             [lease] = broker.leases_of(f"member:{VICTIM}")
             self.lease = lease.id
-            self.transfer = broker.statement_page(f"member:{VICTIM}").entries[0].transfer
+            self.transfer = broker.reports.statement_page(f"member:{VICTIM}").entries[0].transfer
         finally:
             broker.store.close()
         [waiting] = self.service("GET", "api/queue", VICTIM).json()["tickets"]

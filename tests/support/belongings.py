@@ -75,7 +75,7 @@ def give_everything(broker: Broker, user: str, sources: list[str]) -> None:
     broker.end_ticket(ticket.id, "cancelled", "stopped")
     for each in everyone:
         broker.release(each.id, ended_at=clock.now, reason="stopped")
-    broker.add_notice(
+    broker.notifications.add_notice(
         Notice(
             key=f"hello:{user}",
             user=user,
@@ -85,7 +85,9 @@ def give_everything(broker: Broker, user: str, sources: list[str]) -> None:
             at=clock.now,
         )
     )
-    broker.choose(user, [ChannelChoice("mail", "me@example.org", frozenset({NoticeKind.TURN}))])
+    broker.notifications.choose(
+        user, [ChannelChoice("mail", "me@example.org", frozenset({NoticeKind.TURN}))]
+    )
     mine = broker.make_folder("ours", actor=user)
     broker.invite(mine.id, "friend", write=True, actor=user)
     theirs = broker.make_folder("theirs", actor="friend")

@@ -22,4 +22,6 @@ def server(
 
 
 def titles(broker: Broker, user: str = "ada") -> list[str]:
-    return [notice.title.partition(" until ")[0] for notice in broker.notices_of(user)][::-1]
+    return [
+        notice.title.partition(" until ")[0] for notice in broker.notifications.notices_of(user)
+    ][::-1]

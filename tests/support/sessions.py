@@ -39,7 +39,7 @@ def turn(broker: Broker, ticket: Ticket) -> Lease:
 
 
 def told(broker: Broker, user: str, kind: NoticeKind) -> list[Notice]:
-    return [notice for notice in broker.notices_of(user) if notice.kind is kind][::-1]
+    return [notice for notice in broker.notifications.notices_of(user) if notice.kind is kind][::-1]
 
 
 def warn(broker: Broker) -> list[float | None]:

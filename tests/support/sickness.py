@@ -35,7 +35,11 @@ def find(broker: Broker, uuid: str, *causes: str, lasting: bool = False, ago: fl
 
 
 def told(broker: Broker, user: str) -> list[str]:
-    return [n.body for n in broker.notices_of(user, 10_000) if n.kind is NoticeKind.GPU_SICK]
+    return [
+        n.body
+        for n in broker.notifications.notices_of(user, 10_000)
+        if n.kind is NoticeKind.GPU_SICK
+    ]
 
 
 def trail(broker: Broker) -> list[tuple[str, str, str]]:

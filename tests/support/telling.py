@@ -19,20 +19,20 @@ from gpuspawner.services import Broker
 def tell(broker: Broker, user: str = "ada", key: str = "", **fields: Any) -> Notice:
     """Tell a member something; the notice as the store has it."""
     notice = Notice(
-        key=key or f"key-{len(broker.notices_of(user, 10_000))}-{user}",
+        key=key or f"key-{len(broker.notifications.notices_of(user, 10_000))}-{user}",
         user=user,
         kind=fields.get("kind", NoticeKind.TURN),
         title=fields.get("title", "Your server starts"),
         body=fields.get("body", "It was your turn."),
         at=fields.get("at", broker.clock()),
     )
-    assert broker.add_notice(notice)
+    assert broker.notifications.add_notice(notice)
     return now(broker, notice)
 
 
 def now(broker: Broker, notice: Notice) -> Notice:
     """The same notice as the store has it now."""
-    found = broker.notices_of(notice.user, 10_000)
+    found = broker.notifications.notices_of(notice.user, 10_000)
     (same,) = [some for some in found if some.key == notice.key]
     return same
 
@@ -46,7 +46,7 @@ def choose(
 ) -> None:
     """Choose a channel for a member, with an address made of the name."""
     address = address or f"{user}@lab.example"
-    broker.choose(user, [ChannelChoice(channel, address, frozenset(kinds))])
+    broker.notifications.choose(user, [ChannelChoice(channel, address, frozenset(kinds))])
 
 
 @asynccontextmanager

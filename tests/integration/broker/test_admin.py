@@ -232,7 +232,7 @@ def test_a_cancelled_ticket_has_its_end_written_and_its_member_is_told(
     assert (ended.outcome, ended.ended_at) == ("cancelled", clock.now)
     assert ended.end_reason == "an admin cancelled it: the course is over"
     assert line(full) == ["bert"]
-    (told,) = full.notices_of("anna")
+    (told,) = full.notifications.notices_of("anna")
     assert told.kind is NoticeKind.TICKET_ENDED and "the course is over" in told.body
     (change,) = full.trail()
     assert (change.at, change.actor, change.action) == (clock.now, KIM, "cancelled")

@@ -178,7 +178,7 @@ def test_who_may_not_any_more_loses_the_place_at_once(broker: Broker, clock: Clo
                 "refused",
                 "You may not use the environment 'lab'.",
             )
-            [told] = broker.notices_of("dan")
+            [told] = broker.notifications.notices_of("dan")
             assert told.kind is NoticeKind.TICKET_ENDED and "'lab'" in told.body
             free_one(broker)
             assert (await eve.lease()).server == ServerRef("eve")
@@ -286,7 +286,7 @@ def test_an_end_outlasts_a_busy_database(broker: Broker, clock: Clock) -> None:
                 "cancelled",
                 "the start was stopped",
             )
-            assert broker.notices_of("dan") == []
+            assert broker.notifications.notices_of("dan") == []
 
     asyncio.run(story())
 
@@ -336,7 +336,7 @@ def test_a_start_that_was_lost_with_its_hub_is_back_at_its_place(
     assert broker.turns(frozenset({ticket.id, later.id})) == [ticket.id]
     again = broker.start_ticket(ticket.id)
     assert broker.lease_of(ServerRef("dan")) == again
-    turns = [n for n in broker.notices_of("dan") if n.kind is NoticeKind.TURN]
+    turns = [n for n in broker.notifications.notices_of("dan") if n.kind is NoticeKind.TURN]
     assert len(turns) == 2, "told of each turn"
 
 

@@ -129,7 +129,7 @@ async def test_a_planned_session_ends_before_anything_is_stopped(
     clock.advance(GRACE)
     await make().round()
     assert broker.lease(lease.id).outcome == ""
-    (notice,) = broker.notices_of("ada")
+    (notice,) = broker.notifications.notices_of("ada")
     assert "goes on until its session ends at " in notice.body
     with pytest.raises(NoCredits):
         server(broker, "ada", "course", seconds=60, name="another")
@@ -182,7 +182,7 @@ async def test_an_overdraft_ends_at_its_bound_to_the_microcredit(
         "Your credits have run out",
         "Your credits last",
     ]
-    low, out, _ = broker.notices_of("ada")
+    low, out, _ = broker.notifications.notices_of("ada")
     assert "credits are left with the overdraft of 0.50" in low.body
     assert "goes on until the overdraft of 0.50 credits is used up, about " in out.body
     (stop,) = broker.dry_stops([broker.lease(lease.id)]).values()
@@ -348,7 +348,7 @@ async def test_an_account_that_cannot_be_seen_to_holds_up_no_other(
     credits = make()
     await credits.round()
     assert [broker.lease(x.id).warned_at for x in some] == [None, clock.now]
-    assert broker.notices_of("ada") == []
+    assert broker.notifications.notices_of("ada") == []
     broker.store.run(lambda c: c.execute(sa.text(undo)), write=True)
     await credits.round()
     assert broker.lease(some[0].id).warned_at == clock.now

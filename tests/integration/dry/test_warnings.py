@@ -43,7 +43,7 @@ async def test_each_warning_comes_once_and_to_the_second(
             credits = make(warn_minutes=(10, 2))
         if second % 50 in (49, 0, 1, 29, 30, 31) or second % 60 in (59, 0, 1):
             await credits.round()
-            said += [second] * (len(broker.notices_of("ada")) - len(said))
+            said += [second] * (len(broker.notifications.notices_of("ada")) - len(said))
     assert said == [5 * 60 + 1, 13 * 60 + 1], "less than ten minutes, and two"
     assert broker.lease(lease.id).told_dry == 2
     assert [line for line in told(caplog.records) if "was warned" in line] == [
@@ -62,7 +62,7 @@ async def test_credits_that_end_soon_do_not_count_as_lasting(
     credits = make(warn_minutes=(20,))
     clock.advance(24 * MINUTE)
     await credits.round()
-    assert broker.notices_of("ada") == []
+    assert broker.notifications.notices_of("ada") == []
     clock.advance(2 * MINUTE)
     assert broker.accounts_to_see_to((20,)) == ["member:ada"]
     await credits.round()

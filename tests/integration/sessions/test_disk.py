@@ -94,8 +94,15 @@ async def test_who_is_near_is_warned_once_and_who_is_over_is_stopped(
         duty = duty_of(broker, engine)
         await duty.round()
         await duty.round()
-    assert [len(broker.notices_of(user)) for user in ("ada", "bob", "carl")] == [0, 1, 1]
-    [watched], [enforced] = broker.notices_of("bob"), broker.notices_of("carl")
+    assert [len(broker.notifications.notices_of(user)) for user in ("ada", "bob", "carl")] == [
+        0,
+        1,
+        1,
+    ]
+    [watched], [enforced] = (
+        broker.notifications.notices_of("bob"),
+        broker.notifications.notices_of("carl"),
+    )
     assert watched.kind is enforced.kind is NoticeKind.DISK_LOW
     assert watched.body == (
         "It wrote 922 MB of 1 GB into its own container, where installed packages, caches and /tmp "
@@ -113,11 +120,11 @@ async def test_who_is_near_is_warned_once_and_who_is_over_is_stopped(
         "it wrote 1.5 GB into its own container, and may write 1 GB",
     )
     assert [lease.id for lease in broker.due_sessions().stop] == [bob.id]
-    assert broker.notices_of("bob")[0].kind is NoticeKind.STOPPED
+    assert broker.notifications.notices_of("bob")[0].kind is NoticeKind.STOPPED
     asked = len(engine.measured)
     await duty.round()
     assert engine.measured[asked:].count(f"container-{bob.id}") == 0, "it ends already"
-    assert len(broker.notices_of("bob")) == 2
+    assert len(broker.notifications.notices_of("bob")) == 2
     assert not broker.lease(ada.id).outcome and not broker.lease(carl.id).outcome
 
 

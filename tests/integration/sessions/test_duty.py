@@ -137,7 +137,7 @@ async def test_an_hour_of_failures_and_it_is_still_tried(
     await rounds(sessions, lambda: bool(hub.stopped))
     assert sum("502" in line for line in told(caplog.records)) == 1
     assert "Stop of ada: all is well again" in told(caplog.records)
-    assert len(broker.notices_of("ada")) == 1
+    assert len(broker.notifications.notices_of("ada")) == 1
 
 
 async def test_pauses_between_tries_grow_to_a_minute(

@@ -192,7 +192,7 @@ def test_services_killed_in_the_midst_of_it_warn_once_and_in_order(
     assert killed > hours, "some were killed while there was work"
     ended = broker.lease(lease.id)
     assert ended.ends_at is not None and broker.clock() >= ended.ends_at
-    notices = broker.notices_of("ada", 1000)[::-1]
+    notices = broker.notifications.notices_of("ada", 1000)[::-1]
     assert [notice.kind for notice in notices].count(NoticeKind.STOPPED) == 1
     assert notices[-1].kind is NoticeKind.STOPPED
     minutes = [float(notice.key.rpartition(":")[2]) for notice in notices[:-1]]
