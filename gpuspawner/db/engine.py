@@ -26,6 +26,7 @@ from sqlalchemy.exc import (
     DBAPIError,
     IntegrityError,
     NoSuchModuleError,
+    OperationalError,
     PendingRollbackError,
     ProgrammingError,
 )
@@ -39,6 +40,9 @@ T = TypeVar("T")
 
 BUSY_SECONDS = 10.0
 """How long a writer waits for another before it gives up."""
+
+UPGRADE_SECONDS = 60.0
+"""How long a process that starts waits for another one that brings the schema up to date."""
 
 _BEGIN = {
     "sqlite": ("BEGIN", "BEGIN IMMEDIATE"),
@@ -175,6 +179,8 @@ class Store:
         """
         if self._current.writing:
             raise NestedWrite()
+        with _own_errors():
+            self._migrate()  # before the turn, for which the others wait for a shorter time
         if self._turn and not self._turn.acquire(timeout=BUSY_SECONDS):
             raise StoreUnavailable()
         self._current.writing = True
@@ -204,13 +210,26 @@ class Store:
                 if self.dialect == "sqlite":
                     _create_private(self.engine.url.database)
                 # Only a database that is behind is locked: others write to it meanwhile.
-                head = newest()
-                with self.read_engine.begin() as connection:
-                    is_current = revision(connection) == head
-                if not is_current:
-                    with self.write_engine.begin() as connection:
-                        upgrade(connection)
+                end = time.monotonic() + UPGRADE_SECONDS
+                while not self._is_current():
+                    try:
+                        with self.write_engine.begin() as connection:
+                            upgrade(connection)
+                    except OperationalError as error:
+                        # Another process is at it, which on a slow machine takes a while.
+                        if not _is_locked(error) or time.monotonic() > end:
+                            raise
                 self._migrated = True
+
+    def _is_current(self) -> bool:
+        with self.read_engine.begin() as connection:
+            return revision(connection) == newest()
+
+
+def _is_locked(error: OperationalError) -> bool:
+    """Return True if another connection held the database for longer than BUSY_SECONDS."""
+    said = str(error.orig)
+    return "database is locked" in said or "lock timeout" in said
 
 
 def _threads(count: int, name: str) -> ThreadPoolExecutor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -18,13 +19,16 @@ from gpuspawner.core.errors import (
     UnknownAccount,
     UnknownLease,
 )
+from gpuspawner.db import engine as db_engine
 from gpuspawner.db import schema as db_schema
 from gpuspawner.db.engine import Store
+from gpuspawner.db.upgrades import newest, revision, upgrade
 from gpuspawner.leases import repository as leases_repository
 from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState, ServerRef, Slot
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger import rules as ledger_rules
 from tests.support.brokers import T0
+from tests.support.processes import wait_for
 
 ANNA = "member:anna"
 
@@ -454,4 +458,26 @@ def test_a_process_that_starts_does_not_wait_for_a_writer(database_url: str) -> 
     with writing.write():
         assert starting.run(lambda c: c.execute(sa.text("SELECT 1")).scalar_one()) == 1
     writing.close()
+    starting.close()
+
+
+def test_a_process_that_starts_waits_for_one_that_upgrades(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for longer than a writer waits for another one."""
+    monkeypatch.setattr(db_engine, "BUSY_SECONDS", 0.1)
+    upgrading, starting = Store(empty_database_url), Store(empty_database_url)
+    if upgrading.dialect == "sqlite":
+        db_engine._create_private(upgrading.engine.url.database)
+    looks: list[bool] = []
+    is_current = starting._is_current
+    monkeypatch.setattr(starting, "_is_current", lambda: looks.append(is_current()) or looks[-1])
+    with ThreadPoolExecutor(1) as threads:
+        with upgrading.write_engine.begin() as connection:
+            upgraded = threads.submit(starting.run, revision, write=True)
+            wait_for(lambda: len(looks) > 2 or upgraded.done(), "two waits that were too short")
+            upgrade(connection)
+        assert upgraded.result() == newest()
+    assert looks[-1], "it found what the other one had done"
+    upgrading.close()
     starting.close()

@@ -35,6 +35,9 @@ USER_PASSWORD = "a password for tests"
 ADMIN_PASSWORD = "a longer password, for the admin of the tests"
 ADMIN = "admin"
 
+POLLED = re.compile(r"gpu/static/gpu.css|_xsrf_utils|200 GET /hub/api/users|200 GET /hub/health")
+"""Lines of a hub's log that say only that somebody waits for something."""
+
 DEFAULTS = """
 c = get_config()
 c.JupyterHub.bind_url = {base!r}
@@ -104,7 +107,11 @@ class HubProcess:
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         if failure is not None:
-            print(self.log_text()[-20_000:])  # with the failure, which is shown when it has ended
+            # With the failure, which is shown when it has ended; the complaints again before all
+            # else, for whoever keeps only the beginning of a long report.
+            lines = [line for line in self.log_text().splitlines() if not POLLED.search(line)]
+            print(*[line for line in lines if line[:2] in ("[W", "[E", "[C")][-20:], sep="\n")
+            print("---", *lines[-150:], sep="\n")
         self.stop()
 
     @property

@@ -176,6 +176,7 @@ def _open(streams: Sequence[str]) -> list[int]:
 
 
 def main() -> None:
+    atexit.register(_end_here)  # the first to be registered is the last to be called
     # As the hubs of tests/support/hub.py do; once that is imported it is too late for them.
     sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
     importlib.import_module("jupyterhub.app")
@@ -224,12 +225,19 @@ def _become(
         code = exit.code
     if isinstance(code, str):
         print(code, file=sys.stderr)
-    # As Python ends, but for taking apart what was imported: that takes a command longest.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    _ended.append(code if isinstance(code, int) else int(code is not None))
+
+
+_ended: list[int] = []
+"""The exit code of a command that has ended as it should."""
+
+
+def _end_here() -> None:
+    """Exit without taking apart what was imported: that takes a command longest."""
+    if _ended:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_ended[0])
 
 
 if __name__ == "__main__":
