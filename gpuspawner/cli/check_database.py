@@ -5,8 +5,6 @@ Whatever is written to find out is rolled back.
 
 from __future__ import annotations
 
-import getpass
-import os
 import secrets
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -25,6 +23,7 @@ from ..db.upgrades import revision as schema_revision
 from ..db.upgrades import upgrade
 from ..engines.preflight import CheckFinding, Status
 from .config import passwords, redact, shown_url, sqlite_path
+from .output import user_name
 
 NAME = "database"
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -78,7 +77,7 @@ def _check_place(path: Path) -> CheckFinding:
         trial.touch(mode=0o600, exist_ok=False)
         finding, _ = _check(f"sqlite:///{trial}", f"SQLite at {path}")
     except OSError as error:
-        text = f"SQLite at {path} cannot be made by {_user()}: {error.strerror}."
+        text = f"SQLite at {path} cannot be made by {user_name()}: {error.strerror}."
         return CheckFinding(NAME, Status.FAIL, text, _remedy(f"sqlite:///{path}"))
     finally:
         for ending in ("", "-wal", "-shm", "-journal"):
@@ -86,7 +85,7 @@ def _check_place(path: Path) -> CheckFinding:
                 Path(f"{trial}{ending}").unlink()
     if finding.status is not Status.OK:
         return finding
-    text = f"SQLite at {path}: not there yet, the hub can make it (tried as {_user()})"
+    text = f"SQLite at {path}: not there yet, the hub can make it (tried as {user_name()})"
     return CheckFinding(NAME, Status.OK, text)
 
 
@@ -101,7 +100,7 @@ def _check(url: str, where: str) -> tuple[CheckFinding, bool]:
                 transaction.rollback()
     except (SQLAlchemyError, OSError, CommandError) as error:
         why = redact(str(getattr(error, "orig", None) or error).strip(), passwords(url))
-        text = f"{where} cannot be used by {_user()}: {' '.join(why.split())}."
+        text = f"{where} cannot be used by {user_name()}: {' '.join(why.split())}."
         return CheckFinding(NAME, Status.FAIL, text, _remedy(url)), False
     finally:
         store.close()
@@ -126,7 +125,7 @@ def _check_schema(connection: sa.Connection, where: str) -> tuple[CheckFinding, 
         return CheckFinding(NAME, Status.FAIL, text, remedy), False
     state = "empty, the hub fills it at its start" if now is None else f"version {now}"
     text = f"{where}: {state}, writable, refuses double leases and changes to the ledger"
-    return CheckFinding(NAME, Status.OK, f"{text} (tried as {_user()})"), now is not None
+    return CheckFinding(NAME, Status.OK, f"{text} (tried as {user_name()})"), now is not None
 
 
 def _what_it_allows(connection: sa.Connection) -> list[str]:
@@ -179,11 +178,3 @@ def _remedy(url: str) -> str:
             "and user. The user must own the database."
         )
     return f"The hub's user must be able to write {path.parent} and the files in it."
-
-
-def _user() -> str:
-    """Who runs the check: another user than the hub's may be allowed more."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid {os.getuid()}"

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
 import docker
-from docker.errors import DockerException, ImageNotFound, NotFound
+from docker.errors import DockerException, NotFound
 from requests import RequestException
 
 from ..catalog.loader import Catalog
@@ -55,7 +56,7 @@ def check_quotas(hub: HubSettings) -> Iterator[CheckFinding]:
 
 
 def _check(name: str, template: str, setting: str, quotas: Quotas) -> CheckFinding:
-    root = os.path.dirname(template.partition("{")[0]) if "{" in template else template
+    root = root_of(template)
     if not template.startswith("/"):
         text = "A quota is set, and nothing keeps it: a volume takes what is written into it."
         remedy = f'Keep files in a directory of XFS: {setting} = "/srv/.../{{...}}".'
@@ -130,7 +131,7 @@ def check_docker(
     images = images_of(hub, catalog)
     for image in images:
         yield check_image(client, image)
-    image = _first_present(client, images) if containers else ""
+    image = first_present(client, images) if containers else ""
     why = "There is no image to try with." if containers else NO_CONTAINERS
     if image:
         finding, mode = check_injection(client, image, hub, inventory)
@@ -179,13 +180,12 @@ def root_of(template: str) -> str:
     return os.path.dirname(template.partition("{")[0]) if "{" in template else template
 
 
-def _first_present(client: docker.APIClient, images: Sequence[str]) -> str:
+def first_present(client: docker.APIClient, images: Sequence[str]) -> str:
+    """Return the first of the images that the engine has; empty if it has none."""
     for image in images:
-        try:
+        with suppress(DockerException, RequestException):
             client.inspect_image(image)
             return image
-        except (ImageNotFound, DockerException, RequestException):
-            continue
     return ""
 
 

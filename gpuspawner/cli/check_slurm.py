@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,14 @@ from ..slurm.programs import Slurm
 from ..slurm.rest import Rest
 from ..slurm.telemetry import trouble_of
 from .check_hub import check_reachable
-from .check_servers import NO_CONTAINERS, check_clock, check_injection, images_of, root_of
+from .check_servers import (
+    NO_CONTAINERS,
+    check_clock,
+    check_injection,
+    first_present,
+    images_of,
+    root_of,
+)
 from .hub import HubSettings
 
 READY = frozenset(("idle", "mixed", "allocated", "completing", "planned", "reserved"))
@@ -129,7 +136,7 @@ def _check_token(rest: Rest) -> CheckFinding:
     remedy = f"On the controller: scontrol token username={token.user} lifespan=31536000"
     if token.has_ended():
         return CheckFinding(name, Status.FAIL, f"It ended on {ends}.", remedy)
-    if token.ends_at - datetime.now(timezone.utc) < SOON:
+    if token.ends_at - utcnow() < SOON:
         text = f"It ends on {ends}: put the next one into {rest.token_file} before."
         return CheckFinding(name, Status.UNCHECKED, text, remedy)
     return CheckFinding(name, Status.OK, f"It is {token.user}'s, until {ends}")
@@ -345,7 +352,7 @@ def _check_engine(node: Node, nested: bool) -> tuple[CheckFinding, docker.APICli
 def check_sampler(node: Node) -> CheckFinding:
     """Whether the node tells what its devices do."""
     name = f"sampler {node.name}"
-    if why := trouble_of(node, _now()):
+    if why := trouble_of(node, utcnow()):
         remedy = f"On {node.name}: systemctl status gpuspawner-sampler"
         return CheckFinding(name, Status.FAIL, f"{node.sampler}: {why.rstrip('.')}.", remedy)
     return CheckFinding(name, Status.OK, f"It tells at {node.sampler} what its GPUs do")
@@ -367,10 +374,6 @@ def _unfit(info: Mapping[str, Any], nested: bool) -> tuple[str, str] | None:
             "restart Docker.",
         )
     return None
-
-
-def _now() -> datetime:
-    return datetime.now(timezone.utc)
 
 
 def _check_image(image: str, clients: Mapping[Node, docker.APIClient]) -> CheckFinding:
@@ -405,7 +408,7 @@ def _check_servers(
     node: Node, client: docker.APIClient, hub: HubSettings, images: Sequence[str], containers: bool
 ) -> Iterator[CheckFinding]:
     names = (f"GPUs {node.name}", f"hub API {node.name}")
-    image = _present(client, images) if containers else ""
+    image = first_present(client, images) if containers else ""
     if not image:
         why = "There is no image to try with." if containers else NO_CONTAINERS
         yield from (CheckFinding(name, Status.UNCHECKED, why) for name in names)
@@ -424,14 +427,6 @@ def inventory_of(node: Node) -> Inventory:
     return Inventory(devices=devices, observed_at=utcnow(), source="slurm")
 
 
-def _present(client: docker.APIClient, images: Sequence[str]) -> str:
-    for image in images:
-        with suppress(DockerException, RequestException):
-            client.inspect_image(image)
-            return image
-    return ""
-
-
 def _check_workspaces(
     hub: HubSettings,
     clients: Mapping[Node, docker.APIClient],
@@ -445,7 +440,7 @@ def _check_workspaces(
         remedy = "Share a folder among all machines (NFS), and set c.GPUDockerSpawner.workspace = "
         return CheckFinding(name, Status.FAIL, text, f'{remedy}"/srv/workspaces/{{username}}".')
     root, token = root_of(template), secrets.token_hex(12)
-    tries = {node: (c, _present(c, images)) for node, c in clients.items()}
+    tries = {node: (c, first_present(c, images)) for node, c in clients.items()}
     if not containers or not all(image for _, image in tries.values()) or not tries:
         why = "There is no image to try with." if containers else NO_CONTAINERS
         return CheckFinding(name, Status.UNCHECKED, why)

@@ -46,24 +46,18 @@ def _keep(context: click.Context, option: click.Parameter, value: Any) -> None:
 
 
 def _common_options() -> list[click.Parameter]:
-    kept: dict[str, Any] = {"expose_value": False, "callback": _keep}
+    config = f"the hub's configuration (default: {DEFAULT_FILE})"
+    url = "the hub's database (default: what the configuration or GPUSPAWNER_DATABASE_URL says)"
     return [
-        click.Option(
-            ["-f", "--config"],
-            metavar="FILE",
-            help=f"the hub's configuration (default: {DEFAULT_FILE})",
-            **kept,
-        ),
-        click.Option(
-            ["--database"],
-            metavar="URL",
-            help="the hub's database (default: what the configuration or "
-            "GPUSPAWNER_DATABASE_URL says)",
-            **kept,
-        ),
-        click.Option(["--json"], is_flag=True, help="for scripts", **kept),
-        click.Option(["--debug"], is_flag=True, hidden=True, **kept),
+        _common("-f", "--config", metavar="FILE", help=config),
+        _common("--database", metavar="URL", help=url),
+        _common("--json", is_flag=True, help="for scripts"),
+        _common("--debug", is_flag=True, hidden=True),
     ]
+
+
+def _common(*names: str, **attributes: Any) -> click.Option:
+    return click.Option(names, expose_value=False, callback=_keep, **attributes)
 
 
 class Command(click.Command):

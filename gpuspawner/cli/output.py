@@ -153,8 +153,11 @@ def _pad(text: str, width: int, right: bool) -> str:
 
 def default_actor() -> str:
     """Who types this, also below sudo."""
-    if user := os.environ.get("SUDO_USER"):
-        return user
+    return os.environ.get("SUDO_USER") or user_name()
+
+
+def user_name() -> str:
+    """Return the name of the user who runs this process."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name

@@ -45,6 +45,8 @@ from ..queue.commands import line_broker
 from ..services import Broker
 from .models import Lease, LeaseState, ServerRef, Sighting
 
+lease_argument = argument("lease_id", "LEASE", "the lease's id, or its first letters")
+
 
 @command()
 @flag("--all", "also leases that have ended", "with_ended")
@@ -161,7 +163,7 @@ class ReleaseProof:
 
 
 @command()
-@argument("lease_id", "LEASE", "the lease's id, or its first letters")
+@lease_argument
 @yes_option
 @flag("--force", "even when the server lives or nobody can say whether it does")
 def release(settings: Settings, lease_id: str, yes: bool, force: bool) -> None:
@@ -320,7 +322,7 @@ def _pid(ref: str) -> int:
 
 
 @command()
-@argument("lease_id", "LEASE", "the lease's id, or its first letters")
+@lease_argument
 def extend(settings: Settings, lease_id: str) -> None:
     """Begin a session's whole length anew, unless somebody would wait longer for that."""
     broker = line_broker(settings)

@@ -71,9 +71,14 @@ def line_broker(settings: Settings) -> Broker:
     return broker
 
 
-_TICKET = "the ticket's id or its first letters, or its server (MEMBER or MEMBER/SERVER)"
-
 InLine = tuple[Ticket, Ranked, Standing]
+
+device_argument = argument("device_name", "DEVICE", "its index or its UUID")
+ticket_argument = argument(
+    "ticket_name",
+    "TICKET",
+    "the ticket's id or its first letters, or its server (MEMBER or MEMBER/SERVER)",
+)
 
 
 @group()
@@ -100,7 +105,7 @@ def queue(settings: Settings, why: tuple[str, str] | None) -> None:
 
 
 @queue.command()
-@argument("ticket_name", "TICKET", _TICKET)
+@ticket_argument
 @argument("position", "POSITION", "1 is next; back: to the order again", type=POSITION)
 @reason_option
 def move(settings: Settings, ticket_name: str, position: int, reason: str) -> None:
@@ -113,7 +118,7 @@ def move(settings: Settings, ticket_name: str, position: int, reason: str) -> No
 
 
 @queue.command()
-@argument("ticket_name", "TICKET", _TICKET)
+@ticket_argument
 @argument("points", "POINTS", "in place of the boost that it has", type=POINTS)
 @reason_option
 def boost(settings: Settings, ticket_name: str, points: float, reason: str) -> None:
@@ -126,7 +131,7 @@ def boost(settings: Settings, ticket_name: str, points: float, reason: str) -> N
 
 
 @queue.command()
-@argument("ticket_name", "TICKET", _TICKET)
+@ticket_argument
 @required_reason_option
 def cancel(settings: Settings, ticket_name: str, reason: str) -> None:
     """Take a ticket out of the line; its member is told why."""
@@ -332,7 +337,7 @@ def resume(settings: Settings, reason: str) -> None:
 
 
 @command()
-@argument("device_name", "DEVICE", "its index or its UUID")
+@device_argument
 @reason_option
 def drain(settings: Settings, device_name: str, reason: str) -> None:
     """Give a device to nobody new."""
@@ -353,7 +358,7 @@ def drain(settings: Settings, device_name: str, reason: str) -> None:
 
 
 @command()
-@argument("device_name", "DEVICE", "its index or its UUID")
+@device_argument
 @reason_option
 def undrain(settings: Settings, device_name: str, reason: str) -> None:
     """Give a device out again."""
