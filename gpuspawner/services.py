@@ -42,17 +42,17 @@ from .ledger.grants import BulkGrants
 from .ledger.models import Account, member_account
 from .ledger.reports import ReportService
 from .ledger.service import refundable
-from .members.renames import Renames
+from .members.renames import RenameService
 from .members.roster import Rosters
 from .monitoring.health_service import Health
-from .monitoring.service import Idle, MonitoringService
+from .monitoring.service import IdleService, IdleSettings, MonitoringService
 from .notifications.service import NotificationService
 from .queue import repository as queue_repository
 from .queue.positions import Outlooks
 from .queue.state import QueueState
 from .slurm.job_billing import ClusterAudit
 from .storage.disk_limits import DiskLimits
-from .storage.service import Folders
+from .storage.service import FileSettings, SharedFolderService, StorageService
 
 T = TypeVar("T")
 
@@ -77,11 +77,10 @@ class Broker(
     Dry,
     BulkGrants,
     Outlooks,
-    Folders,
-    Idle,
+    FileSettings,
+    IdleSettings,
     Health,
     ClusterAudit,
-    Renames,
 ):
     """Grants leases, charges them and releases them."""
 
@@ -97,6 +96,10 @@ class Broker(
         self.notifications = NotificationService(self.store, self._now)
         self.reports = ReportService(self.store, self._now)
         self.monitoring = MonitoringService(self.store, self._now)
+        self.idle = IdleService(self.store, self._now, lambda: self.skew, self, self.log)
+        self.storage = StorageService(self.store, self._now, self, self.log)
+        self.shared_folders = SharedFolderService(self.store, self._now, self)
+        self.renames = RenameService(self.store, self._now, self.log)
         self.delegate = self.make_delegate()
         self.watch = InventoryCache(
             self.source(), self.store, timedelta(seconds=self.refresh_seconds)

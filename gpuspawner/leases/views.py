@@ -271,7 +271,7 @@ class SnoozeForm(MemberPage):
     async def post(self, lease_id: str) -> None:
         await own_lease(self, lease_id)
         try:
-            await self.broker.run(self.broker.snooze, lease_id)
+            await self.broker.run(self.broker.idle.snooze, lease_id)
         except CannotSnooze as refusal:
             await self.show_mine(refusal)
             return
@@ -286,7 +286,7 @@ class SnoozeAPI(APIHandler):
     @web.authenticated
     async def post(self, lease_id: str) -> None:
         await own_lease(self, lease_id, or_admin=True)
-        snoozed: Any = await self.read(self.broker.snooze, lease_id)
+        snoozed: Any = await self.read(self.broker.idle.snooze, lease_id)
         (told,) = lease_figures(self.broker, [snoozed], self.broker.clock())
         self.answer(lease(told))
 
@@ -347,7 +347,7 @@ def look(
         funds=view_models.funds(account, opened, now, warn_minutes, paying),
         minutes=tuple(minutes),
         ending=view_models.ends_soon(told, now, session_warn_minutes),
-        resting=next((r for r in broker.resting(user) if r.lease.id == it.id), None),
+        resting=next((r for r in broker.idle.resting(user) if r.lease.id == it.id), None),
         lost=any(lease.id == it.id for lease in broker.lost_of(user)),
         sick=any(found.lease.id == it.id for found in broker.sick_of(user)),
     )

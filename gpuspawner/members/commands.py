@@ -208,12 +208,12 @@ def members(settings: Settings) -> None:
 def rename(settings: Settings, old: str, new: str, yes: bool) -> None:
     """Give a member another name, with all that is theirs."""
     broker = settings.open_broker()
-    if done := broker.last_rename(old, new):
+    if done := broker.renames.last_rename(old, new):
         text = f"{old} was renamed to {new} at {local(done.at)} by {done.actor}. Nothing to do."
         value = {"old": old, "new": new, "changed": False, "at": utc(done.at)}
         show(value, text)
         return
-    found = broker.belongings(old, new)
+    found = broker.renames.belongings(old, new)
     files = _files(settings, found, old, new)
     if found.open_leases and files.here:
         server = found.open_leases[0].server
@@ -224,7 +224,7 @@ def rename(settings: Settings, old: str, new: str, yes: bool) -> None:
     note(_plan(found, files, old, new))
     if not yes and not confirmed(f"Rename {old} to {new}?"):
         raise Refused("Nothing was changed.")
-    broker.rename_member(
+    broker.renames.rename_member(
         old,
         new,
         actor=actor(),

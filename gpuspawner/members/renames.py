@@ -7,16 +7,17 @@ directories renamed already; the same command, given again, finishes the work.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
 import sqlalchemy as sa
 
-from ..base_service import Core
 from ..core.errors import LedgerError, Refused
 from ..core.units import format_credits
 from ..db import hash_chain, renames
+from ..db.engine import Store
 from ..db.renames import Rename
 from ..devices import closures
 from ..leases import repository as leases_repository
@@ -46,8 +47,13 @@ class Belongings:
     """They have the new name already: the Hub gave it to their servers."""
 
 
-class Renames(Core):
-    """The part of the broker that gives members another name."""
+class RenameService:
+    """Gives members another name."""
+
+    def __init__(self, store: Store, clock: Callable[[], datetime], log: logging.Logger) -> None:
+        self.store = store
+        self.clock = clock
+        self.log = log
 
     def belongings(self, old: str, new: str) -> Belongings:
         """What a rename would take along. Raises Refused if it cannot be done."""

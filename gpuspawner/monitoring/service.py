@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -127,16 +128,8 @@ class Resting:
     """By how much it can be put off; 0 when it cannot."""
 
 
-class Idle(LoggingConfigurable):
-    """The part of the broker that knows which servers are idle."""
-
-    store: Store
-    clock: Callable[[], datetime]
-
-    @property
-    def skew(self) -> timedelta:
-        """Wall clock less :attr:`clock` now."""
-        raise NotImplementedError
+class IdleSettings(LoggingConfigurable):
+    """What an admin can set of idle servers, as ``c.Broker.NAME``."""
 
     when_idle = Dict(
         {},
@@ -165,9 +158,28 @@ class Idle(LoggingConfigurable):
         except (ValueError, AttributeError, TypeError) as error:
             raise ConfigError(what=f"c.Broker.when_idle: {error}") from None
 
+
+class IdleService:
+    """Knows which servers are idle: warns their members, and orders their stop."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        skew: Callable[[], timedelta],
+        settings: IdleSettings,
+        log: logging.Logger,
+    ) -> None:
+        """``skew``: wall clock less ``clock`` now."""
+        self.store = store
+        self.clock = clock
+        self.skew = skew
+        self.settings = settings
+        self.log = log
+
     def idle_policy(self, lease: Lease) -> IdlePolicy:
         """What holds for a server."""
-        return self.read_idle_policies().of(lease.group, lease.environment)
+        return self.settings.read_idle_policies().of(lease.group, lease.environment)
 
     def holding_gpus(self) -> list[Lease]:
         """Every lease with GPUs whose server is up, and that nobody ended."""
@@ -184,8 +196,8 @@ class Idle(LoggingConfigurable):
         """
         now = self.clock()
         # The Hub writes down what it sees by the wall clock, before it was set or after.
-        ahead = max(-self.skew, timedelta())
-        policies = self.read_idle_policies()
+        ahead = max(-self.skew(), timedelta())
+        policies = self.settings.read_idle_policies()
         done: list[Idled] = []
         with self.store.write() as connection:
             going_on = leases_repository.open_leases(connection)

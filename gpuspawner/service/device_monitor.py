@@ -41,7 +41,7 @@ class IdleDuty:
     async def round(self) -> None:
         """Judge every server that holds GPUs. The Hub is asked about each when it had output; of
         whom it does not tell, nothing is judged."""
-        held = await self.broker.run(self.broker.holding_gpus)
+        held = await self.broker.run(self.broker.idle.holding_gpus)
         if not held:
             return
         output: dict[ServerRef, datetime | None] = {}
@@ -53,7 +53,7 @@ class IdleDuty:
                 break
         else:
             self.tick.well("Idle GPUs")
-        for it in await self.broker.run(self.broker.judge_idle, output):
+        for it in await self.broker.run(self.broker.idle.judge_idle, output):
             if it.event == "stop":
                 what = "%s is to be stopped: its GPUs were not used (lease %s)"
                 self.tick.log.warning(what, it.lease.server, it.lease.id)
@@ -256,7 +256,7 @@ class Lost:
 
     async def round(self) -> None:
         """Look into every container that has devices. Raises EngineUnavailable."""
-        held = await self.broker.run(self.broker.holding_gpus)
+        held = await self.broker.run(self.broker.idle.holding_gpus)
         held = [lease for lease in held if lease.engine == self.engine.name and lease.engine_ref]
         self._lost &= {lease.id for lease in held}
         if not held:

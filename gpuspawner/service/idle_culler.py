@@ -46,7 +46,7 @@ async def cull_arbiter(
     if ref is None:
         return True
     try:
-        lease, watched = await asyncio.to_thread(_broker().idle_state, ref)
+        lease, watched = await asyncio.to_thread(_broker().idle.idle_state, ref)
     except GPUSpawnerError as error:
         log.warning("Whether the GPUs of %s rest is not known: %s", ref, error)
         return False

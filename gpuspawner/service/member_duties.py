@@ -146,9 +146,9 @@ class Leaving:
     async def round(self) -> None:
         """One look at all of them. Raises Unavailable when the Hub does not answer."""
         broker = self.tick.broker
-        for user in await broker.run(broker.folder_people):
+        for user in await broker.run(broker.shared_folders.folder_people):
             if not await self.tick.hub.has_member(user):
-                await broker.run(broker.member_left, user)
+                await broker.run(broker.shared_folders.member_left, user)
                 self.tick.log.info("%s left the hub, and has no shared folder any more", user)
 
 

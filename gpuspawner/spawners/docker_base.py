@@ -79,7 +79,7 @@ class Storage:
         broker, user = self.spawner.broker, self.spawner.user.name
         if self.source:
             quota = self.quota or None
-            if await broker.run(broker.use_workspace, self.source, user, quota):
+            if await broker.run(broker.storage.use_workspace, self.source, user, quota):
                 self._prepared.discard((self.source, self.quota))
             await self._prepare(self.source, self.quota, image, {LABEL_WORKSPACE: user})
         for folder in self.folders:
@@ -110,7 +110,7 @@ class Storage:
     async def _keep_quota(self, source: str, quota: int) -> None:
         broker = self.spawner.broker
         try:
-            await broker.run_outside(broker.keep_quota, source, quota or None)
+            await broker.run_outside(broker.storage.keep_quota, source, quota or None)
         except QuotaUnavailable as error:  # an admin's matter, and no reason to keep a member out
             self.spawner.log.error("%s Until then nothing limits %s.", error.message, source)
 
@@ -240,7 +240,7 @@ class GPUDockerFiles(GPUSpawnerMixin):
             return
         quota = self.quota_bytes
         use = await self.broker.run_outside(
-            self.broker.use_of, self.workspace_source, quota, MEASURE_SECONDS
+            self.broker.storage.use_of, self.workspace_source, quota, MEASURE_SECONDS
         )
         if use is not None and use.full:
             raise WorkspaceFull(used=format_bytes(use.used), limit=format_bytes(quota))
@@ -256,7 +256,9 @@ class GPUDockerFiles(GPUSpawnerMixin):
         if not quota or not self.workspace_source.startswith("/"):
             return ""
         try:
-            use = await self.broker.run_outside(self.broker.use_of, self.workspace_source, quota)
+            use = await self.broker.run_outside(
+                self.broker.storage.use_of, self.workspace_source, quota
+            )
         except GPUSpawnerError:
             return ""  # the form itself says what does not answer
         told = _workspace_templates.get_template("files.html")
@@ -297,7 +299,7 @@ class GPUDockerFiles(GPUSpawnerMixin):
         if not self.broker.folder_source:
             return
         forget_folders(self.authenticator, self.broker)
-        found = await self.broker.run(self.broker.folder_mounts, self.user.name)
+        found = await self.broker.run(self.broker.shared_folders.folder_mounts, self.user.name)
         self._folders = tuple(found)
 
 

@@ -190,7 +190,7 @@ def forget_folders(authenticator: Authenticator, broker: Broker) -> None:
     async def delete_user(user: Any) -> None:
         await maybe_future(stock(user))
         try:
-            await broker.run(broker.member_left, user.name)
+            await broker.run(broker.shared_folders.member_left, user.name)
         except GPUSpawnerError as error:
             broker.log.error("What was shared with %s is theirs still: %s", user.name, error)
 

@@ -113,7 +113,7 @@ def archive_workspace(settings: Settings, workspace: str, to: str | None) -> Non
         if not tree.exists():
             raise UnknownWorkspace(name=source)
         contents = write_archive(tree.read(), file)
-    site.broker.note_workspace(source, "archive workspace", actor=actor(), detail=str(file))
+    site.broker.storage.note_workspace(source, "archive workspace", actor=actor(), detail=str(file))
     text = (
         f"{source} of {known.workspace.user}: {contents.entries} entries, "
         f"{format_bytes(contents.size)} in {file} ({format_bytes(file.stat().st_size)}). "
@@ -140,10 +140,10 @@ def restore_workspace(settings: Settings, file: Path, workspace: str, member: st
         tree.write(read_archive(file), contents.top)
     if known.workspace.quota:
         try:
-            site.broker.keep_quota(source, known.workspace.quota)
+            site.broker.storage.keep_quota(source, known.workspace.quota)
         except QuotaUnavailable as error:
             note(error.message)
-    site.broker.note_workspace(source, "restore workspace", actor=actor(), detail=str(file))
+    site.broker.storage.note_workspace(source, "restore workspace", actor=actor(), detail=str(file))
     text = f"{source}: {contents.entries} entries, {format_bytes(contents.size)} are back."
     show({"workspace": source, "bytes": contents.size}, text)
 
@@ -166,7 +166,7 @@ def delete_workspace(settings: Settings, workspace: str, yes_delete: str) -> Non
     with site.claimed(known, "an admin deletes them") as tree:
         if tree.exists():
             tree.delete()
-        site.broker.note_workspace(source, "delete workspace", actor=actor(), detail=what)
+        site.broker.storage.note_workspace(source, "delete workspace", actor=actor(), detail=what)
     show({"deleted": source, "owner": owner}, f"Deleted: {what}.")
 
 
@@ -176,7 +176,7 @@ def free_workspace(settings: Settings, workspace: str) -> None:
     """Let servers have a workspace again after a killed archive."""
     site = WorkspaceSite(settings)
     source = site.find(workspace).workspace.source
-    done = site.broker.free_workspace(source)
+    done = site.broker.storage.free_workspace(source)
     text = f"{source} can be used again." if done else f"Nobody had {source} in hand."
     show({"workspace": source, "changed": done}, text)
 
@@ -207,7 +207,7 @@ class WorkspaceSite:
         """Every workspace that anybody knows of, by its name."""
         found = {
             some.source: KnownWorkspace(some, True, some.seen_at)
-            for some in self.broker.workspaces()
+            for some in self.broker.storage.workspaces()
         }
         for source, user in (*self._directories(), *self._volumes()):
             new = Workspace(source=source, user=user, seen_at=self.broker.clock())
@@ -258,20 +258,20 @@ class WorkspaceSite:
         """What one holds, in bytes, if anybody can say soon."""
         if workspace.is_volume:
             return self._volume_sizes().get(workspace.source)
-        use = self.broker.use_of(workspace.source, workspace.quota, PATIENCE)
+        use = self.broker.storage.use_of(workspace.source, workspace.quota, PATIENCE)
         return use.used if use else None
 
     @contextmanager
     def claimed(self, known: KnownWorkspace, what: str) -> Iterator[Tree]:
         """Its files, while no server can get it."""
         source = known.workspace.source
-        self.broker.claim_workspace(source, what, user=known.workspace.user)
+        self.broker.storage.claim_workspace(source, what, user=known.workspace.user)
         try:
             if self.hub.uses_docker:
                 must_be_unused(self.client, source)
             yield self._tree(known.workspace)
         finally:
-            self.broker.free_workspace(source)
+            self.broker.storage.free_workspace(source)
 
     def _tree(self, workspace: Workspace) -> Tree:
         if not workspace.is_volume:
@@ -347,7 +347,7 @@ folder_argument = argument("folder_id", "FOLDER", "the folder's id, or its first
 @group()
 def folders(settings: Settings) -> None:
     """List them."""
-    found = settings.open_broker().all_folders()
+    found = settings.open_broker().shared_folders.all_folders()
     headers = ("ID", "NAME", "OWNER", "MEMBERS", "MADE", "NOW")
     rows = [
         (
@@ -374,7 +374,7 @@ def give_folder(settings: Settings, folder_id: str, member: str) -> None:
     """Make a member the owner of a folder."""
     broker = settings.open_broker()
     folder = find_folder(broker, folder_id)
-    done = broker.hand_on(folder.id, member, actor=actor(), admin=True)
+    done = broker.shared_folders.hand_on(folder.id, member, actor=actor(), admin=True)
     show(plain_folder(done), f"{done.name} ({done.id}) belongs to {done.owner}.")
 
 
@@ -385,9 +385,10 @@ def delete_folder(settings: Settings, folder_id: str, name: str) -> None:
     """Take a folder from everybody; its files stay."""
     broker = settings.open_broker()
     folder = find_folder(broker, folder_id)
-    done = broker.delete_folder(folder.id, name, actor=actor(), admin=True)
+    done = broker.shared_folders.delete_folder(folder.id, name, actor=actor(), admin=True)
     text = f"{done.name} ({done.id}) is nobody's from their next server on. Its files are still at "
-    text += f"{broker.folder_place(done.id)}; `gpuspawner folders restore {done.id}` undoes it."
+    text += f"{broker.shared_folders.folder_place(done.id)}; "
+    text += f"`gpuspawner folders restore {done.id}` undoes it."
     show(plain_folder(done), text)
 
 
@@ -396,7 +397,7 @@ def delete_folder(settings: Settings, folder_id: str, name: str) -> None:
 def restore_folder(settings: Settings, folder_id: str) -> None:
     """Bring a deleted folder back."""
     broker = settings.open_broker()
-    done = broker.bring_back(find_folder(broker, folder_id).id, actor=actor())
+    done = broker.shared_folders.bring_back(find_folder(broker, folder_id).id, actor=actor())
     show(plain_folder(done), f"{done.name} ({done.id}) is back.")
 
 
@@ -407,7 +408,7 @@ def remove_folder(settings: Settings, folder_id: str, yes_delete: str) -> None:
     """Remove a deleted folder's files, for good."""
     broker = settings.open_broker()
     folder = find_folder(broker, folder_id)
-    place = broker.folder_place(folder.id)
+    place = broker.shared_folders.folder_place(folder.id)
     if folder.deleted_at is None:
         raise Refused(
             f"{folder.name} is in use. Delete it first: gpuspawner folders delete {folder.id}"
@@ -415,7 +416,7 @@ def remove_folder(settings: Settings, folder_id: str, yes_delete: str) -> None:
     if not place:
         raise Refused("Where folders lie is not said: set c.Broker.folder_source.")
     if yes_delete != folder.name:
-        use = broker.use_of(place, None, 10.0)
+        use = broker.storage.use_of(place, None, 10.0)
         size = format_bytes(use.used) if use else "of unknown size"
         raise Refused(
             f"This would remove {place}, {size}, with every file of the folder {folder.name}, for "
@@ -425,13 +426,15 @@ def remove_folder(settings: Settings, folder_id: str, yes_delete: str) -> None:
     tree = _tree(place, settings)
     if tree.exists():
         tree.delete()
-    broker.forget_folder(folder.id, actor=actor())
+    broker.shared_folders.forget_folder(folder.id, actor=actor())
     show({"removed": folder.id}, f"{folder.name} ({folder.id}) is removed.")
 
 
 def find_folder(broker: Broker, text: str) -> Folder:
     """The folder whose id begins so. Raises UnknownFolder."""
-    found = [some for some in broker.all_folders() if text and some.id.startswith(text)]
+    found = [
+        some for some in broker.shared_folders.all_folders() if text and some.id.startswith(text)
+    ]
     if len(found) == 1:
         return found[0]
     if found:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import NamedTuple
@@ -12,7 +13,6 @@ import sqlalchemy as sa
 from traitlets import Integer, List, Unicode
 from traitlets.config import LoggingConfigurable
 
-from ..base_service import Core
 from ..core.errors import (
     FolderRefused,
     NotAllowed,
@@ -21,6 +21,7 @@ from ..core.errors import (
     UnknownWorkspace,
     WorkspaceBusy,
 )
+from ..db.engine import Store
 from ..devices import closures
 from ..leases import repository as leases_repository
 from ..ledger import repository as ledger_repository
@@ -101,13 +102,25 @@ class Held(NamedTuple):
     """None: nobody can say, or not soon enough."""
 
 
-class Files(FileSettings, Core):
-    """The part of the broker that knows of workspaces."""
+class StorageService:
+    """Members' workspaces: who has which, what they hold, and who works on them."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        settings: FileSettings,
+        log: logging.Logger,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.settings = settings
+        self.log = log
 
     @property
     def quotas(self) -> Quotas:
         """What sets and reads quotas."""
-        return Quotas(self.xfs_quota)
+        return Quotas(self.settings.xfs_quota)
 
     def use_workspace(self, source: str, user: str, quota: int | None) -> bool:
         """A member's server is about to get it; whether it is new to us.
@@ -263,8 +276,13 @@ class FolderMount:
     folder_id: str
 
 
-class Folders(Files):
-    """The part of the broker that keeps shared folders. ``actor`` is who asks."""
+class SharedFolderService:
+    """Folders that members share. ``actor`` is who asks."""
+
+    def __init__(self, store: Store, clock: Callable[[], datetime], settings: FileSettings) -> None:
+        self.store = store
+        self.clock = clock
+        self.settings = settings
 
     def folders(self, user: str) -> Sequence[Folder]:
         """Those that a member owns or was invited to, the oldest first."""
@@ -289,11 +307,11 @@ class Folders(Files):
 
     def folder_place(self, folder_id: str) -> str:
         """Where the files of a folder lie."""
-        return self.folder_source.replace("{id}", folder_id)
+        return self.settings.folder_source.replace("{id}", folder_id)
 
     def folder_mounts(self, user: str) -> list[FolderMount]:
         """What the next server of a member gets, those first that they have had longest."""
-        if not self.folder_source:
+        if not self.settings.folder_source:
             return []
         had: list[tuple[datetime, Folder]] = []
         for folder in self.folders(user):
@@ -310,7 +328,7 @@ class Folders(Files):
     def make_folder(self, name: str, *, actor: str) -> Folder:
         """Make an empty folder. Raises InvalidRequest, or FolderRefused when they have too many."""
         name = check_name(name)
-        if not self.folder_source or "{id}" not in self.folder_source:
+        if not self.settings.folder_source or "{id}" not in self.settings.folder_source:
             raise FolderRefused(
                 "Members cannot make shared folders on this hub. Ask your admin, who can set "
                 "c.Broker.folder_source."
@@ -498,10 +516,11 @@ class Folders(Files):
         mine = [f for f in repository.folders_of_user(connection, owner) if f.owner == owner]
         if any(is_same(folder.name, name) for folder in mine):
             raise FolderRefused(why=f"you have a folder named {name} already")
-        if len(mine) >= self.most_folders:
+        most = self.settings.most_folders
+        if len(mine) >= most:
             raise FolderRefused(
-                why=f"you have made {len(mine)}, and {self.most_folders} is the most: delete one "
-                "that you do not need"
+                why=f"you have made {len(mine)}, and {most} is the most: delete one that you do "
+                "not need"
             )
 
     def _note_folder(

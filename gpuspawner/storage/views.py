@@ -41,7 +41,7 @@ class FoldersPage(FormPage):
         if refusal:
             self.set_status(refusal.status_code)
         had, offered = await self.read(view_models.folders_of, self.broker, self.user)
-        everybody = await self.read(self.broker.all_folders) if self.admin else ()
+        everybody = await self.read(self.broker.shared_folders.all_folders) if self.admin else ()
         self.show(
             "folders.html",
             user=self.user,
@@ -61,7 +61,9 @@ class FoldersPage(FormPage):
     async def post(self) -> None:
         name = self.field("name")[:200]
         try:
-            await self.broker.run(partial(self.broker.make_folder, name, actor=self.user))
+            await self.broker.run(
+                partial(self.broker.shared_folders.make_folder, name, actor=self.user)
+            )
         except GPUSpawnerError as refusal:
             await self.show_folders(refusal, name)
             return
@@ -89,7 +91,7 @@ class FolderPage(FoldersPage):
 
     def _visible(self, folder_id: str) -> Folder:
         """A folder that this member may know of. Raises UnknownFolder."""
-        folder = self.broker.folder(folder_id)
+        folder = self.broker.shared_folders.folder(folder_id)
         mine = folder.owner == self.user or folder.invited(self.user)
         if not self.admin and (not mine or folder.deleted_at):
             raise UnknownFolder(folder=folder_id)
@@ -142,20 +144,30 @@ def work_of(
     match action:
         case "invite":
             write = field("write") in ("yes", True)
-            return partial(broker.invite, folder.id, field("member"), write=write, actor=actor)
+            return partial(
+                broker.shared_folders.invite, folder.id, field("member"), write=write, actor=actor
+            )
         case "accept":
-            return partial(broker.accept, folder.id, actor=actor)
+            return partial(broker.shared_folders.accept, folder.id, actor=actor)
         case "leave":
-            return partial(broker.leave, folder.id, actor=actor)
+            return partial(broker.shared_folders.leave, folder.id, actor=actor)
         case "uninvite":
-            return partial(broker.uninvite, folder.id, field("member"), actor=actor)
+            return partial(broker.shared_folders.uninvite, folder.id, field("member"), actor=actor)
         case "hand-on":
-            return partial(broker.hand_on, folder.id, field("member"), actor=actor, admin=admin)
+            return partial(
+                broker.shared_folders.hand_on, folder.id, field("member"), actor=actor, admin=admin
+            )
         case "delete":
-            return partial(broker.delete_folder, folder.id, field("name"), actor=actor, admin=admin)
+            return partial(
+                broker.shared_folders.delete_folder,
+                folder.id,
+                field("name"),
+                actor=actor,
+                admin=admin,
+            )
         case _:
             handler.need_admin()
-            return partial(broker.bring_back, folder.id, actor=actor)
+            return partial(broker.shared_folders.bring_back, folder.id, actor=actor)
 
 
 def _count(folder: Folder) -> str:
@@ -193,7 +205,7 @@ class FoldersAPI(ChangingAPI):
         called = {some.folder.id: some.called for some in had}
         found = [some.folder for some in (*had, *offered)]
         if everybody:
-            found = list(await self.read(self.broker.all_folders))
+            found = list(await self.read(self.broker.shared_folders.all_folders))
         self.answer(
             {
                 "as_of": instant(self.broker.clock()),
@@ -204,7 +216,9 @@ class FoldersAPI(ChangingAPI):
     @web.authenticated
     async def post(self) -> None:
         name = _text(self.sent("name"), "name", 1000)
-        made = await self.read(partial(self.broker.make_folder, name, actor=self.user))
+        made = await self.read(
+            partial(self.broker.shared_folders.make_folder, name, actor=self.user)
+        )
         await answer_with(self, made.id)
 
 
@@ -231,7 +245,7 @@ class FolderAPI(ChangingAPI):
         await answer_with(self, folder_id)
 
     def _visible(self, folder_id: str) -> Folder:
-        folder = self.broker.folder(folder_id)
+        folder = self.broker.shared_folders.folder(folder_id)
         if not self.admin and folder.owner != self.user and not folder.invited(self.user):
             raise UnknownFolder(folder=folder_id)
         return folder
@@ -239,9 +253,9 @@ class FolderAPI(ChangingAPI):
 
 async def answer_with(handler: APIHandler, folder_id: str) -> None:
     """Answer with a folder as it is now."""
-    mounts = await handler.read(handler.broker.folder_mounts, handler.user)
+    mounts = await handler.read(handler.broker.shared_folders.folder_mounts, handler.user)
     called = {mount.folder_id: mount.name for mount in mounts}
-    folder = await handler.read(handler.broker.folder, folder_id)
+    folder = await handler.read(handler.broker.shared_folders.folder, folder_id)
     handler.answer(folder_json(folder, handler.user, called.get(folder_id, "")))
 
 

@@ -331,7 +331,7 @@ class Mine:
 
 def folders_of(broker: Broker, user: str) -> tuple[list[Mine], list[Mine]]:
     """What somebody has, and what they are invited to."""
-    called = {mount.folder_id: mount.name for mount in broker.folder_mounts(user)}
+    called = {mount.folder_id: mount.name for mount in broker.shared_folders.folder_mounts(user)}
     found = [
         Mine(
             folder=folder,
@@ -339,7 +339,7 @@ def folders_of(broker: Broker, user: str) -> tuple[list[Mine], list[Mine]]:
             owner=folder.owner == user and folder.left_at is None,
             write=folder.writes(user),
         )
-        for folder in broker.folders(user)
+        for folder in broker.shared_folders.folders(user)
         if folder.owner != user or folder.left_at is None
     ]
     return [some for some in found if some.called], [some for some in found if not some.called]
@@ -466,9 +466,9 @@ def look(
         past = credits_of_account(broker, member_account(user))
         had, offered = folders_of(broker, user)
         ended = broker.membership_end(user)
-        spaces = broker.workspaces_of(user)
+        spaces = broker.storage.workspaces_of(user)
         payers = broker.payers(user, groups)
-        resting, sick, lost = broker.resting(user), broker.sick_of(user), broker.lost_of(user)
+        resting, sick, lost = broker.idle.resting(user), broker.sick_of(user), broker.lost_of(user)
         drawn = of_leases(broker, [some.lease for some in mine.running])
     return MemberView(
         mine=mine,
@@ -477,7 +477,7 @@ def look(
         tickets=with_standings(broker, tickets, overview.waiting),
         past=past,
         ended=ended,
-        files=broker.held_in(spaces),
+        files=broker.storage.held_in(spaces),
         folders=had,
         offered=offered,
         payers=payers,

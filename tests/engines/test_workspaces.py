@@ -72,7 +72,7 @@ class Site:
         client.create_volume(name, labels={"gpuspawner.workspace": user})
         code, said = self.engine.run(INSTANT, ["sh", "-c", script], binds=[f"{name}:/w"])
         assert code == 0, said
-        self.broker.use_workspace(name, user, None)
+        self.broker.storage.use_workspace(name, user, None)
         return name
 
 
@@ -108,7 +108,7 @@ def fill(site: Site, user: str) -> Path:
     (mine / "run.sh").chmod(0o750)
     for path in (mine, *mine.rglob("*")):
         os.chown(path, 1000, 100, follow_symlinks=False)
-    site.broker.use_workspace(str(mine), user, None)
+    site.broker.storage.use_workspace(str(mine), user, None)
     return mine
 
 
@@ -197,7 +197,7 @@ def test_nothing_is_touched_while_a_server_has_it(site: Site, here: PrivateEngin
     finally:
         client.remove_container(made["Id"], force=True)
     assert picture(mine) == before and not (site.folder / "a.tar").exists()
-    assert site.broker.workspaces()[0].busy == ""
+    assert site.broker.storage.workspaces()[0].busy == ""
 
 
 def test_a_killed_archive_leaves_no_file_and_says_how_to_go_on(site: Site) -> None:
@@ -207,7 +207,7 @@ def test_a_killed_archive_leaves_no_file_and_says_how_to_go_on(site: Site) -> No
     file = site.folder / "anna.tar.gz"
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     process = subprocess.Popen([*command, "--to", str(file)], env=environment)
-    wait_for(lambda: site.broker.workspaces()[0].busy, "the claim", timeout=60)
+    wait_for(lambda: site.broker.storage.workspaces()[0].busy, "the claim", timeout=60)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=120)
     assert not file.exists()
@@ -253,13 +253,13 @@ def test_a_damaged_or_hostile_archive_puts_nothing_anywhere(site: Site) -> None:
         said = site("workspaces", "restore", str(bad), str(target), "--member", "bert", code=1)
         assert says in said, said
     assert not target.exists() and not (site.folder / "escaped").exists()
-    assert {w.user for w in site.broker.workspaces()} == {"anna"}
+    assert {w.user for w in site.broker.storage.workspaces()} == {"anna"}
 
 
 def test_a_symlink_in_place_of_a_workspace_is_not_followed(site: Site) -> None:
     mine = fill(site, "anna")
     (site.folder / "members" / "bert").symlink_to(site.folder / "outside")
-    site.broker.use_workspace(str(site.folder / "members" / "bert"), "bert", None)
+    site.broker.storage.use_workspace(str(site.folder / "members" / "bert"), "bert", None)
     file = f"{site.folder}/bert.tar"
     assert "There is no workspace" in site("workspaces", "archive", "bert", "--to", file, code=1)
     site("workspaces", "archive", "anna", "--to", f"{site.folder}/anna.tar")
@@ -272,13 +272,13 @@ def test_a_symlink_in_place_of_a_workspace_is_not_followed(site: Site) -> None:
 
 
 def test_folders_from_a_shell(site: Site) -> None:
-    made = site.broker.make_folder("Daten", actor="anna")
+    made = site.broker.shared_folders.make_folder("Daten", actor="anna")
     place = site.folder / "folders" / made.id
     place.mkdir(parents=True)
     (place / "note").write_text("hello")
-    site.broker.invite(made.id, "bert", write=True, actor="anna")
+    site.broker.shared_folders.invite(made.id, "bert", write=True, actor="anna")
     assert "bert (rw, invited)" in site("folders")
-    site.broker.member_left("anna")
+    site.broker.shared_folders.member_left("anna")
     assert "owner left" in site("folders", "list")
     assert "belongs to bert" in site("folders", "give", made.id[:6], "bert")
     assert "nobody named 'zoe'" in site("folders", "give", made.id, "zoe", code=1)
@@ -291,7 +291,7 @@ def test_folders_from_a_shell(site: Site) -> None:
     assert f"This would remove {place}" in says and "--yes-delete 'Daten'" in says
     assert (place / "note").read_text() == "hello"
     site("folders", "remove", made.id, "--yes-delete", "Daten")
-    assert not place.exists() and site.broker.all_folders() == []
+    assert not place.exists() and site.broker.shared_folders.all_folders() == []
     assert "There is no folder 'x'" in site("folders", "restore", "x", code=1)
 
 

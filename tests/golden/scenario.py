@@ -40,11 +40,11 @@ def fill(site: Any) -> None:
     clock.forward(minutes=1)
     broker.import_roster(ROSTER.encode(), actor="kim")
     clock.forward(minutes=1)
-    folder = broker.make_folder("results", actor="ada")
+    folder = broker.shared_folders.make_folder("results", actor="ada")
     clock.forward(minutes=1)
-    broker.invite(folder.id, "bob", write=True, actor="ada")
+    broker.shared_folders.invite(folder.id, "bob", write=True, actor="ada")
     clock.forward(minutes=1)
-    broker.accept(folder.id, actor="bob")
+    broker.shared_folders.accept(folder.id, actor="bob")
 
     past = start(broker, clock, "ada", "short", model="T4", environment="torch")
     clock.forward(minutes=90)
@@ -76,7 +76,7 @@ def fill(site: Any) -> None:
         minute(broker, clock, adas, 80)
         minute(broker, clock, bobs, 0)
         clock.forward(minutes=1)
-    broker.judge_idle({lease.server: None for lease in (adas, bobs)})
+    broker.idle.judge_idle({lease.server: None for lease in (adas, bobs)})
     broker.tell_lost(adas.id)
     find_sick(broker, clock, cleos)
     broker.charge_all()
@@ -250,7 +250,7 @@ def _idle(fresh: Open) -> Iterator[tuple[str, Broker]]:
             for _ in range(minutes):
                 minute(broker, clock, lease, use)  # noqa: B023  # called before the next one
                 clock.forward(minutes=1)  # noqa: B023
-            broker.judge_idle({lease.server: None})  # noqa: B023
+            broker.idle.judge_idle({lease.server: None})  # noqa: B023
 
         rest(35)
         yield f"GPUs rest, {mode}", broker

@@ -74,7 +74,7 @@ def filled(site: Site, path: str) -> str:
         .replace("TRANSFER", broker.statement("member:ada")[-1].transfer_id)
         .replace("TICKET", next(t.id for t in broker.waiting() if t.server.user == "eve"))
         .replace("REFILL", broker.refills()[0].id)
-        .replace("FOLDER", broker.folders("ada")[0].id)
+        .replace("FOLDER", broker.shared_folders.folders("ada")[0].id)
     )
 
 

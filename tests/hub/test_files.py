@@ -134,7 +134,7 @@ def test_a_group_has_a_quota_of_its_own(hub: FilesHub) -> None:
     hub.spawn_and_wait("lara", {"gpus": 1})
     hub.wait_server("lara")
     hub.stop_server("lara")
-    [known] = [some for some in hub.broker.workspaces() if some.user == "lara"]
+    [known] = [some for some in hub.broker.storage.workspaces() if some.user == "lara"]
     assert (known.source, known.quota) == (str(hub.files / "members" / "lara"), 2**30)
 
 
@@ -157,7 +157,7 @@ def test_an_admin_who_has_a_workspace_in_hand_keeps_servers_away(hub: FilesHub) 
     hub.spawn_and_wait("carl", {"gpus": 0})
     hub.wait_server("carl")
     hub.stop_server("carl")
-    hub.broker.claim_workspace(source, "an admin archives them")
+    hub.broker.storage.claim_workspace(source, "an admin archives them")
     try:
         refused = hub.spawn("carl", {"gpus": 0})
         assert refused.status_code == 409
@@ -167,7 +167,7 @@ def test_an_admin_who_has_a_workspace_in_hand_keeps_servers_away(hub: FilesHub) 
         )
         assert hub.containers() == [] and hub.open_leases("carl") == []
     finally:
-        hub.broker.free_workspace(source)
+        hub.broker.storage.free_workspace(source)
     hub.spawn_and_wait("carl", {"gpus": 0})
     hub.wait_server("carl")
     hub.stop_server("carl")
@@ -210,11 +210,11 @@ def test_a_folder_is_shared_read_and_left(hub: FilesHub) -> None:
 
 @pytest.mark.parametrize("name", ["../../etc", "a/b", "a:ro", "..", "x\n", "{username}", ""])
 def test_no_name_becomes_a_path(hub: FilesHub, name: str) -> None:
-    before = [some.id for some in hub.broker.all_folders()]
+    before = [some.id for some in hub.broker.shared_folders.all_folders()]
     refused = hub.rest("carl", "POST", name=name)
     assert (refused.status_code, refused.json()["error"]) == (400, "invalid_request")
     assert "'name'" in refused.json()["message"]
-    assert [some.id for some in hub.broker.all_folders()] == before
+    assert [some.id for some in hub.broker.shared_folders.all_folders()] == before
 
 
 def test_a_stranger_learns_nothing_of_a_folder(hub: FilesHub) -> None:
@@ -249,8 +249,10 @@ def test_who_is_removed_at_the_hub_has_nothing_more(hub: FilesHub) -> None:
     hub.rest("anna", "POST", f"/{given['id']}/invite", member="dora", write=True)
     hub.rest("dora", "POST", f"/{given['id']}/accept").raise_for_status()
     hub.api("DELETE", "users/dora").raise_for_status()
-    wait_for(lambda: hub.broker.folder(owned["id"]).left_at, "that Dora left", timeout=60)
-    assert hub.broker.folder(given["id"]).members == ()
+    wait_for(
+        lambda: hub.broker.shared_folders.folder(owned["id"]).left_at, "that Dora left", timeout=60
+    )
+    assert hub.broker.shared_folders.folder(given["id"]).members == ()
     # Somebody else comes under the same name.
     hub.api("POST", "users/dora").raise_for_status()
     assert hub.rest("dora", "GET").json()["folders"] == []

@@ -373,7 +373,7 @@ def begun() -> IdleState:
 
 
 def idle_state(hub: PayingHub, lease: Lease) -> IdleState:
-    _, watched = hub.broker.idle_state(lease.server)
+    _, watched = hub.broker.idle.idle_state(lease.server)
     assert watched is not None
     return watched.state
 

@@ -112,7 +112,7 @@ def test_a_member_puts_a_stop_off(hub: PayingHub, browser: Browser) -> None:
     refused = snooze("ada")
     assert refused.status_code == 409
     assert "it was put off 2 times" in refused.text
-    found = hub.broker.idle_state(ServerRef("ada"))[1]
+    found = hub.broker.idle.idle_state(ServerRef("ada"))[1]
     assert found and found.state.stops_at == now + timedelta(minutes=70)
 
 

@@ -71,7 +71,9 @@ def test_who_was_killed_after_the_directory_says_it_again(
     (files / "ada").rename(files / "lovelace")
     cli("members", "rename", "ada", "lovelace", "--yes")
     assert (files / "lovelace" / "notebook").exists()
-    assert [each.workspace.source for each in broker.files_of("lovelace")] == [f"{files}/lovelace"]
+    assert [each.workspace.source for each in broker.storage.files_of("lovelace")] == [
+        f"{files}/lovelace"
+    ]
 
 
 def test_two_directories_with_files_are_left_to_the_admin(

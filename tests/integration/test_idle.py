@@ -64,8 +64,8 @@ def minutes(broker: Broker, lease: Lease, count: int, use: int | None = 0) -> No
 
 def judged(broker: Broker, output: datetime | None = None) -> list[str]:
     """What happened; ``output``: when all servers had some last."""
-    held = broker.holding_gpus()
-    return [it.event for it in broker.judge_idle({lease.server: output for lease in held})]
+    held = broker.idle.holding_gpus()
+    return [it.event for it in broker.idle.judge_idle({lease.server: output for lease in held})]
 
 
 def told(broker: Broker, kind: NoticeKind) -> list[str]:
@@ -122,7 +122,7 @@ def test_a_second_countdown_is_told_too(broker: Broker) -> None:
 def test_what_the_hub_does_not_tell_is_not_judged(broker: Broker) -> None:
     lease = running(broker, "ada")
     minutes(broker, lease, 120)
-    assert broker.judge_idle({}) == []
+    assert broker.idle.judge_idle({}) == []
     assert judged(broker, output=clock(broker)()) == ["warn"]
 
 
@@ -150,7 +150,7 @@ def test_a_countdown_stands_still_while_nobody_samples(broker: Broker) -> None:
     clock(broker).forward(hours=1)
     minutes(broker, lease, 1)
     assert judged(broker) == ["warn"]  # when it stops now
-    (resting,) = broker.resting("ada")
+    (resting,) = broker.idle.resting("ada")
     assert resting.stops_at == clock(broker)() + timedelta(minutes=9)
     minutes(broker, lease, 9)
     assert judged(broker) == ["stop"]
@@ -172,7 +172,7 @@ def test_who_was_advised_has_a_countdown_when_others_come_to_wait(broker: Broker
     minutes(broker, lease, 60)
     assert judged(broker) == ["warn"]
     assert told(broker, NoticeKind.SESSION_ENDS) == ["Your server does not use its GPU"]
-    (resting,) = broker.resting("ada")
+    (resting,) = broker.idle.resting("ada")
     assert (resting.stops_at, resting.snooze_minutes) == (None, 0)
     minutes(broker, lease, 60)
     assert judged(broker) == []  # once
@@ -185,14 +185,14 @@ def test_who_was_advised_has_a_countdown_when_others_come_to_wait(broker: Broker
     minutes(broker, lease, 1)
     assert judged(broker) == ["warn"]
     assert "stops at" in told(broker, NoticeKind.SESSION_ENDS)[0]
-    (resting,) = broker.resting("ada")
+    (resting,) = broker.idle.resting("ada")
     assert resting.stops_at == clock(broker)() + timedelta(minutes=10)
     assert resting.snooze_minutes == 30
     # Nobody waits any more, and then somebody does: it begins anew.
     minutes(broker, lease, 5)
     broker.end_ticket(waits.id, "cancelled", "a test")
     assert judged(broker) == []
-    assert broker.resting("ada")[0].stops_at is None
+    assert broker.idle.resting("ada")[0].stops_at is None
     assert isinstance(
         broker.ask(ServerRef("eve"), asked, engine="docker", terms=Terms(wait=True)), Ticket
     )
@@ -205,19 +205,19 @@ def test_who_was_advised_has_a_countdown_when_others_come_to_wait(broker: Broker
 def test_snoozing(broker: Broker) -> None:
     lease = running(broker, "ada")
     with pytest.raises(CannotSnooze, match="not going to be stopped"):
-        broker.snooze(lease.id)
+        broker.idle.snooze(lease.id)
     minutes(broker, lease, 31)
     judged(broker)
-    broker.snooze(lease.id)
+    broker.idle.snooze(lease.id)
     minutes(broker, lease, 39)
     assert judged(broker) == []
-    broker.snooze(lease.id)
+    broker.idle.snooze(lease.id)
     with pytest.raises(CannotSnooze, match="put off 2 times"):
-        broker.snooze(lease.id)
+        broker.idle.snooze(lease.id)
     minutes(broker, lease, 31)
     assert judged(broker) == ["stop"]
     with pytest.raises(CannotSnooze, match="being stopped already"):
-        broker.snooze(lease.id)
+        broker.idle.snooze(lease.id)
 
 
 def test_a_policy_that_is_off_stops_nobody(broker: Broker) -> None:
@@ -230,19 +230,19 @@ def test_a_policy_that_is_off_stops_nobody(broker: Broker) -> None:
 def test_a_server_without_gpus_and_one_that_starts_are_not_judged(broker: Broker) -> None:
     running(broker, "ada", devices=0)
     acquire(broker, "grace")
-    assert broker.holding_gpus() == []
+    assert broker.idle.holding_gpus() == []
 
 
 def test_the_end_of_a_lease_is_the_end_of_its_row(broker: Broker) -> None:
     lease = running(broker, "ada")
     minutes(broker, lease, 2)
     judged(broker)
-    assert broker.idle_state(lease.server)[1] is not None
+    assert broker.idle.idle_state(lease.server)[1] is not None
     broker.release(lease.id, reason="stopped")
     judged(broker)
     again = running(broker, "ada")
     assert again.id != lease.id
-    assert broker.idle_state(again.server)[1] is None
+    assert broker.idle.idle_state(again.server)[1] is None
 
 
 def test_a_mistake_in_the_policy_is_said_at_the_start(database_url: str) -> None:

@@ -8,6 +8,13 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from tests.support.renames.belongings import (
+    OPENING,
+    broker_of,
+    columns_with,
+    give_everything,
+    rename_and_die,
+)
 
 from gpuspawner.core.errors import Refused
 from gpuspawner.core.units import MICRO
@@ -17,13 +24,6 @@ from gpuspawner.leases.models import ServerRef
 from gpuspawner.members import rename_repository
 from gpuspawner.services import Broker
 from tests.support import racers
-from tests.support.belongings import (
-    OPENING,
-    broker_of,
-    columns_with,
-    give_everything,
-    rename_and_die,
-)
 from tests.support.brokers import Clock, problems, running
 from tests.support.tier import SOAK, Rounds
 
@@ -104,7 +104,7 @@ def test_all_that_a_member_has_gets_the_new_name(broker: Broker, tmp_path: Path)
     statement = [(line.amount, line.balance) for line in broker.statement(f"member:{OLD}", 500)]
     noted = broker.chain_head()
     lots = [left for _, left in broker.lots_of(f"member:{OLD}")]
-    found = broker.rename_member(OLD, NEW, actor="root", sources={old: new})
+    found = broker.renames.rename_member(OLD, NEW, actor="root", sources={old: new})
     assert (found.leases, found.tickets, found.folders, len(found.workspaces)) == (2, 1, 1, 2)
     assert columns_with(broker, OLD) <= {*rename_repository.AS_WRITTEN, "workspaces.source"}
     assert columns_with(broker, NEW) >= rename_repository.COLUMNS
@@ -114,17 +114,17 @@ def test_all_that_a_member_has_gets_the_new_name(broker: Broker, tmp_path: Path)
     assert broker.member(NEW).balance == balance and broker.member(OLD).balance == 0
     assert [(x.amount, x.balance) for x in broker.statement(account, 500)] == statement
     assert [left for _, left in broker.lots_of(account)] == lots
-    assert {each.workspace.source for each in broker.files_of(NEW)} == {new, f"work-{OLD}"}
+    assert {each.workspace.source for each in broker.storage.files_of(NEW)} == {new, f"work-{OLD}"}
     [change] = [x for x in broker.trail() if x.action == "rename member"]
     assert (change.actor, change.subject) == ("root", NEW) and OLD in change.detail
-    done = broker.last_rename(OLD, NEW)
+    done = broker.renames.last_rename(OLD, NEW)
     assert done is not None and done.actor == "root"
 
 
 def test_life_goes_on_under_the_new_name(broker: Broker) -> None:
     clock = Clock.of(broker)
     give_everything(broker, OLD, [])
-    broker.rename_member(OLD, NEW, actor="root")
+    broker.renames.rename_member(OLD, NEW, actor="root")
     [newest, *_] = broker.leases_of(f"member:{NEW}", 1)
     broker.refund(newest.id, actor="root", reason="a broken fan")
     clock.forward(days=1)
@@ -142,14 +142,14 @@ def test_life_goes_on_under_the_new_name(broker: Broker) -> None:
 
 def test_somebody_else_can_have_the_old_name(broker: Broker) -> None:
     give_everything(broker, OLD, [])
-    broker.rename_member(OLD, NEW, actor="root")
+    broker.renames.rename_member(OLD, NEW, actor="root")
     balance = broker.member(NEW).balance
     assert broker.open_account(OLD).balance == OPENING * MICRO
     assert broker.member(NEW).balance == balance
-    assert broker.last_rename(OLD, NEW) is None, "the name is somebody else's"
+    assert broker.renames.last_rename(OLD, NEW) is None, "the name is somebody else's"
     with pytest.raises(Refused, match="has a history of their own"):
-        broker.rename_member(OLD, NEW, actor="root")
-    broker.rename_member(OLD, "third", actor="root")
+        broker.renames.rename_member(OLD, NEW, actor="root")
+    broker.renames.rename_member(OLD, "third", actor="root")
     assert broker.member("third").balance == OPENING * MICRO
     assert_holds(broker)
 
@@ -158,7 +158,7 @@ def test_a_member_can_be_renamed_back_and_again(broker: Broker) -> None:
     give_everything(broker, OLD, [])
     balance = broker.member(OLD).balance
     for names in ((OLD, NEW), (NEW, OLD), (OLD, "third"), ("third", NEW)):
-        broker.rename_member(*names, actor="root")
+        broker.renames.rename_member(*names, actor="root")
         broker.grant(f"member:{names[1]}", MICRO, actor="root", reason="prize")
         balance += MICRO
         assert broker.member(names[1]).balance == balance
@@ -171,10 +171,10 @@ def test_what_the_new_name_got_at_its_first_sign_in_is_no_history(broker: Broker
     balance = broker.member(OLD).balance
     broker.membership_returned(NEW, actor="hub")
     broker.open_account(NEW)
-    broker.rename_member(OLD, NEW, actor="root")
+    broker.renames.rename_member(OLD, NEW, actor="root")
     assert broker.member(NEW).balance == balance, "what the account opened with is taken back"
     assert_holds(broker)
-    broker.rename_member(NEW, OLD, actor="root")
+    broker.renames.rename_member(NEW, OLD, actor="root")
     assert broker.member(OLD).balance == balance
     assert_holds(broker)
 
@@ -187,7 +187,7 @@ def test_a_server_that_the_hub_has_renamed_goes_on(broker: Broker) -> None:
     broker.charge_all()
     broker.follow_rename(lease.id, ServerRef(NEW))
     broker.open_account(NEW)
-    found = broker.rename_member(OLD, NEW, actor="root")
+    found = broker.renames.rename_member(OLD, NEW, actor="root")
     assert [each.id for each in found.open_leases] == [lease.id]
     clock.forward(minutes=20)
     broker.charge_all()
@@ -204,7 +204,7 @@ def test_a_session_that_was_renamed_and_ended_is_no_history_of_the_new_name(
     lease = running(broker, OLD)
     broker.follow_rename(lease.id, ServerRef(NEW))
     broker.release(lease.id, ended_at=Clock.of(broker).forward(minutes=1), reason="stopped")
-    broker.rename_member(OLD, NEW, actor="root")
+    broker.renames.rename_member(OLD, NEW, actor="root")
     assert broker.leases_of(f"member:{NEW}", 5)[0].server == ServerRef(NEW)
     assert_holds(broker)
 
@@ -213,7 +213,7 @@ def test_what_cannot_be_renamed_is_refused_in_words_and_changes_nothing(broker: 
     def refused(old: str, new: str) -> str:
         before = {table.name: _rows(broker, table) for table in metadata.sorted_tables}
         with pytest.raises(Refused) as error:
-            broker.rename_member(old, new, actor="root", move=lambda: pytest.fail("moved"))
+            broker.renames.rename_member(old, new, actor="root", move=lambda: pytest.fail("moved"))
         after = {table.name: _rows(broker, table) for table in metadata.sorted_tables}
         assert before == after
         assert error.value.message.endswith("Nothing was changed.")
@@ -246,13 +246,13 @@ def test_a_row_that_was_changed_by_hand_is_not_made_good(broker: Broker) -> None
         write=True,
     )
     with pytest.raises(Refused, match=f"The ended lease {lease.id} was changed by hand"):
-        broker.rename_member(OLD, NEW, actor="root")
+        broker.renames.rename_member(OLD, NEW, actor="root")
 
 
 @pytest.mark.parametrize("what", ["posting", "rename", "unsealed rename", "rename deleted"])
 def test_the_audit_finds_what_is_changed_after_a_rename(broker: Broker, what: str) -> None:
     give_everything(broker, OLD, [])
-    broker.rename_member(OLD, NEW, actor="root")
+    broker.renames.rename_member(OLD, NEW, actor="root")
     assert_holds(broker)
     with broker.store.write() as connection:
         if what == "posting":
@@ -303,7 +303,7 @@ def test_directories_that_cannot_be_renamed_leave_the_trigger_on_and_all_rows_as
         raise Refused("The directory cannot be renamed.")
 
     with pytest.raises(Refused, match="cannot be renamed"):
-        broker.rename_member(OLD, NEW, actor="root", move=fail)
+        broker.renames.rename_member(OLD, NEW, actor="root", move=fail)
     assert_append_only(broker)
     assert _everything(broker) == before
     assert_holds(broker)
@@ -326,7 +326,7 @@ def test_a_statement_that_fails_while_the_trigger_is_off_leaves_it_on(broker: Br
 def test_the_trigger_of_the_ledger_is_on_after_a_rename(broker: Broker) -> None:
     give_everything(broker, OLD, [])
     before = _triggers(broker)
-    broker.rename_member(OLD, NEW, actor="root")
+    broker.renames.rename_member(OLD, NEW, actor="root")
     assert_append_only(broker)
     assert _triggers(broker) == before
 
@@ -364,11 +364,13 @@ def test_a_rename_that_is_killed_at_any_step_is_complete_when_it_is_said_again(
         assert_holds(broker)
         assert done or rename(1_000_000), at
         assert broker.member(names[1]).balance == balance
-        assert broker.last_rename(*names) is not None
+        assert broker.renames.last_rename(*names) is not None
         for old, new in paths.items():
             assert not Path(old).exists() and (Path(new) / "notebook").exists(), at
         assert_holds(broker)
-        assert {each.workspace.source for each in broker.files_of(names[1])} == {*paths.values()}
+        assert {each.workspace.source for each in broker.storage.files_of(names[1])} == {
+            *paths.values()
+        }
 
 
 def assert_append_only(broker: Broker) -> None:

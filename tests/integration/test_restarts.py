@@ -165,11 +165,11 @@ def test_a_restart_gains_no_time_for_who_rests(broker: Broker) -> None:
             use = [DeviceUse(uuid=uuid, since=since, seconds=60, **counts) for uuid in some.uuids]
             broker.monitoring.remember_use(use)
             clock(broker).forward(minutes=1)
-        held = broker.holding_gpus()
-        return [it.event for it in broker.judge_idle({each.server: None for each in held})]
+        held = broker.idle.holding_gpus()
+        return [it.event for it in broker.idle.judge_idle({each.server: None for each in held})]
 
     assert rest(lease, 3) == ["warn"]
-    stops_at = broker.resting("ada")[0].stops_at
+    stops_at = broker.idle.resting("ada")[0].stops_at
     broker.tell_lost(lease.id)
     broker.restart(lease.id, actor="ada")
     assert rest(lease, 1) == []
@@ -179,7 +179,7 @@ def test_a_restart_gains_no_time_for_who_rests(broker: Broker) -> None:
     assert isinstance(again, Lease)
     assert rest(again, 1) == []  # it starts
     broker.confirm(again.id, "again")
-    assert broker.resting("ada")[0].stops_at == stops_at
+    assert broker.idle.resting("ada")[0].stops_at == stops_at
     assert rest(again, 7) == ["stop"]
 
 

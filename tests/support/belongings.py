@@ -88,11 +88,11 @@ def give_everything(broker: Broker, user: str, sources: list[str]) -> None:
     broker.notifications.choose(
         user, [ChannelChoice("mail", "me@example.org", frozenset({NoticeKind.TURN}))]
     )
-    mine = broker.make_folder("ours", actor=user)
-    broker.invite(mine.id, "friend", write=True, actor=user)
-    theirs = broker.make_folder("theirs", actor="friend")
-    broker.invite(theirs.id, user, write=False, actor="friend")
-    broker.accept(theirs.id, actor=user)
+    mine = broker.shared_folders.make_folder("ours", actor=user)
+    broker.shared_folders.invite(mine.id, "friend", write=True, actor=user)
+    theirs = broker.shared_folders.make_folder("theirs", actor="friend")
+    broker.shared_folders.invite(theirs.id, user, write=False, actor="friend")
+    broker.shared_folders.accept(theirs.id, actor=user)
     uuid = broker.look().devices[3].uuid
     with broker.store.write() as connection:
         ledger_repository.put_payer(connection, user, account, clock.now)
@@ -168,5 +168,5 @@ def rename_and_die(
 
     sys.addaudithook(lambda event, _: step() if event in ("os.rename", "os.mkdir") else None)
     move = lambda: directories.move(paths)  # noqa: E731
-    broker.rename_member(*names, actor="root", sources=paths, move=move)
+    broker.renames.rename_member(*names, actor="root", sources=paths, move=move)
     said.send(steps)

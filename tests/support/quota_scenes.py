@@ -42,14 +42,14 @@ def workspace(broker: Broker, root: Path, user: str, quota: int) -> Path:
     mine = root / "work" / user
     mine.mkdir(parents=True, exist_ok=True)
     os.chown(mine, MEMBER, MEMBER)
-    broker.use_workspace(str(mine), user, quota)
-    broker.keep_quota(str(mine), quota)
+    broker.storage.use_workspace(str(mine), user, quota)
+    broker.storage.keep_quota(str(mine), quota)
     return mine
 
 
 def held(broker: Broker, user: str) -> dict[str, Any]:
     """What the broker says of a member's files."""
-    [found] = broker.files_of(user)
+    [found] = broker.storage.files_of(user)
     assert found.use is not None
     return {"used": found.use.used, "limit": found.use.limit, "full": found.use.full}
 
@@ -80,8 +80,8 @@ def play(root: Path) -> dict[str, Any]:
     told["cleaned"] = held(broker, "anna")
     told["again"] = written(anna / "folder-less", 10 * MB)
 
-    broker.use_workspace(str(anna), "anna", 5 * MB)
-    broker.keep_quota(str(anna), 5 * MB)
+    broker.storage.use_workspace(str(anna), "anna", 5 * MB)
+    broker.storage.keep_quota(str(anna), 5 * MB)
     told["lowered"] = held(broker, "anna")
     told["not a byte"] = written(anna / "more", MB)
     (anna / "folder-less").unlink()
@@ -104,7 +104,7 @@ def play(root: Path) -> dict[str, Any]:
 
     projects = {project_of(str(some)) for some in (anna, bert, carl)}
     told["projects"] = len(projects)
-    broker.keep_quota(str(anna), None)
+    broker.storage.keep_quota(str(anna), None)
     told["no limit"] = written(anna / "huge", 30 * MB)
     told["tampered"] = as_member(f"cd {bert}; mkdir t; xfs_io -c 'chproj 0' t; xfs_io -c lsproj t")
     inside = "mkdir u; xfs_io -c 'chproj 0' u; xfs_io -c lsproj u"

@@ -23,31 +23,33 @@ def database_url(each_database_url: str) -> str:
 
 
 def test_a_workspace_is_kept_from_servers_while_it_is_claimed(broker: Broker) -> None:
-    broker.use_workspace("/srv/w/anna", "anna", None)
-    claimed = broker.claim_workspace("/srv/w/anna", "an admin archives them")
+    broker.storage.use_workspace("/srv/w/anna", "anna", None)
+    claimed = broker.storage.claim_workspace("/srv/w/anna", "an admin archives them")
     assert (claimed.user, claimed.busy) == ("anna", "an admin archives them")
     with pytest.raises(WorkspaceBusy, match="cannot be used just now: an admin archives them"):
-        broker.use_workspace("/srv/w/anna", "anna", None)
+        broker.storage.use_workspace("/srv/w/anna", "anna", None)
     with pytest.raises(WorkspaceBusy, match="workspaces free /srv/w/anna"):
-        broker.claim_workspace("/srv/w/anna", "somebody else too")
-    assert broker.free_workspace("/srv/w/anna") and not broker.free_workspace("/srv/w/anna")
-    assert not broker.use_workspace("/srv/w/anna", "anna", None)
+        broker.storage.claim_workspace("/srv/w/anna", "somebody else too")
+    assert broker.storage.free_workspace("/srv/w/anna") and not broker.storage.free_workspace(
+        "/srv/w/anna"
+    )
+    assert not broker.storage.use_workspace("/srv/w/anna", "anna", None)
 
 
 def test_whose_server_runs_keeps_their_workspace(broker: Broker) -> None:
-    broker.use_workspace("/srv/w/anna", "anna", None)
+    broker.storage.use_workspace("/srv/w/anna", "anna", None)
     lease = acquire(broker, "anna", 0)
     with pytest.raises(WorkspaceBusy, match=f"anna, whose server runs .lease {lease.id}"):
-        broker.claim_workspace("/srv/w/anna", "an admin archives them")
+        broker.storage.claim_workspace("/srv/w/anna", "an admin archives them")
     broker.release(lease.id, reason="stopped")
-    broker.claim_workspace("/srv/w/anna", "an admin archives them")
+    broker.storage.claim_workspace("/srv/w/anna", "an admin archives them")
     with pytest.raises(UnknownWorkspace):
-        broker.claim_workspace("/srv/w/nobody", "an admin archives them")
+        broker.storage.claim_workspace("/srv/w/nobody", "an admin archives them")
 
 
 def test_a_server_and_an_admin_never_have_it_at_once(broker: Broker) -> None:
     """A start takes its lease and then the workspace, a claim looks for leases: one loses."""
-    broker.use_workspace("/srv/w/anna", "anna", None)
+    broker.storage.use_workspace("/srv/w/anna", "anna", None)
     both = 0
     for _ in range(15):
         gate = Barrier(2)
@@ -56,7 +58,7 @@ def test_a_server_and_an_admin_never_have_it_at_once(broker: Broker) -> None:
             gate.wait(120)
             lease = acquire(broker, "anna", 0)
             try:
-                broker.use_workspace("/srv/w/anna", "anna", None)
+                broker.storage.use_workspace("/srv/w/anna", "anna", None)
             except WorkspaceBusy:
                 return lease.id, False
             return lease.id, True
@@ -64,7 +66,7 @@ def test_a_server_and_an_admin_never_have_it_at_once(broker: Broker) -> None:
         def claim(gate: Barrier = gate) -> bool:
             gate.wait(120)
             try:
-                broker.claim_workspace("/srv/w/anna", "an admin archives them")
+                broker.storage.claim_workspace("/srv/w/anna", "an admin archives them")
             except WorkspaceBusy:
                 return False
             return True
@@ -74,24 +76,24 @@ def test_a_server_and_an_admin_never_have_it_at_once(broker: Broker) -> None:
             lease_id, has_it = started.result(60)
             both += has_it and claimed.result(60)
         broker.release(lease_id, reason="stopped")
-        broker.free_workspace("/srv/w/anna")
+        broker.storage.free_workspace("/srv/w/anna")
     assert both == 0
 
 
 def test_what_is_known_of_a_workspace_is_written_when_it_changes(
     broker: Broker, clock: Clock
 ) -> None:
-    assert broker.use_workspace("work-anna", "anna", 10)
-    first = broker.workspaces()
+    assert broker.storage.use_workspace("work-anna", "anna", 10)
+    first = broker.storage.workspaces()
     clock.forward(minutes=30)
-    assert not broker.use_workspace("work-anna", "anna", 10)
-    assert broker.workspaces() == first
-    assert not broker.use_workspace("work-anna", "anna", 20)
-    assert broker.workspaces()[0].seen_at == clock.now
+    assert not broker.storage.use_workspace("work-anna", "anna", 10)
+    assert broker.storage.workspaces() == first
+    assert not broker.storage.use_workspace("work-anna", "anna", 20)
+    assert broker.storage.workspaces()[0].seen_at == clock.now
     clock.forward(hours=2)
-    assert not broker.use_workspace("work-anna", "anna", 20)
-    assert broker.workspaces()[0].seen_at == clock.now
-    [known] = broker.workspaces()
+    assert not broker.storage.use_workspace("work-anna", "anna", 20)
+    assert broker.storage.workspaces()[0].seen_at == clock.now
+    [known] = broker.storage.workspaces()
     assert (known.source, known.quota, known.is_volume) == ("work-anna", 20, True)
 
 
@@ -128,13 +130,13 @@ def test_a_limit_that_no_file_system_keeps_still_counts(broker: Broker, tmp_path
     """Here nothing keeps projects: what is there is counted by looking."""
     mine = tmp_path / "anna"
     mine.mkdir()
-    broker.use_workspace(str(mine), "anna", 1 << 20)
-    [held] = broker.files_of("anna")
+    broker.storage.use_workspace(str(mine), "anna", 1 << 20)
+    [held] = broker.storage.files_of("anna")
     assert held.use is not None and not held.use.full
     (mine / "large").write_bytes(os.urandom(2 << 20))
-    [held] = broker.files_of("anna")
+    [held] = broker.storage.files_of("anna")
     assert held.use is not None and held.use.full and held.use.limit == 1 << 20
-    assert broker.use_of("a-volume", 1 << 20) is None
+    assert broker.storage.use_of("a-volume", 1 << 20) is None
 
 
 @pytest.mark.parametrize(
@@ -164,4 +166,4 @@ def test_why_a_quota_cannot_be_kept_is_a_sentence(broker: Broker, tmp_path: Path
     # The file system of temporary files keeps no project quotas.
     assert "XFS, mounted with prjquota" in Quotas().problem("/proc")
     with pytest.raises(QuotaUnavailable):
-        broker.keep_quota("/proc/self", 1 << 20)
+        broker.storage.keep_quota("/proc/self", 1 << 20)
