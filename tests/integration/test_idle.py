@@ -300,7 +300,7 @@ def test_the_culler_keeps_to_what_the_member_was_told(asked: Broker) -> None:
     minutes(asked, lease, 32)
     assert judged(asked) == ["warn"]
     assert not culls("ada")
-    asked.snooze(lease.id)
+    asked.idle.snooze(lease.id)
     assert not culls("ada")
 
 

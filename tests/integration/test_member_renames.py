@@ -8,13 +8,6 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from tests.support.renames.belongings import (
-    OPENING,
-    broker_of,
-    columns_with,
-    give_everything,
-    rename_and_die,
-)
 
 from gpuspawner.core.errors import Refused
 from gpuspawner.core.units import MICRO
@@ -24,6 +17,13 @@ from gpuspawner.leases.models import ServerRef
 from gpuspawner.members import rename_repository
 from gpuspawner.services import Broker
 from tests.support import racers
+from tests.support.belongings import (
+    OPENING,
+    broker_of,
+    columns_with,
+    give_everything,
+    rename_and_die,
+)
 from tests.support.brokers import Clock, problems, running
 from tests.support.tier import SOAK, Rounds
 

@@ -143,13 +143,13 @@ def test_what_is_posted_meanwhile_moves_no_page(past: Broker) -> None:
 
 def test_a_receipt_has_every_item(past: Broker) -> None:
     for lease in past.leases_of(member_account("ada"), 100):
-        whole = past.receipt(lease.id, limit=10_000)
+        whole = past.reports.receipt(lease.id, limit=10_000)
         assert whole.lease == lease
         assert whole.items.total == lease.charged == -sum(e.amount for e in whole.items.entries)
         assert whole.items.count == len(whole.items.entries)
         found, after = [], 0
         while True:
-            items = past.receipt(lease.id, after, 2).items
+            items = past.reports.receipt(lease.id, after, 2).items
             found += items.entries
             if items.newer is None:
                 break
@@ -164,7 +164,7 @@ def test_who_is_not_there_is_said(past: Broker) -> None:
     with pytest.raises(UnknownAccount, match="member:nobody"):
         past.reports.statement_page("member:nobody")
     with pytest.raises(UnknownLease):
-        past.receipt("nothing")
+        past.reports.receipt("nothing")
     entry = past.reports.statement_page(member_account("ada")).entries[0]
     transfer = past.transfer(entry.transfer)
     assert transfer.amount_for(member_account("ada")) == entry.amount
@@ -277,7 +277,7 @@ def test_use_is_the_sum_of_the_leases(past: Broker, clock: Clock) -> None:
         for bounds in BOUNDS.values():
             expected = [by_hand(leases, *both, clock()) for both in pairwise(bounds)]
             for name in Kind._fields:
-                assert past.use_by(bounds, name) == [each[name] for each in expected]
+                assert past.reports.use_by(bounds, name) == [each[name] for each in expected]
     everything = by_hand(leases, MONDAY, clock(), clock())
     assert len(everything["user"]) == 3
     assert set(everything["model"]) >= {"", "T4", "A100-80GB"}
@@ -315,17 +315,17 @@ def test_a_long_session_is_a_part_of_each_of_its_days(broker: Broker, clock: Clo
 
 def test_a_session_that_is_refunded_is_added_up_anew(past: Broker) -> None:
     bounds = [MONDAY + n * WEEK for n in range(4)]
-    while past.add_up():
+    while past.reports.add_up():
         pass
-    before = past.use_by(bounds, "user")
+    before = past.reports.use_by(bounds, "user")
     paid = next(x for x in past.leases_of(None, 500)[::-1] if x.charged and x.ended_at)
     past.refund(paid.id, actor="kim", reason="a sick GPU")
-    after = past.use_by(bounds, "user")
+    after = past.reports.use_by(bounds, "user")
     user = paid.server.user
     gone = sum(week[user].cost for week in before) - sum(week[user].cost for week in after)
     assert gone == paid.charged
-    assert past.add_up() == 1
-    assert past.use_by(bounds, "user") == after
+    assert past.reports.add_up() == 1
+    assert past.reports.use_by(bounds, "user") == after
     assert [f.problem for f in past.audit()[0] if f.problem] == []
 
 
@@ -346,8 +346,8 @@ def test_many_that_nobody_added_up_are_added_up_before_the_answer(
 ) -> None:
     """After an upgrade of a site of years, nobody reads all its leases for one page."""
     bounds = [MONDAY, MONDAY + 4 * WEEK]
-    expected = past.use_by(bounds, "user")
+    expected = past.reports.use_by(bounds, "user")
     monkeypatch.setattr("gpuspawner.ledger.reports.MOST_LEFT", 5)
     assert past.store.run(lambda c: totals.left(c, 1000)) > 5
-    assert past.use_by(bounds, "user") == expected
+    assert past.reports.use_by(bounds, "user") == expected
     assert past.store.run(lambda c: totals.left(c, 1000)) == 0
