@@ -1,13 +1,13 @@
 """What charging 10,000 running leases takes, and whether the hub notices.
 
 ``a tick`` is one look of the accounting service, a second after the last one: the production
-:meth:`~gpuspawner.services.Broker.charge_portion` over so many running leases, which charges those
-whose minute is over, about one in sixty. ``a minute of ticks`` is the time of sixty of them, in
-which every lease is charged once. ``a portion of a pause`` is one transaction of the service that
-was down for an hour, when all of them are due. ``all at once`` charges them in one transaction,
-which nothing does by itself; its baseline writes the same rows (a transfer and two postings a
-lease, its new sum, the balances) through the plain driver, many at a time, in one transaction of
-another database of the same schema: it reads nothing and works nothing out.
+:meth:`~gpuspawner.ledger.service.LedgerService.charge_portion` over so many running leases, which
+charges those whose minute is over, about one in sixty. ``a minute of ticks`` is the time of sixty
+of them, in which every lease is charged once. ``a portion of a pause`` is one transaction of the
+service that was down for an hour, when all of them are due. ``all at once`` charges them in one
+transaction, which nothing does by itself; its baseline writes the same rows (a transfer and two
+postings a lease, its new sum, the balances) through the plain driver, many at a time, in one
+transaction of another database of the same schema: it reads nothing and works nothing out.
 
 ``a grant`` is what a member who starts a server waits for in the broker while another process
 ticks every second, as the accounting service does, beside the same without ticks.
@@ -82,7 +82,7 @@ def ticks(report: Report, name: str, ours_url: str, bare_url: str, runs: int, co
 
     def charge(_: int) -> None:
         clock.forward(minutes=1)
-        whole.append(timed(broker.charge_all, count))
+        whole.append(timed(broker.ledger.charge_all, count))
 
     def write(_: int) -> None:
         minute[0] += 1
@@ -93,13 +93,13 @@ def ticks(report: Report, name: str, ours_url: str, bare_url: str, runs: int, co
     clock.forward(hours=1)
     portions = []
     for _ in range(-(-count // PORTION)):
-        portions.append(timed(partial(broker.charge_portion, MINUTE, PORTION)))
-    assert broker.charge_portion(MINUTE, PORTION) == 0
+        portions.append(timed(partial(broker.ledger.charge_portion, MINUTE, PORTION)))
+    assert broker.ledger.charge_portion(MINUTE, PORTION) == 0
     seconds, charged = [], 0
     for _ in range(60 * max(1, runs // 5)):
         clock.forward(seconds=1)
         began = time.perf_counter()
-        charged += broker.charge_portion(MINUTE, PORTION)
+        charged += broker.ledger.charge_portion(MINUTE, PORTION)
         seconds.append(1000 * (time.perf_counter() - began))
     broker.store.close()
     assert charged == count * len(seconds) // 60
@@ -229,7 +229,7 @@ class Later:
 
 def catch_up(broker: Broker) -> None:
     """What the service does at each look."""
-    while broker.charge_portion(MINUTE, PORTION) >= PORTION:
+    while broker.ledger.charge_portion(MINUTE, PORTION) >= PORTION:
         time.sleep(BETWEEN_PORTIONS)
 
 

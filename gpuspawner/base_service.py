@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-import sqlalchemy as sa
 from traitlets import Bool, Dict, Float, Integer, Unicode, Union, default
 from traitlets.config import LoggingConfigurable
 
@@ -20,6 +19,7 @@ from .queue.models import Ticket
 from .queue.state import QueueState
 
 if TYPE_CHECKING:
+    from .ledger.service import LedgerService
     from .queue.models import Delegate
     from .queue.scheduler import Scheduler
     from .queue.service import Terms
@@ -193,6 +193,7 @@ class Core(BrokerSettings, PriceService, DryPolicies):
     line: QueueState
     delegate: Delegate | None = None
     engine_ids: dict[str, str]
+    ledger: LedgerService
 
     if TYPE_CHECKING:
 
@@ -237,21 +238,9 @@ class Core(BrokerSettings, PriceService, DryPolicies):
             since: datetime | None = None,
         ) -> Lease: ...
 
-        def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account: ...
-
-        def _opening_amount(self) -> int: ...
-
         def _check_credits(
             self, account: Account, hold: int, rate: int, lead: timedelta
         ) -> None: ...
-
-        def _ending(
-            self, connection: sa.Connection, account: str, now: datetime
-        ) -> tuple[tuple[datetime, int], ...]: ...
-
-        def _end_due_lots(self, connection: sa.Connection, account: str, now: datetime) -> None: ...
-
-        def _payer(self, user: str, groups: Collection[str], asked: str, *, free: bool) -> str: ...
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -33,15 +33,14 @@ from .leases import repository as leases_repository
 from .leases.gpu_loss import Restarts
 from .leases.models import Lease, LeasedDevice, LeaseState, ServerRef, Sighting
 from .leases.service import Grants
-from .ledger import credit_policy
+from .ledger import charges, lot_settlement
 from .ledger import repository as ledger_repository
 from .ledger import rules as ledger_rules
-from .ledger.credit_policy import OVERDRAFT, CreditPolicies
+from .ledger.credit_policy import CreditPolicies
 from .ledger.exhaustion import Dry
-from .ledger.grants import BulkGrants
-from .ledger.models import Account, member_account
+from .ledger.grants import BulkGrantService, RefillService
 from .ledger.reports import ReportService
-from .ledger.service import refundable
+from .ledger.service import LedgerService, note, refund_lease, refundable
 from .members.renames import RenameService
 from .members.roster import Rosters
 from .monitoring.health_service import Health
@@ -75,7 +74,6 @@ class Broker(
     Restarts,
     DiskLimits,
     Dry,
-    BulkGrants,
     Outlooks,
     FileSettings,
     IdleSettings,
@@ -93,6 +91,9 @@ class Broker(
         self.health_policy()
         self.store = Store.open(self.database_url)
         self.clock = clock or self.store.clock
+        self.ledger = LedgerService(self.store, self._now, self)
+        self.refills = RefillService(self.store, self._now, self.log)
+        self.bulk_grants = BulkGrantService(self.store, self._now, self.ledger)
         self.notifications = NotificationService(self.store, self._now)
         self.reports = ReportService(self.store, self._now)
         self.monitoring = MonitoringService(self.store, self._now)
@@ -190,7 +191,7 @@ class Broker(
         if verdict.event in ("stepped", "followed", "back"):
             with self.store.write() as connection:
                 said = clock_says(verdict)
-                self._note(connection, "accounting", "clock", "wall clock", said, self.clock())
+                note(connection, "accounting", "clock", "wall clock", said, self.clock())
         return verdict
 
     def _count_again(
@@ -211,7 +212,7 @@ class Broker(
                 key = ledger_rules.refund_key(lease.id, f"clock:{offset.boot_id}:{offset.version}")
                 now = to_datetime(verdict.offset.last)
                 actor = ledger_rules.ACTOR_ACCOUNTING
-                self._refund(connection, lease, amount, key, now, actor=actor, reason=reason)
+                refund_lease(connection, lease, amount, key, now, actor=actor, reason=reason)
 
     # Devices.
 
@@ -355,13 +356,13 @@ class Broker(
                 leases_repository.update(connection, lease.id, outcome=lease.outcome)
             failed = failed or lease.outcome in ("no_show", "lost")
             owed = ledger_rules.settlement(lease, end, failed)
-            due = self._payable(connection, lease, owed, end)
+            due = charges.payable(connection, lease, owed, end)
             if transfer := ledger_rules.settle(lease, due, end):
                 ledger_repository.post(connection, transfer)
             charged, waived = lease.charged + due, owed - due
             reason = lease.end_reason or reason  # who ordered its stop said why
             leases_repository.end(connection, lease.id, end, reason, charged, waived, lease.devices)
-            self._settle_lots_since(connection, lease, now, newest)
+            lot_settlement.settle_lots_since(connection, lease, now, newest)
         lease = replace(
             lease,
             state=LeaseState.ENDED,
@@ -387,29 +388,6 @@ class Broker(
             lease = leases_repository.get(connection, lease_id, lock=True)
             if lease.state is LeaseState.GRANTED and lease.ticket_id and not lease.end_reason:
                 leases_repository.update(connection, lease_id, end_reason=reason)
-
-    def charge_all(self) -> int:
-        """Charge every running lease up to now. The number of leases charged.
-
-        Late, doubled or killed runs change no sum: see :mod:`gpuspawner.ledger.rules`.
-        """
-        now = self.clock()
-        with self.store.write() as connection:
-            found = (
-                ledger_repository.charges_due(connection, now),
-                ledger_repository.bounded(connection),
-            )
-            return self._charge_together(connection, *found, now)
-
-    def charge_portion(self, every: timedelta, most: int = 200) -> int:
-        """Charge running leases up to now that were not charged yet in the period of ``every``
-        that goes on, counted from the start of each. How many; ``most`` of them in one
-        transaction, so that nobody waits long for it: at so many there may be more.
-        """
-        now = self.clock()
-        with self.store.write() as connection:
-            found = ledger_repository.portion_of_charges(connection, now, every, most)
-            return self._charge_together(connection, *found, now)
 
     def reconcile(
         self,
@@ -444,74 +422,7 @@ class Broker(
                     )
         return actions
 
-    # Credits.
-
-    def open_account(self, user: str) -> Account:
-        """Open a member's account with the opening grant, unless it is there."""
-        name = member_account(user)
-        with self.store.write() as connection:
-            return self._open_account(connection, name, self.clock())
-
     # Steps of the above.
-
-    def _charge_together(
-        self,
-        connection: sa.Connection,
-        due: Sequence[ledger_repository.DueCharge],
-        bounded: Sequence[Lease],
-        now: datetime,
-    ) -> int:
-        """Charge what is due, and leases with an overdraft what can be paid; how many were."""
-        shares = self._shares(connection, bounded, now)
-        ledger_repository.charge_leases(connection, due, now)
-        return len(due) + self._charge_each(connection, bounded, now, shares)
-
-    def _charge_each(
-        self,
-        connection: sa.Connection,
-        some: Sequence[Lease],
-        now: datetime,
-        shares: Mapping[str, int],
-    ) -> int:
-        """Charge these leases one after the other; how many were. ``shares`` is what the accounts
-        can pay of those that have an overdraft, in microcredits by lease.
-        """
-        count = 0
-        for lease in some:
-            due = shares.get(lease.id, ledger_rules.charge_due(lease, now))
-            if transfer := ledger_rules.charge(lease, due, now):
-                ledger_repository.post(connection, transfer)
-                leases_repository.update(connection, lease.id, charged=lease.charged + due)
-                count += 1
-        return count
-
-    def _payable(self, connection: sa.Connection, lease: Lease, due: int, until: datetime) -> int:
-        """What of it the account can pay at the end of a lease: an overdraft has a bound.
-
-        Whoever shares it is charged up to then too: no other end takes that from them.
-        """
-        if due <= 0 or lease.when_dry != OVERDRAFT:
-            return due
-        shares = self._shares(connection, [lease], until)
-        others = [
-            each
-            for each in ledger_repository.bounded(connection)
-            if each.account == lease.account and each.id != lease.id
-        ]
-        self._charge_each(connection, others, until, shares)
-        return min(due, shares.get(lease.id, 0))
-
-    def _shares(
-        self, connection: sa.Connection, some: Iterable[Lease], until: datetime
-    ) -> dict[str, int]:
-        """What the accounts can pay of those of these leases that have an overdraft."""
-        found: dict[str, int] = {}
-        for account in dict.fromkeys(x.account for x in some if x.when_dry == OVERDRAFT):
-            if paid_for := leases_repository.paying(connection, account):
-                found |= credit_policy.shares(
-                    [lease for lease, _ in paid_for], paid_for[0][1], until
-                )
-        return found
 
     def _end_of(
         self,

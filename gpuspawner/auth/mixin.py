@@ -278,7 +278,7 @@ class MemberMixin(Rules):
 
     async def _open_account(self, user: str, by_roster: bool) -> None:
         def opening() -> None:
-            self.broker.open_account(user)
+            self.broker.ledger.open_account(user)
             self.broker.membership_returned(user, actor=ACTOR, by_roster=by_roster)
 
         await self._tell(

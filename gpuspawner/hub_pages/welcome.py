@@ -146,7 +146,7 @@ def _place(site: CatalogPages, spawner: type[Any]) -> str:
 
 def _known_of(broker: Broker, user: str) -> tuple[Account, list[ModelCount]]:
     """The member's account, which is opened now if sign-in could not, and the GPUs."""
-    return broker.open_account(user), list(broker.overview().models)
+    return broker.ledger.open_account(user), list(broker.overview().models)
 
 
 def _known(settings: MutableMapping[str, Any]) -> set[str]:

@@ -10,15 +10,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..core.errors import (
-    ConfigError,
     GrantingPaused,
     NoCredits,
     NoDeviceFree,
     ServerHasLease,
     TicketEnded,
-    UnknownAccount,
 )
-from ..core.units import format_credits, parse_credits
+from ..core.units import format_credits
 from ..db import audit as db_audit
 from ..db import hash_chain
 from ..db.engine import Store
@@ -28,13 +26,10 @@ from ..devices.closures import GRANTING, AuditEntry, Closure
 from ..devices.models import Device, model_matches
 from ..devices.placement import Fleet, asks_for, must_run, texts
 from ..devices.snapshots import InventorySnapshot
-from ..ledger import repository as ledger_repository
 from ..ledger import rules as ledger_rules
 from ..ledger.credit_policy import OVERDRAFT
-from ..ledger.models import Account, member_account
+from ..ledger.models import Account
 from ..ledger.prices import priced_at
-from ..ledger.repository import StatementLine
-from ..ledger.service import Paying
 from ..notifications import repository as notifications_repository
 from ..queue import repository as queue_repository
 from ..queue.models import Ticket
@@ -102,27 +97,6 @@ class Reads:
         """Return True if a head of the audit chain that was noted earlier is still in it."""
         return self.store.run(lambda connection: hash_chain.knows(connection, noted))
 
-    def account(self, name: str) -> Account:
-        """Balance and holds of an account. Raises UnknownAccount."""
-        return self.store.run(lambda connection: ledger_repository.get_account(connection, name))
-
-    def member(self, user: str) -> Account:
-        """The account of a member; one with nothing in it when it is not open yet."""
-        try:
-            return self.account(member_account(user))
-        except UnknownAccount:
-            return Account(name=member_account(user))
-
-    def accounts(self) -> list[Account]:
-        """Every member's and group's account, by name."""
-        return self.store.run(ledger_repository.all_accounts)
-
-    def statement(self, account: str, limit: int = 100) -> list[StatementLine]:
-        """The newest lines of an account, newest first. Raises UnknownAccount."""
-        return self.store.run(
-            lambda connection: ledger_repository.statement(connection, account, limit)
-        )
-
 
 PAUSED = Slot(GRANTING).text
 """Taken while granting is paused."""
@@ -136,7 +110,7 @@ AT_ONCE = 15.0
 is still there. Who waited longer stood in line."""
 
 
-class Grants(Paying, Queue, Reads):
+class Grants(Queue, Reads):
     """The part of the broker that gives devices out."""
 
     def acquire(
@@ -157,7 +131,7 @@ class Grants(Paying, Queue, Reads):
         """
         terms = terms or Terms()
         free = not request.devices
-        account = account or self._payer(server.user, terms.groups, terms.account, free=free)
+        account = account or self.ledger.payer(server.user, terms.groups, terms.account, free=free)
         policy = self.policy_for(account, terms.groups)
         grant = partial(
             self._grant,
@@ -322,29 +296,6 @@ class Grants(Paying, Queue, Reads):
             return now
         return min(max(since, ticket.created_at), now)
 
-    def _open_account(self, connection: sa.Connection, name: str, now: datetime) -> Account:
-        """The account, opened with the opening grant if it is a member's and not there yet."""
-        self._end_due_lots(connection, name, now)
-        if found := ledger_repository.find_account(connection, name):
-            return found
-        ledger_repository.open_account(connection, name, now)
-        if name.startswith("member:"):
-            amount, key = self._opening_amount(), ledger_rules.opening_key(name)
-            # Somebody who had this name and was renamed has that key.
-            if ledger_repository.of_key(connection, key):
-                key += f":{secrets.token_hex(4)}"
-            opening = ledger_rules.opening_grant(name, amount, at=now, actor="gpuspawner", key=key)
-            if opening:
-                ledger_repository.post(connection, opening)
-        return ledger_repository.get_account(connection, name)
-
-    def _opening_amount(self) -> int:
-        """Microcredits that a new member gets. Raises ConfigError."""
-        try:
-            return parse_credits(self.opening_grant)
-        except ValueError as error:
-            raise ConfigError(what=f"Broker.opening_grant: {error}") from None
-
     def _check_credits(self, account: Account, hold: int, rate: int, lead: timedelta) -> None:
         """Raises NoCredits; ``lead`` is the time that must be paid for at the start."""
         if ledger_rules.can_afford(account.available, hold):
@@ -371,7 +322,7 @@ class Grants(Paying, Queue, Reads):
         """The refusal with when devices come back at the latest, and what to do now."""
         now = self.clock()
         running = self.open_leases()
-        accounts = {account.name: account for account in self.accounts()}
+        accounts = {account.name: account for account in self.ledger.accounts()}
         grace = timedelta(seconds=self.grace_seconds) + STOPPING
         ends = snapshots.latest_ends(running, accounts, grace, now)
         fitting = [

@@ -337,7 +337,7 @@ def look(
     since = max(now - CURVE, it.started_at or it.granted_at)
     minutes = broker.monitoring.use_between(since, now, uuids=it.uuids) if it.devices else []
     opened = broker.open_leases()
-    account = broker.account(it.account)
+    account = broker.ledger.account(it.account)
     paying = view_models.ending_of(broker, account.name)
     (told,) = view_models.lease_figures(broker, [it], now)
     user = it.server.user

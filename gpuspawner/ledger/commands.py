@@ -80,7 +80,7 @@ def grant(
                 "and --key. Nothing was changed."
             )
         broker = settings.open_broker()
-        done = broker.grant_file(
+        done = broker.bulk_grants.grant_file(
             read_input(file, MOST_BYTES),
             actor=giver,
             reason=reason or "",
@@ -102,7 +102,7 @@ def grant(
     if opens:
         _open(broker, name, giver)
     before = find_account(broker, name, "Open it now with --open.")
-    is_new = broker.grant(
+    is_new = broker.ledger.grant(
         name,
         amount,
         actor=giver,
@@ -110,7 +110,7 @@ def grant(
         key=f"grant:{key}" if key else "",
         until=moment(until, broker.rate_zone),
     )
-    account = broker.account(name)
+    account = broker.ledger.account(name)
     verb, way = ("Gave", "to") if amount > 0 else ("Took", "from")
     text = f"{verb} {credits(abs(amount))} credits {way} {name}"
     if not is_new:
@@ -128,7 +128,7 @@ def statement(settings: Settings, name: str, limit: int) -> None:
     """Show the newest lines of an account, newest first."""
     broker = settings.open_broker()
     account = find_account(broker, name)
-    lines, ending = broker.statement(name, limit), broker.lots_of(name)
+    lines, ending = broker.ledger.statement(name, limit), broker.ledger.lots_of(name)
     value = {
         **_plain_account(account),
         "ending": [{"at": utc(lot.ends_at), "amount": exact(left)} for lot, left in ending],
@@ -162,7 +162,7 @@ def statement(settings: Settings, name: str, limit: int) -> None:
 @command()
 def accounts(settings: Settings) -> None:
     """List every member's and group's account."""
-    found = settings.open_broker().accounts()
+    found = settings.open_broker().ledger.accounts()
     headers = ("ACCOUNT", "BALANCE", "HELD", "AVAILABLE")
     rows = [(a.name, credits(a.balance), credits(a.held), credits(a.available)) for a in found]
     text = table(headers, rows, right=headers[1:])
@@ -175,9 +175,9 @@ def accounts(settings: Settings) -> None:
 def find_account(broker: Broker, name: str, advice: str = "") -> Account:
     """The account, else UnknownAccount with the likeliest names and what to do."""
     try:
-        return broker.account(name)
+        return broker.ledger.account(name)
     except UnknownAccount:
-        owners = {a.name.partition(":")[2]: a.name for a in broker.accounts()}
+        owners = {a.name.partition(":")[2]: a.name for a in broker.ledger.accounts()}
         near = difflib.get_close_matches(name.partition(":")[2], list(owners), n=3)
         meant = f" Did you mean {' or '.join(owners[o] for o in near)}?" if near else ""
         opens = " A member's account opens at their first sign-in." if "member:" in name else ""
@@ -188,14 +188,14 @@ def find_account(broker: Broker, name: str, advice: str = "") -> Account:
 
 def _open(broker: Broker, name: str, actor: str) -> None:
     kind, _, owner = name.partition(":")
-    known = {account.name for account in broker.accounts()}
+    known = {account.name for account in broker.ledger.accounts()}
     if name in known:
         return
     if kind == "member":
-        opened = broker.open_account(owner)
+        opened = broker.ledger.open_account(owner)
         note(f"Opened {name} with its opening grant of {credits(opened.balance)} credits.")
         return
-    broker.open_group_account(owner, actor=actor)
+    broker.ledger.open_group_account(owner, actor=actor)
     note(f"Opened {name}.")
 
 
@@ -242,8 +242,8 @@ def refund(
         raise UnknownLease(f"{error.message}: gpuspawner leases --all lists them.") from None
     # Whose key it is: a page's or a script's own are others.
     own_key = f"cli:{key}" if key else ""
-    after = broker.refund(lease.id, amount, actor=actor(), reason=reason, key=own_key)
-    account = broker.account(lease.account)
+    after = broker.ledger.refund(lease.id, amount, actor=actor(), reason=reason, key=own_key)
+    account = broker.ledger.account(lease.account)
     back = after.refunded - lease.refunded
     value = {
         "lease": lease.id,
@@ -268,11 +268,11 @@ def refund(
 def reverse(settings: Settings, transfer: str, reason: str) -> None:
     """Undo a transfer."""
     broker = settings.open_broker()
-    opposite = broker.reverse(transfer, actor=actor(), reason=reason)
+    opposite = broker.ledger.reverse(transfer, actor=actor(), reason=reason)
     moved = {p.account: p.amount for p in opposite.postings if not p.account.startswith("system:")}
     words = [
         f"{credits(abs(amount))} credits {'to' if amount > 0 else 'from'} {name}, whose balance is "
-        f"{credits(broker.account(name).balance)} now"
+        f"{credits(broker.ledger.account(name).balance)} now"
         for name, amount in moved.items()
     ]
     value = {
@@ -292,7 +292,7 @@ def payer(settings: Settings, member_name: str, name: str) -> None:
     member = find_account(broker, member_account(member_name))
     if name != member.name:
         find_account(broker, name, "Open it with `gpuspawner grant ACCOUNT AMOUNT --open`.")
-    broker.keep_payer(member_name, name, actor=actor())
+    broker.ledger.keep_payer(member_name, name, actor=actor())
     text = f"{name} pays for {member_name} from now on, unless they choose another account."
     if name != member.name:
         text += " It does so as long as they are in the group."

@@ -31,7 +31,7 @@ DONE = {
 async def find_transfer(handler: ServiceHandler, transfer_id: str) -> Transfer:
     """One transfer. Raises HTTPError 404."""
     try:
-        found: Transfer = await handler.broker.read(handler.broker.transfer, transfer_id)
+        found: Transfer = await handler.broker.read(handler.broker.ledger.transfer, transfer_id)
     except InvalidRequest:
         raise web.HTTPError(404) from UnknownTransfer(transfer=transfer_id)
     except GPUSpawnerError as error:
@@ -78,7 +78,7 @@ class TransferPage(FormPage):
                 self._ask(found, checked)
                 return
             done = await self.broker.run(
-                self.broker.reverse, found.id, actor=self.actor, reason=checked
+                self.broker.ledger.reverse, found.id, actor=self.actor, reason=checked
             )
         except GPUSpawnerError as refusal:
             await self.show_transfer(found.id, refusal, reason[: 2 * LONGEST_REASON])
@@ -123,7 +123,7 @@ class RefundPage(FormPage):
                 self._ask(found, part, reason)
                 return
             work = partial(
-                self.broker.refund,
+                self.broker.ledger.refund,
                 actor=self.actor,
                 reason=reason,
                 key=self.key,
@@ -175,7 +175,7 @@ class ReversalAPI(ChangingAPI):
         self.need_admin()
         reason = needed_reason(self.sent("reason"))
         found = await find_transfer(self, transfer_id)
-        done = await self.do(self.broker.reverse, found.id, reason=reason)
+        done = await self.do(self.broker.ledger.reverse, found.id, reason=reason)
         self.answer(transfer_json(done, None))
 
 
@@ -191,7 +191,7 @@ class RefundAPI(ChangingAPI):
         with refusals():
             part = exact_amount(sent["amount"]) if sent.get("amount") is not None else None
             key = f"api:{self.actor}:{key_of(sent['key'])}" if "key" in sent else ""
-        done = await self.do(self.broker.refund, lease_id, part, reason=reason, key=key)
+        done = await self.do(self.broker.ledger.refund, lease_id, part, reason=reason, key=key)
         (told,) = view_models.lease_figures(self.broker, [done], self.broker.clock())
         self.answer(lease(told))
 
@@ -281,7 +281,7 @@ class BulkPage(FormPage):
             typed["lines"] = data.decode("utf-8-sig", errors="replace")
             found = await self.broker.run(
                 partial(
-                    self.broker.grant_file,
+                    self.broker.bulk_grants.grant_file,
                     data,
                     actor=self.actor,
                     reason=typed["reason"],
@@ -324,7 +324,7 @@ class BulkAPI(ChangingAPI):
             ends = None if until is None else instant_of(until, "until")
             reason = checked_reason(sent["reason"])
         found: Bulk = await self.do(
-            self.broker.grant_file,
+            self.broker.bulk_grants.grant_file,
             lines.encode(),
             reason=reason,
             dry_run=dry_run,

@@ -21,7 +21,7 @@ from ..leases import repository as leases_repository
 from ..leases.models import Lease
 from ..notifications import repository as notifications_repository
 from ..notifications.models import Notice, NoticeKind
-from . import credit_policy, credit_repository, rules
+from . import credit_policy, credit_repository, lot_settlement, rules
 from .credit_policy import OVERDRAFT, SESSION, PolicyStep, Purse
 
 
@@ -165,7 +165,9 @@ class Dry(Core):
             soon = credit_repository.lots_due(connection, now + timedelta(minutes=most))
             for name in _worth_a_look(leases_repository.sums(connection), now, most, soon):
                 balance, paid_for = _paying(connection, name)[name]
-                purse = Purse.of(balance, paid_for, now, self._ending(connection, name, now))
+                purse = Purse.of(
+                    balance, paid_for, now, lot_settlement.ending_credits(connection, name, now)
+                )
                 steps = (
                     credit_policy.next_step(x, purse, now, self.grace, warn_minutes)
                     for x in paid_for
@@ -178,9 +180,11 @@ class Dry(Core):
         """Tell and order what is due about the leases of one account; each thing once."""
         now = self.clock()
         with self.store.write() as connection:
-            self._end_due_lots(connection, account, now)
+            lot_settlement.end_due_lots(connection, account, now)
             balance, paid_for = _paying(connection, account).get(account, (0, []))
-            purse = Purse.of(balance, paid_for, now, self._ending(connection, account, now))
+            purse = Purse.of(
+                balance, paid_for, now, lot_settlement.ending_credits(connection, account, now)
+            )
             due = [
                 (x, credit_policy.next_step(x, purse, now, self.grace, warn_minutes))
                 for x in paid_for

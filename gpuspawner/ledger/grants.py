@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import logging
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from itertools import islice
@@ -19,19 +20,25 @@ from sqlalchemy.exc import IntegrityError
 
 from ..core.errors import InvalidRequest, UnknownRefill
 from ..core.units import format_credits
+from ..db.engine import Store
 from ..devices.service import checked_reason
 from ..members import repository as members_repository
-from . import credit_repository, grant_files, repository
+from . import credit_repository, grant_files, lot_settlement, repository
 from .credit_repository import RefillRun
 from .grant_files import GrantRow, Problem
 from .models import Account, member_account
 from .refills import Mode, Recurrence, Refill, check_amounts, check_audience
 from .rules import ACTOR_ACCOUNTING
-from .service import Giving
+from .service import LedgerService, give, note
 
 
-class Refills(Giving):
-    """The part of the broker that gives credits again and again."""
+class RefillService:
+    """Credits that are given again and again."""
+
+    def __init__(self, store: Store, clock: Callable[[], datetime], log: logging.Logger) -> None:
+        self.store = store
+        self.clock = clock
+        self.log = log
 
     def add_refill(self, plan: Refill) -> Refill:
         """Make a refill that was planned; what is over when it is made is not given.
@@ -45,7 +52,7 @@ class Refills(Giving):
                     return _same(known, plan)
                 credit_repository.insert_refill(connection, plan)
                 subject, now = f"refill {plan.id}", self.clock()
-                self._note(connection, plan.made_by, "refill_add", subject, _told(plan), now)
+                note(connection, plan.made_by, "refill_add", subject, _told(plan), now)
         except IntegrityError:  # somebody was quicker with the same key
             return _same(self.refill(plan.id), plan)
         return plan
@@ -113,10 +120,10 @@ class Refills(Giving):
                 )
             credit_repository.end_refill(connection, refill_id, now)
             detail = f"{_told(refill)}{': ' if reason else ''}{reason}"
-            self._note(connection, actor, "refill_end", f"refill {refill_id}", detail, now)
+            note(connection, actor, "refill_end", f"refill {refill_id}", detail, now)
             return credit_repository.get_refill(connection, refill_id)
 
-    def refills(self, *, ended: bool = False) -> list[Refill]:
+    def all_refills(self, *, ended: bool = False) -> list[Refill]:
         """Every refill, the oldest first; those that an admin ended only when asked for."""
         return self.store.run(
             lambda connection: credit_repository.all_refills(connection, ended=ended)
@@ -124,7 +131,9 @@ class Refills(Giving):
 
     def refill(self, refill_id: str) -> Refill:
         """One refill; of its id the first letters are enough. Raises UnknownRefill."""
-        named = [x for x in self.refills(ended=True) if refill_id and x.id.startswith(refill_id)]
+        named = [
+            x for x in self.all_refills(ended=True) if refill_id and x.id.startswith(refill_id)
+        ]
         if len(named) != 1:
             raise UnknownRefill(refill=refill_id[:60])
         return named[0]
@@ -178,7 +187,7 @@ class Refills(Giving):
                 f"{occurrence:%Y-%m-%d %H:%M} UTC: {refill.reason}"
             )
             subject = f"refill {refill_id}"
-            self._note(connection, ACTOR_ACCOUNTING, "refill", subject, detail, now)
+            note(connection, ACTOR_ACCOUNTING, "refill", subject, detail, now)
         self.log.info("Refill %s: %s", refill_id, detail)
         return run
 
@@ -194,13 +203,13 @@ class Refills(Giving):
     ) -> list[int]:
         """The amounts that were given; who is full gets nothing."""
         for name in credit_repository.lots_due(connection, now):
-            self._settle_lots(connection, name, now)
+            lot_settlement.settle_lots(connection, name, now)
         gifts = []
         for account in refill.accounts(_of_members(connection), members, occurrence):
             amount = refill.gift(account.balance)
             if not amount:
                 continue
-            self._give(
+            give(
                 connection,
                 account.name,
                 amount,
@@ -298,8 +307,13 @@ class Bulk:
         return sum(gift.row.amount for gift in self.gifts)
 
 
-class BulkGrants(Refills):
-    """The part of the broker that grants from a file."""
+class BulkGrantService:
+    """Grants from a file."""
+
+    def __init__(self, store: Store, clock: Callable[[], datetime], ledger: LedgerService) -> None:
+        self.store = store
+        self.clock = clock
+        self.ledger = ledger
 
     def grant_file(
         self,
@@ -333,8 +347,8 @@ class BulkGrants(Refills):
             if found or unknown:
                 return Bulk(tuple(gifts), _sorted(found, unknown), done=False)
             for row in rows:
-                self._open_account(connection, row.account, now)
-                self._give(
+                self.ledger.open_in(connection, row.account, now)
+                give(
                     connection,
                     row.account,
                     row.amount,
@@ -346,7 +360,7 @@ class BulkGrants(Refills):
                 )
             done = Bulk(tuple(gifts), (), done=True)
             detail = f"{format_credits(done.total)} credits to {len(rows)} accounts: {reason}"
-            self._note(connection, actor, "grant_file", key, detail.rstrip(": "), now)
+            note(connection, actor, "grant_file", key, detail.rstrip(": "), now)
         return done
 
     # Steps of the above.
@@ -362,7 +376,7 @@ class BulkGrants(Refills):
                 before = known[row.account]
                 gifts.append(Gift(row, before, before + row.amount))
             elif open_accounts:
-                before = self._opening_amount() if row.account.startswith("member:") else 0
+                before = self.ledger.opening_amount() if row.account.startswith("member:") else 0
                 gifts.append(Gift(row, before, before + row.amount, opened=True))
             else:
                 problems.append(Problem(row.number, _unknown(row.account, known)))

@@ -19,7 +19,7 @@ refill_argument = argument("refill_id", "ID", "the refill's, or its first letter
 @group()
 def refills(settings: Settings) -> None:
     """List the refills."""
-    found = settings.open_broker().refills()
+    found = settings.open_broker().refills.all_refills()
     headers = ("ID", "NEXT", "WHAT", "AMOUNT", "CAP", "KEPT", "FOR", "RULE", "ZONE", "REASON")
     rows = [
         (
@@ -76,7 +76,7 @@ def add_refill(
     """Give credits again and again, by a rule of RFC 5545."""
     broker = settings.open_broker()
     zone = zone or broker.rate_zone
-    refill = broker.plan_refill(
+    refill = broker.refills.plan_refill(
         rule,
         amount=amount,
         audience=audience or [EVERYBODY],
@@ -90,7 +90,7 @@ def add_refill(
     )
     first = "Nothing was made: this would be"
     if not dry_run:
-        refill, first = broker.add_refill(refill), "There is a new refill,"
+        refill, first = broker.refills.add_refill(refill), "There is a new refill,"
     _show(broker, refill, f"{first} {refill.id}.")
 
 
@@ -100,8 +100,8 @@ def add_refill(
 def remove_refill(settings: Settings, refill_id: str, reason: str) -> None:
     """Give a refill no more; what was given stays."""
     broker = settings.open_broker()
-    refill = broker.refill(refill_id)
-    ended = broker.end_refill(refill.id, actor=actor(), reason=reason)
+    refill = broker.refills.refill(refill_id)
+    ended = broker.refills.end_refill(refill.id, actor=actor(), reason=reason)
     text = f"Refill {ended.id} ({ended.reason}) is given no more. What it gave stays."
     show(plain(ended), text)
 
@@ -111,7 +111,7 @@ def remove_refill(settings: Settings, refill_id: str, reason: str) -> None:
 def preview(settings: Settings, refill_id: str) -> None:
     """Say when a refill comes, and what the next would give."""
     broker = settings.open_broker()
-    refill = broker.refill(refill_id)
+    refill = broker.refills.refill(refill_id)
     _show(broker, refill, f"Refill {refill.id}: {refill.reason}")
 
 
@@ -137,7 +137,7 @@ def plain(refill: Refill) -> dict[str, Any]:
 
 def _show(broker: Broker, refill: Refill, first: str) -> None:
     """A refill with what comes of it."""
-    moments, gifts = broker.preview_refill(refill)
+    moments, gifts = broker.refills.preview_refill(refill)
     lines = [first, "", "It comes at", *(f"  {local(at)}" for at in moments)]
     if refill.ended_at is not None or not moments:
         lines = [first, "", "It comes no more."]

@@ -51,7 +51,7 @@ class RefillsPage(FormPage):
             user=self.user,
             admin=True,
             now=self.broker.clock(),
-            refills=await self.read(self.broker.refills),
+            refills=await self.read(self.broker.refills.all_refills),
             done=DONE.get(self.get_query_argument("done", ""), ""),
             error=refusal.message if refusal else "",
             typed={**dict.fromkeys(FIELDS, ""), "zone": self.broker.rate_zone, **typed},
@@ -65,12 +65,12 @@ class RefillsPage(FormPage):
         self.need_admin()
         typed = {name: self.field(name).strip()[:2000] for name in FIELDS}
         try:
-            plan = partial(self.broker.plan_refill, actor=self.actor, **_wanted(typed))
+            plan = partial(self.broker.refills.plan_refill, actor=self.actor, **_wanted(typed))
             planned = await self.broker.read(plan, key=self.key if self.confirmed else "")
             if not self.confirmed:
                 await self._ask(planned, typed)
                 return
-            await self.broker.run(self.broker.add_refill, planned)
+            await self.broker.run(self.broker.refills.add_refill, planned)
         except GPUSpawnerError as refusal:
             await self.show_refills(refusal, **typed)
             return
@@ -78,7 +78,7 @@ class RefillsPage(FormPage):
 
     async def _ask(self, planned: Refill, typed: dict[str, str]) -> None:
         members = {group: await web_base.members_of(self, group) for group in planned.groups}
-        coming, gifts = await self.broker.read(self.broker.preview_refill, planned, members)
+        coming, gifts = await self.broker.read(self.broker.refills.preview_refill, planned, members)
         now = self.broker.clock()
         facts: list[tuple[str, Any]] = [
             ("Rule", f"{planned.recurrence.rule} ({planned.recurrence.zone})"),
@@ -108,7 +108,7 @@ class EndRefillPage(RefillsPage):
     async def post(self, refill_id: str) -> None:
         self.need_admin()
         try:
-            found = await self.broker.read(self.broker.refill, refill_id)
+            found = await self.broker.read(self.broker.refills.refill, refill_id)
             if not self.confirmed:
                 self.ask(
                     "End this refill?",
@@ -121,7 +121,9 @@ class EndRefillPage(RefillsPage):
                     here="accounts",
                 )
                 return
-            await self.broker.run(partial(self.broker.end_refill, found.id, actor=self.actor))
+            await self.broker.run(
+                partial(self.broker.refills.end_refill, found.id, actor=self.actor)
+            )
         except GPUSpawnerError as refusal:
             await self.show_refills(refusal)
             return
@@ -136,7 +138,7 @@ class RefillsAPI(ChangingAPI):
     @web.authenticated
     async def get(self) -> None:
         self.need_admin()
-        found = await self.read(self.broker.refills)
+        found = await self.read(self.broker.refills.all_refills)
         self.answer(
             {
                 "as_of": instant(self.broker.clock()),
@@ -151,10 +153,10 @@ class RefillsAPI(ChangingAPI):
         with refusals():
             dry_run = of_type(sent.get("dry_run", False), bool, "dry_run")
             key = f"api:{key_of(sent['key'])}" if "key" in sent else ""
-            plan = partial(self.broker.plan_refill, key=key, **_sent(sent))
+            plan = partial(self.broker.refills.plan_refill, key=key, **_sent(sent))
         made: Refill = await self.change(plan, reason=sent["reason"])
         if not dry_run:
-            made = await self.read(self.broker.add_refill, made)
+            made = await self.read(self.broker.refills.add_refill, made)
         await answer_with(self, made, made=not dry_run)
 
 
@@ -164,7 +166,7 @@ class RefillAPI(ChangingAPI):
     @web.authenticated
     async def get(self, refill_id: str) -> None:
         self.need_admin()
-        await answer_with(self, await self.read(self.broker.refill, refill_id), made=True)
+        await answer_with(self, await self.read(self.broker.refills.refill, refill_id), made=True)
 
 
 class EndRefillAPI(ChangingAPI):
@@ -175,15 +177,15 @@ class EndRefillAPI(ChangingAPI):
         self.need_admin()
         with refusals():
             reason = checked_reason(self.sent("reason")["reason"])
-        found = await self.read(self.broker.refill, refill_id)
-        ended = await self.do(self.broker.end_refill, found.id, reason=reason)
+        found = await self.read(self.broker.refills.refill, refill_id)
+        ended = await self.do(self.broker.refills.end_refill, found.id, reason=reason)
         await answer_with(self, ended, made=True)
 
 
 async def answer_with(handler: ChangingAPI, refill: Refill, *, made: bool) -> None:
     """Send a refill as JSON, with when it comes and what the first time would give now."""
     members = {group: await web_base.members_of(handler, group) for group in refill.groups}
-    coming, gifts = await handler.read(handler.broker.preview_refill, refill, members)
+    coming, gifts = await handler.read(handler.broker.refills.preview_refill, refill, members)
     handler.answer(
         {
             **refill_json(refill),

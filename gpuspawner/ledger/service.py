@@ -9,30 +9,103 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from typing import Any
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from ..base_service import Core
-from ..core.errors import InvalidRequest, NotAllowed
-from ..core.units import format_credits
+from ..core.errors import ConfigError, InvalidRequest, NotAllowed, UnknownAccount
+from ..core.units import format_credits, parse_credits
 from ..db import hash_chain
+from ..db.engine import Store
 from ..devices import closures
 from ..devices.service import checked_reason
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState
-from . import credit_repository, lots, repository, rules, totals
+from . import charges, credit_repository, lot_settlement, repository, rules, totals
 from .lots import Lot
 from .models import Account, Transfer, TransferKind, check_account, group_account, member_account
+from .repository import StatementLine
 from .rules import accounts_of, check_payer
+
+if TYPE_CHECKING:
+    from ..base_service import BrokerSettings
 
 REFUNDED = "refunded"
 """The outcome of a lease whose charges an admin gave back."""
 
 
-class Giving(Core):
-    """The part of the broker that moves credits for an admin."""
+@dataclass(frozen=True, slots=True)
+class Payers:
+    """The accounts that a member may draw on."""
+
+    accounts: tuple[Account, ...]
+    """Those that are open, the member's own first."""
+    usual: str
+    """The name of the one that pays when the member does not say it."""
+
+
+class LedgerService:
+    """Accounts and their credits: opened, given, charged, refunded, reversed, and who pays."""
+
+    def __init__(
+        self, store: Store, clock: Callable[[], datetime], settings: BrokerSettings
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.settings = settings
+
+    # Accounts.
+
+    def account(self, name: str) -> Account:
+        """Balance and holds of an account. Raises UnknownAccount."""
+        return self.store.run(lambda connection: repository.get_account(connection, name))
+
+    def member(self, user: str) -> Account:
+        """The account of a member; one with nothing in it when it is not open yet."""
+        try:
+            return self.account(member_account(user))
+        except UnknownAccount:
+            return Account(name=member_account(user))
+
+    def accounts(self) -> list[Account]:
+        """Every member's and group's account, by name."""
+        return self.store.run(repository.all_accounts)
+
+    def statement(self, account: str, limit: int = 100) -> list[StatementLine]:
+        """The newest lines of an account, newest first. Raises UnknownAccount."""
+        return self.store.run(lambda connection: repository.statement(connection, account, limit))
+
+    def open_account(self, user: str) -> Account:
+        """Open a member's account with the opening grant, unless it is there."""
+        name = member_account(user)
+        with self.store.write() as connection:
+            return self.open_in(connection, name, self.clock())
+
+    def open_in(self, connection: sa.Connection, name: str, now: datetime) -> Account:
+        """The account, opened with the opening grant if it is a member's and not there yet."""
+        lot_settlement.end_due_lots(connection, name, now)
+        if found := repository.find_account(connection, name):
+            return found
+        repository.open_account(connection, name, now)
+        if name.startswith("member:"):
+            amount, key = self.opening_amount(), rules.opening_key(name)
+            # Somebody who had this name and was renamed has that key.
+            if repository.of_key(connection, key):
+                key += f":{secrets.token_hex(4)}"
+            opening = rules.opening_grant(name, amount, at=now, actor="gpuspawner", key=key)
+            if opening:
+                repository.post(connection, opening)
+        return repository.get_account(connection, name)
+
+    def opening_amount(self) -> int:
+        """Microcredits that a new member gets. Raises ConfigError."""
+        try:
+            return parse_credits(self.settings.opening_grant)
+        except ValueError as error:
+            raise ConfigError(what=f"Broker.opening_grant: {error}") from None
+
+    # What an admin does.
 
     def grant(
         self,
@@ -52,7 +125,7 @@ class Giving(Core):
         """
         now = self.clock()
         with self.store.write() as connection:
-            done = self._give(
+            done = give(
                 connection,
                 account,
                 amount,
@@ -65,7 +138,7 @@ class Giving(Core):
             if done:
                 ends = f", until {_utc(until)}" if until else ""
                 detail = f"{_signed(amount)} credits{ends}: {reason}"
-                self._note(connection, actor, "grant", account, detail, now)
+                note(connection, actor, "grant", account, detail, now)
         return done
 
     def open_group_account(self, group: str, *, actor: str) -> bool:
@@ -74,7 +147,7 @@ class Giving(Core):
         with self.store.write() as connection:
             opened = repository.open_account(connection, name, now)
             if opened:
-                self._note(connection, actor, "open_account", name, "", now)
+                note(connection, actor, "open_account", name, "", now)
         return opened
 
     def refund(
@@ -95,7 +168,7 @@ class Giving(Core):
                 amount = _refundable(connection, lease, amount)
             elif amount is None:
                 return lease
-            self._refund(connection, lease, amount, key, now, actor=actor, reason=reason)
+            refund_lease(connection, lease, amount, key, now, actor=actor, reason=reason)
             return leases_repository.get(connection, lease.id)
 
     def transfer(self, transfer_id: str) -> Transfer:
@@ -124,14 +197,14 @@ class Giving(Core):
             repository.post(connection, opposite)
             if lot := credit_repository.lots_of_transfer(connection, transfer.id):
                 credit_repository.update_lot(connection, lot.id, cancelled_at=now)
-                self._settle_lots(connection, lot.account, now)
+                lot_settlement.settle_lots(connection, lot.account, now)
             moved = ", ".join(
                 f"{_signed(posting.amount)} to {posting.account}"
                 for posting in opposite.postings
                 if not posting.account.startswith("system:")
             )
             subject = f"transfer {transfer.id}"
-            self._note(connection, actor, "reverse", subject, f"{moved}: {reason}", now)
+            note(connection, actor, "reverse", subject, f"{moved}: {reason}", now)
         return opposite
 
     # Credits that end.
@@ -142,14 +215,16 @@ class Giving(Core):
         now = self.clock()
         with self.store.read() as connection:
             repository.get_account(connection, account)
-            return self._lots_left(connection, account, now)
+            return lot_settlement.lots_left(connection, account, now)
 
     def ending_of(self, accounts: Collection[str]) -> dict[str, tuple[tuple[datetime, int], ...]]:
         """When credits of these accounts end, and how many microcredits are left of them; of
         accounts that have none of these, nothing."""
         now = self.clock()
         with self.store.read() as connection:
-            found = {name: self._ending(connection, name, now) for name in accounts}
+            found = {
+                name: lot_settlement.ending_credits(connection, name, now) for name in accounts
+            }
         return {name: ending for name, ending in found.items() if ending}
 
     def end_lots(self) -> int:
@@ -161,128 +236,163 @@ class Giving(Core):
         names = self.store.run(lambda connection: credit_repository.lots_due(connection, now))
         for name in names:
             with self.store.write() as connection:
-                self._settle_lots(connection, name, now)
+                lot_settlement.settle_lots(connection, name, now)
         return len(names)
 
-    # Steps of the above, and of others.
+    # Charges.
 
-    def _refund(
-        self,
-        connection: sa.Connection,
-        lease: Lease,
-        amount: int,
-        key: str,
-        now: datetime,
-        *,
-        actor: str,
-        reason: str,
-    ) -> None:
-        """Give back so much of what a lease was charged, which has ended, once for the key."""
-        transfer = rules.refund(lease, amount, key=key, at=now, actor=actor, reason=reason)
-        if not repository.post(connection, transfer):
-            return
-        left = lease.charged - amount
-        outcome = lease.outcome if left else REFUNDED
-        changes = {"charged": left, "refunded": lease.refunded + amount, "outcome": outcome}
-        totals.take_out(connection, lease)
-        leases_repository.update(connection, lease.id, **changes)
-        hash_chain.seal_lease(connection, lease.id)
-        subject = f"lease {lease.id} of {lease.server}"
-        detail = f"{format_credits(amount)} credits to {lease.account}: {reason}"
-        self._note(connection, actor, "refund", subject, detail, now)
+    def charge_all(self) -> int:
+        """Charge every running lease up to now. The number of leases charged.
 
-    def _give(
-        self,
-        connection: sa.Connection,
-        account: str,
-        amount: int,
-        now: datetime,
-        *,
-        actor: str,
-        reason: str,
-        key: str,
-        since: datetime | None = None,
-        until: datetime | None = None,
-    ) -> bool:
-        """Post a grant, with its lot when it ends. ``since``: from when a lot counts."""
-        make: Callable[..., Transfer] = rules.grant if amount > 0 else rules.adjustment
-        transfer = make(account, amount, key=key, at=now, actor=actor, reason=reason)
-        since = since or now
-        if until is not None:
-            _must_end_later(amount, since, until)
-        if not repository.post(connection, transfer):
-            return False
-        if until is not None:
-            lot = Lot(
-                id=transfer.id, account=account, amount=amount, starts_at=since, ends_at=until
+        Late, doubled or killed runs change no sum: see :mod:`gpuspawner.ledger.rules`.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            found = (
+                repository.charges_due(connection, now),
+                repository.bounded(connection),
             )
-            credit_repository.insert_lot(connection, lot)
-            # It may have been spent already, before others that were thought to be.
-            if until <= now or credit_repository.lots_closed_since(connection, account, since):
-                self._settle_lots(connection, account, now)
-        return True
+            return charges.charge_due_leases(connection, *found, now)
 
-    def _lots_left(
-        self, connection: sa.Connection, account: str, now: datetime
-    ) -> list[tuple[Lot, int]]:
-        known = credit_repository.lots_of_account(connection, account)
-        if not known:
-            return []
-        left = lots.left_of(known, credit_repository.flow_of_account(connection, account), now)
-        return [(lot, left[lot.id]) for lot in known if lot.starts_at <= now < lot.over_at]
+    def charge_portion(self, every: timedelta, most: int = 200) -> int:
+        """Charge running leases up to now that were not charged yet in the period of ``every``
+        that goes on, counted from the start of each. How many; ``most`` of them in one
+        transaction, so that nobody waits long for it: at so many there may be more.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            found = repository.portion_of_charges(connection, now, every, most)
+            return charges.charge_due_leases(connection, *found, now)
 
-    def _ending(
-        self, connection: sa.Connection, account: str, now: datetime
-    ) -> tuple[tuple[datetime, int], ...]:
-        """When credits of an account end, and what is left of them. Quick where none do."""
-        if credit_repository.first_lot_due(connection, account) is None:
-            return ()
-        found = self._lots_left(connection, account, now)
-        return tuple((lot.ends_at, left) for lot, left in found if left)
+    # Who pays.
 
-    def _settle_lots(self, connection: sa.Connection, account: str, now: datetime) -> None:
-        """Bring what was taken back from the account's lots in line with what is known now."""
-        known = credit_repository.lots_of_account(connection, account)
-        if not known:
-            return
-        left = lots.left_of(known, credit_repository.flow_of_account(connection, account), now)
-        for lot in known:
-            if now < lot.over_at:
-                continue
-            taken = 0 if lot.cancelled_at else left[lot.id]
-            changes: dict[str, Any] = {} if lot.closed_at else {"closed_at": now}
-            if transfer := lots.expiry(lot, taken, now if lot.closed_at else lot.over_at):
-                repository.post(connection, transfer)
-                changes |= {"taken": taken, "takes": lot.takes + 1}
-            if changes:
-                credit_repository.update_lot(connection, lot.id, **changes)
+    def payers(self, user: str, groups: Collection[str]) -> Payers:
+        """Whom a member of these groups may let pay, and who does so usually."""
+        with self.store.read() as connection:
+            found = [
+                repository.find_account(connection, name) for name in accounts_of(user, groups)
+            ]
+            usual = usual_payer(connection, user, groups)
+        known = tuple(account for account in found if account)
+        if not known or known[0].name != member_account(user):  # not open yet
+            known = (Account(name=member_account(user)), *known)
+        return Payers(known, usual)
 
-    def _end_due_lots(self, connection: sa.Connection, account: str, now: datetime) -> None:
-        """Before a balance is relied on: nobody starts on credits that have ended."""
-        due = credit_repository.first_lot_due(connection, account)
-        if due is not None and due <= now:
-            self._settle_lots(connection, account, now)
-
-    def _settle_lots_since(
-        self, connection: sa.Connection, lease: Lease, now: datetime, newest: datetime | None
+    def keep_payer(
+        self, user: str, account: str, *, actor: str, groups: Collection[str] | None = None
     ) -> None:
-        """A lease has ended, maybe before lots ended that it was believed to spend from; the
-        ``newest`` of its account is the one that ends last."""
-        if newest is not None and lease.started_at is not None and lease.started_at < newest:
-            self._settle_lots(connection, lease.account, now)
+        """Let this account pay for the member from now on, unless they say another one.
 
-    def _note(
-        self,
-        connection: sa.Connection,
-        actor: str,
-        action: str,
-        subject: str,
-        detail: str,
-        now: datetime,
-    ) -> None:
-        closures.note(
-            connection, at=now, actor=actor, action=action, subject=subject, detail=detail
+        An account of a group pays only as long as the member is in that group; their own is
+        the default of whoever kept none. ``groups``: those of the member, None when nobody
+        can say (then it is asked at each start). Raises NotAllowed or UnknownAccount.
+        """
+        now = self.clock()
+        if groups is not None:
+            check_payer(account, user, groups)
+        elif account != member_account(user) and not check_account(account).startswith("group:"):
+            raise NotAllowed(
+                f"{account} cannot pay for {user}: a member's own account can, or group:NAME.",
+                field="account",
+            )
+        with self.store.write() as connection:
+            own = account == member_account(user)
+            if not own:
+                repository.get_account(connection, account)
+            if repository.get_payer(connection, user) == ("" if own else account):
+                return
+            repository.put_payer(connection, user, "" if own else account, now)
+            if actor != user:
+                closures.note(
+                    connection,
+                    at=now,
+                    actor=actor,
+                    action="payer",
+                    subject=member_account(user),
+                    detail=f"{account} pays for them",
+                )
+
+    def payer(self, user: str, groups: Collection[str], asked: str, *, free: bool) -> str:
+        """The account that pays for a server. Raises NotAllowed for one that may not.
+
+        ``free``: the server costs nothing, and needs no budget of a group.
+        """
+        own = member_account(user)
+        if asked:
+            check_payer(asked, user, groups)
+        if asked == own or not groups or (free and not asked):
+            return own
+        with self.store.read() as connection:
+            if not asked:
+                return usual_payer(connection, user, groups)
+            if repository.find_account(connection, asked):
+                return asked
+        raise NotAllowed(
+            f"The field 'account' names {asked!r}, which has no credits yet: an admin gives it "
+            f"some. Until then write {own}, or leave it out.",
+            field="account",
         )
+
+
+def refund_lease(
+    connection: sa.Connection,
+    lease: Lease,
+    amount: int,
+    key: str,
+    now: datetime,
+    *,
+    actor: str,
+    reason: str,
+) -> None:
+    """Give back so much of what a lease was charged, which has ended, once for the key."""
+    transfer = rules.refund(lease, amount, key=key, at=now, actor=actor, reason=reason)
+    if not repository.post(connection, transfer):
+        return
+    left = lease.charged - amount
+    outcome = lease.outcome if left else REFUNDED
+    changes = {"charged": left, "refunded": lease.refunded + amount, "outcome": outcome}
+    totals.take_out(connection, lease)
+    leases_repository.update(connection, lease.id, **changes)
+    hash_chain.seal_lease(connection, lease.id)
+    subject = f"lease {lease.id} of {lease.server}"
+    detail = f"{format_credits(amount)} credits to {lease.account}: {reason}"
+    note(connection, actor, "refund", subject, detail, now)
+
+
+def give(
+    connection: sa.Connection,
+    account: str,
+    amount: int,
+    now: datetime,
+    *,
+    actor: str,
+    reason: str,
+    key: str,
+    since: datetime | None = None,
+    until: datetime | None = None,
+) -> bool:
+    """Post a grant, with its lot when it ends. ``since``: from when a lot counts."""
+    make: Callable[..., Transfer] = rules.grant if amount > 0 else rules.adjustment
+    transfer = make(account, amount, key=key, at=now, actor=actor, reason=reason)
+    since = since or now
+    if until is not None:
+        _must_end_later(amount, since, until)
+    if not repository.post(connection, transfer):
+        return False
+    if until is not None:
+        lot = Lot(id=transfer.id, account=account, amount=amount, starts_at=since, ends_at=until)
+        credit_repository.insert_lot(connection, lot)
+        # It may have been spent already, before others that were thought to be.
+        if until <= now or credit_repository.lots_closed_since(connection, account, since):
+            lot_settlement.settle_lots(connection, account, now)
+    return True
+
+
+def note(
+    connection: sa.Connection, actor: str, action: str, subject: str, detail: str, now: datetime
+) -> None:
+    """Write a line of the audit trail."""
+    closures.note(connection, at=now, actor=actor, action=action, subject=subject, detail=detail)
 
 
 def refundable(connection: sa.Connection, lease: Lease) -> int:
@@ -386,86 +496,7 @@ def _signed(amount: int) -> str:
     return f"{'+' if amount > 0 else ''}{format_credits(amount, 6).rstrip('0').rstrip('.')}"
 
 
-@dataclass(frozen=True, slots=True)
-class Payers:
-    """The accounts that a member may draw on."""
-
-    accounts: tuple[Account, ...]
-    """Those that are open, the member's own first."""
-    usual: str
-    """The name of the one that pays when the member does not say it."""
-
-
-class Paying(Core):
-    """The part of the broker that knows who pays."""
-
-    def payers(self, user: str, groups: Collection[str]) -> Payers:
-        """Whom a member of these groups may let pay, and who does so usually."""
-        with self.store.read() as connection:
-            found = [
-                repository.find_account(connection, name) for name in accounts_of(user, groups)
-            ]
-            usual = self._usual_payer(connection, user, groups)
-        known = tuple(account for account in found if account)
-        if not known or known[0].name != member_account(user):  # not open yet
-            known = (Account(name=member_account(user)), *known)
-        return Payers(known, usual)
-
-    def keep_payer(
-        self, user: str, account: str, *, actor: str, groups: Collection[str] | None = None
-    ) -> None:
-        """Let this account pay for the member from now on, unless they say another one.
-
-        An account of a group pays only as long as the member is in that group; their own is
-        the default of whoever kept none. ``groups``: those of the member, None when nobody
-        can say (then it is asked at each start). Raises NotAllowed or UnknownAccount.
-        """
-        now = self.clock()
-        if groups is not None:
-            check_payer(account, user, groups)
-        elif account != member_account(user) and not check_account(account).startswith("group:"):
-            raise NotAllowed(
-                f"{account} cannot pay for {user}: a member's own account can, or group:NAME.",
-                field="account",
-            )
-        with self.store.write() as connection:
-            own = account == member_account(user)
-            if not own:
-                repository.get_account(connection, account)
-            if repository.get_payer(connection, user) == ("" if own else account):
-                return
-            repository.put_payer(connection, user, "" if own else account, now)
-            if actor != user:
-                closures.note(
-                    connection,
-                    at=now,
-                    actor=actor,
-                    action="payer",
-                    subject=member_account(user),
-                    detail=f"{account} pays for them",
-                )
-
-    def _payer(self, user: str, groups: Collection[str], asked: str, *, free: bool) -> str:
-        """The account that pays for a server. Raises NotAllowed for one that may not.
-
-        ``free``: the server costs nothing, and needs no budget of a group.
-        """
-        own = member_account(user)
-        if asked:
-            check_payer(asked, user, groups)
-        if asked == own or not groups or (free and not asked):
-            return own
-        with self.store.read() as connection:
-            if not asked:
-                return self._usual_payer(connection, user, groups)
-            if repository.find_account(connection, asked):
-                return asked
-        raise NotAllowed(
-            f"The field 'account' names {asked!r}, which has no credits yet: an admin gives it "
-            f"some. Until then write {own}, or leave it out.",
-            field="account",
-        )
-
-    def _usual_payer(self, connection: sa.Connection, user: str, groups: Collection[str]) -> str:
-        kept = repository.get_payer(connection, user)
-        return kept if kept in accounts_of(user, groups) else member_account(user)
+def usual_payer(connection: sa.Connection, user: str, groups: Collection[str]) -> str:
+    """The account that pays for a member of these groups who does not say which."""
+    kept = repository.get_payer(connection, user)
+    return kept if kept in accounts_of(user, groups) else member_account(user)

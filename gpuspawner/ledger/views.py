@@ -80,7 +80,7 @@ class StatementPage(Page):
         text = self.get_query_argument("before", "")
         before = whole(text, "before", 1, LAST) if text else None
         if name:
-            await self.read(self.broker.account, account)  # which must be there
+            await self.read(self.broker.ledger.account, account)  # which must be there
         own = account == member_account(self.user)
         self.show(
             "statement.html",
@@ -123,7 +123,7 @@ class StatementCSV(CSVHandler):
         account = account_of(name) if name else member_account(self.user)
         await web_base.must_read(self, account)
         if name:
-            await self.read(self.broker.account, account)
+            await self.read(self.broker.ledger.account, account)
         self.begin(f"statement-{account}")
         await self.send(COLUMNS, self._rows(account))
 
@@ -197,7 +197,7 @@ class PayerForm(MemberPage):
     @web.authenticated
     async def post(self) -> None:
         keep = partial(
-            self.broker.keep_payer,
+            self.broker.ledger.keep_payer,
             self.user,
             str(self.get_body_argument("account", ""))[:300],
             actor=self.user,
@@ -400,13 +400,13 @@ class GrantForm(AccountPage):
                 web_base.must_take(self, account)
             reason = checked_reason(self.field("reason"), needed=True)
             until = date_of(typed["until"], "until", self.broker.rate_zone)
-            before = await self.broker.read(self.broker.account, account)
+            before = await self.broker.read(self.broker.ledger.account, account)
             if not self.confirmed:
                 self._ask(account, amount, reason, before.balance, until)
                 return
             key = key_of(self.field("key"))
             done = await self.broker.run(
-                self.broker.grant,
+                self.broker.ledger.grant,
                 account,
                 amount,
                 actor=self.actor,
@@ -559,9 +559,9 @@ class GrantAPI(ChangingAPI):
         # Whose key it is: nobody uses up another's.
         its_key = f"api:{self.actor}:{account}:{key}"
         done = await self.do(
-            self.broker.grant, account, micro, reason=reason, key=its_key, until=ends
+            self.broker.ledger.grant, account, micro, reason=reason, key=its_key, until=ends
         )
-        found = await self.read(self.broker.account, account)
+        found = await self.read(self.broker.ledger.account, account)
         self.answer(
             {
                 "granted": done,

@@ -26,7 +26,7 @@ from ..leases.models import Lease, LeasedDevice
 from ..leases.sessions import end_clock
 from ..ledger import repository as ledger_repository
 from ..ledger import rules as ledger_rules
-from ..ledger.service import Giving, refundable
+from ..ledger.service import note, refund_lease, refundable
 from ..notifications import repository as notifications_repository
 from ..notifications.models import Notice, NoticeKind
 from .health import (
@@ -82,7 +82,7 @@ class OnSick:
         return next(each for each in self.lease.devices if each.uuid == self.sick.uuid)
 
 
-class Health(Leaks, Giving, Machines):
+class Health(Leaks, Machines):
     """The part of the broker that knows which devices are sick."""
 
     when_sick = Dict(
@@ -194,7 +194,7 @@ class Health(Leaks, Giving, Machines):
                 devices_repository.put_health(
                     connection, StoredHealth(uuid, probe_failed(known.state, now), failure)
                 )
-                self._note(connection, HEALTH, "probe", uuid, f"failed: {failure}", now)
+                note(connection, HEALTH, "probe", uuid, f"failed: {failure}", now)
                 return True
             devices_repository.put_health(
                 connection, StoredHealth(uuid, returned(known.state, now))
@@ -202,7 +202,7 @@ class Health(Leaks, Giving, Machines):
             closed = closures.load(connection).get(uuid)
             if closed is not None and closed.actor == HEALTH:
                 closures.reopen(connection, uuid)
-                self._note(connection, HEALTH, "undrain", uuid, "the probe passed", now)
+                note(connection, HEALTH, "undrain", uuid, "the probe passed", now)
             left = self._closed_on(uuid, closed_devices(closures.load(connection)))
         if opened and not left:
             self._open_there(uuid)  # it may have been closed once more before this was written
@@ -287,7 +287,7 @@ class Health(Leaks, Giving, Machines):
         if before is not None and (before.actor == LEAK or before.actor.startswith(KEEPER)):
             closures.reopen(connection, uuid)  # it was kept for somebody, or to be empty: no more
         if closures.close(connection, Closure(uuid, now, HEALTH, reason)):
-            self._note(connection, HEALTH, "drain", uuid, reason, now)
+            note(connection, HEALTH, "drain", uuid, reason, now)
         fault_at = state.fault_at or now
         known = {
             each.uuid: each
@@ -342,7 +342,7 @@ class Health(Leaks, Giving, Machines):
         amount = min(self._owed_back(lease, sick), refundable(connection, lease))
         if amount and ledger_repository.of_key(connection, key) is None:
             reason = f"a GPU was sick: {sick.reason}"
-            self._refund(connection, lease, amount, key, now, actor=HEALTH, reason=reason)
+            refund_lease(connection, lease, amount, key, now, actor=HEALTH, reason=reason)
             self.log.info("Lease %s of %s: %s", lease.id, lease.server, reason)
         devices_repository.settle_sick_lease(connection, lease_id, now, amount)
 

@@ -83,7 +83,7 @@ class Queue(Places, QueueSettings):
         """
         terms = terms or Terms()
         free = not request.devices
-        account = account or self._payer(server.user, terms.groups, terms.account, free=free)
+        account = account or self.ledger.payer(server.user, terms.groups, terms.account, free=free)
         acquire = partial(
             self.acquire, server, request, engine=engine, account=account, terms=terms
         )
@@ -315,7 +315,7 @@ class Queue(Places, QueueSettings):
 
     def _payer_now(self, connection: sa.Connection, name: str, now: datetime) -> Account:
         """The account less all that its servers owe, though it was not charged yet."""
-        account = self._open_account(connection, name, now)
+        account = self.ledger.open_in(connection, name, now)
         return ledger_rules.owing(
             [lease for lease, _ in leases_repository.paying(connection, name)], account, now
         )

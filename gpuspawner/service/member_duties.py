@@ -165,8 +165,8 @@ class Refilling:
         After a day without the service there may be many occurrences: each is given, in its
         order. A refill that cannot be given now keeps no other one waiting.
         """
-        await self.broker.run(self.broker.end_lots)
-        for refill in await self.broker.run(self.broker.due_refills):
+        await self.broker.run(self.broker.ledger.end_lots)
+        for refill in await self.broker.run(self.broker.refills.due_refills):
             part = f"Refill {refill.id}"
             try:
                 await self._give(refill)
@@ -177,7 +177,7 @@ class Refilling:
 
     async def _give(self, refill: Refill) -> None:
         members = await self._members(refill)
-        while await self.broker.run(self.broker.give_refill, refill.id, members):
+        while await self.broker.run(self.broker.refills.give_refill, refill.id, members):
             pass
 
     async def _members(self, refill: Refill) -> dict[str, frozenset[str]]:

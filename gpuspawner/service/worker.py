@@ -189,7 +189,7 @@ class Tick:
         """Charge every running lease whose time has come; after a pause that is all of them, in
         portions between which others write."""
         every = timedelta(seconds=self.charge_seconds)
-        while await self.broker.run(self.broker.charge_portion, every, PORTION) >= PORTION:
+        while await self.broker.run(self.broker.ledger.charge_portion, every, PORTION) >= PORTION:
             await asyncio.sleep(BETWEEN_PORTIONS)
 
     @property

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
 from ..core.errors import GPUSpawnerError, SlurmRefused, SlurmUnavailable, StoreUnavailable
 from ..devices import closures
 from ..leases.models import Lease
-from ..ledger import credit_repository, usage
+from ..ledger import credit_repository, lot_settlement, usage
 from ..ledger import repository as ledger_repository
 from ..ledger.pricing import RateCard
+from ..ledger.service import usual_payer
 from ..queue import repository as queue_repository
 from . import repository
 from .accounts import by_user
@@ -102,14 +102,6 @@ class Debited:
 
 class JobBilling(Admitting):
     """The part of the broker that charges for jobs beside servers."""
-
-    if TYPE_CHECKING:
-
-        def _usual_payer(
-            self, connection: sa.Connection, user: str, groups: Collection[str]
-        ) -> str: ...
-
-        def _settle_lots(self, connection: sa.Connection, account: str, now: datetime) -> None: ...
 
     _told: dict[str, str] = {}
     """The jobs that could not be charged, and what was said of each."""
@@ -357,7 +349,7 @@ class JobBilling(Admitting):
             raise ValueError(f"job {run.label} has not started: there is nothing to charge")
         member = users.get(run.user)
         parts = parts_of(run, cluster)
-        payer = self._usual_payer(connection, member, groups.get(member, ())) if member else None
+        payer = usual_payer(connection, member, groups.get(member, ())) if member else None
         job = BatchJob(
             id=job_id(cluster.name, run),
             cluster=cluster.name,
@@ -397,7 +389,7 @@ class JobBilling(Admitting):
             )
             posted = transfer is not None and ledger_repository.post(connection, transfer)
             if posted and credit_repository.lots_closed_since(connection, job.account, until):
-                self._settle_lots(connection, job.account, now)
+                lot_settlement.settle_lots(connection, job.account, now)
         repository.update(
             connection,
             job.id,

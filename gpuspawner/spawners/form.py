@@ -314,11 +314,11 @@ class GPUSpawnerForm(GPUSpawnerLinks):
     def _know(self, user: str, groups: frozenset[str]) -> FormContext:
         """Asks the store; who comes for the first time gets the opening grant now."""
         try:
-            account = self.broker.account(member_account(user))
+            account = self.broker.ledger.account(member_account(user))
         except UnknownAccount:
-            account = self.broker.open_account(user)
-        payers = self.broker.payers(user, groups)
-        ending = self.broker.ending_of([each.name for each in payers.accounts])
+            account = self.broker.ledger.open_account(user)
+        payers = self.broker.ledger.payers(user, groups)
+        ending = self.broker.ledger.ending_of([each.name for each in payers.accounts])
         return FormContext(self.broker.overview(), account, payers, ending)
 
     def _limits(self, catalog: Catalog, usual: Environment) -> FormLimits:

@@ -156,7 +156,7 @@ def member(broker: Broker, user: str, warn_minutes: Sequence[float]) -> Member:
     """The figures of one member."""
     now = broker.clock()
     opened = broker.open_leases()
-    account = broker.member(user)
+    account = broker.ledger.member(user)
     past = broker.reports.find_leases(user=user, limit=SESSIONS).found
     return Member(
         now=now,
@@ -255,7 +255,7 @@ def all_funds(
     warn_minutes: Sequence[float],
 ) -> tuple[Funds, ...]:
     """Several accounts; what of them ends is looked at where something runs that costs."""
-    ending = broker.ending_of({lease.account for lease in opened if lease.rate})
+    ending = broker.ledger.ending_of({lease.account for lease in opened if lease.rate})
     return tuple(
         funds(account, opened, now, warn_minutes, _told(ending.get(account.name, ())))
         for account in accounts
@@ -264,7 +264,7 @@ def all_funds(
 
 def ending_of(broker: Broker, account: str) -> tuple[Ending, ...]:
     """What of an account's balance ends."""
-    return _told(broker.ending_of([account]).get(account, ()))
+    return _told(broker.ledger.ending_of([account]).get(account, ()))
 
 
 def _told(ending: Collection[tuple[datetime, int]]) -> tuple[Ending, ...]:
@@ -419,7 +419,7 @@ def lasting(some: Funds, overview: Overview, now: datetime) -> tuple[Lasting, ..
 
 def funds_of(broker: Broker, account: str, warn_minutes: tuple[float, ...]) -> Funds:
     """Balance and holds of an account up to this second. Raises UnknownAccount."""
-    found: Account = broker.account(account)
+    found: Account = broker.ledger.account(account)
     ending = ending_of(broker, account)
     return funds(found, broker.open_leases(), broker.clock(), warn_minutes, ending)
 
@@ -467,7 +467,7 @@ def look(
         had, offered = folders_of(broker, user)
         ended = broker.membership_end(user)
         spaces = broker.storage.workspaces_of(user)
-        payers = broker.payers(user, groups)
+        payers = broker.ledger.payers(user, groups)
         resting, sick, lost = broker.idle.resting(user), broker.sick_of(user), broker.lost_of(user)
         drawn = of_leases(broker, [some.lease for some in mine.running])
     return MemberView(

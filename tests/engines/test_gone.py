@@ -36,7 +36,7 @@ def broker(clean_engine: PrivateEngine, new_file: Callable[[], str]) -> Iterator
     """A store with one device, which the engine's stand-in hook has too."""
     broker = Broker(database_url=new_file(), device_source=FLEET)
     clean_engine.set_devices(device.uuid for device in broker.look().devices)
-    broker.open_account("ada")
+    broker.ledger.open_account("ada")
     broker.engine_ids["docker"] = open_engine(clean_engine.url).identity()
     yield broker
     Store.open(broker.database_url).close()

@@ -198,7 +198,7 @@ def test_a_member_who_waits_for_another_image_goes_first(
     registry.add("mine", {"program": b"m"}, SETTINGS)
     names = {slug: f"{registry.repository}:{slug}" for slug in ("lab", "mine")}
     service = Service(tmp_path, small, names)
-    service.broker.open_account("ada")
+    service.broker.ledger.open_account("ada")
     registry.rate = 500_000
     looking = threading.Thread(target=service.pulling.look)
     looking.start()

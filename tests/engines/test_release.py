@@ -35,7 +35,7 @@ def broker(clean_engine: PrivateEngine, tmp_path: Path) -> Iterator[Broker]:
     text = CONFIG.format(engine=clean_engine.url, database=database)
     (tmp_path / "jupyterhub_config.py").write_text(text)
     broker = Broker(database_url=database, device_source="simulated:2xT4")
-    broker.open_account("ada")
+    broker.ledger.open_account("ada")
     yield broker
     Store.open(database).close()
 

@@ -50,7 +50,7 @@ class Site:
             url, device_source="simulated:1xT4", folder_source=f"{folder}/folders/{{id}}"
         )
         for user in ("anna", "bert"):
-            self.broker.open_account(user)
+            self.broker.ledger.open_account(user)
 
     def __call__(self, *words: str, code: int = 0) -> str:
         """What a command printed, errors too; in this process, to import JupyterHub once."""

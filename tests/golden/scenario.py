@@ -35,7 +35,7 @@ def fill(site: Any) -> None:
     for user in ("ada", "bob", "cleo", "dan", "eve", "admin"):  # the Hub opens none later
         clock.forward(seconds=1)
         broker.membership_returned(user, actor="sign-in")
-        broker.open_account(user)
+        broker.ledger.open_account(user)
     _give_credits(broker, clock)
     clock.forward(minutes=1)
     broker.import_roster(ROSTER.encode(), actor="kim")
@@ -48,16 +48,16 @@ def fill(site: Any) -> None:
 
     past = start(broker, clock, "ada", "short", model="T4", environment="torch")
     clock.forward(minutes=90)
-    broker.charge_all()
+    broker.ledger.charge_all()
     broker.release(past.id, ended_at=clock(), reason="stopped")
     clock.forward(minutes=1)
-    broker.refund(past.id, MICRO // 4, actor="kim", reason="A slow disk")
+    broker.ledger.refund(past.id, MICRO // 4, actor="kim", reason="A slow disk")
     clock.forward(minutes=1)
-    wrong = broker.grant("member:bob", 50 * MICRO, actor="kim", reason="For the wrong Bob")
+    wrong = broker.ledger.grant("member:bob", 50 * MICRO, actor="kim", reason="For the wrong Bob")
     assert wrong
     clock.forward(minutes=1)
-    line = broker.statement("member:bob")[0]
-    broker.reverse(line.transfer_id, actor="kim", reason="The wrong Bob")
+    line = broker.ledger.statement("member:bob")[0]
+    broker.ledger.reverse(line.transfer_id, actor="kim", reason="The wrong Bob")
 
     adas = start(broker, clock, "ada", model="A100", seconds=4 * HOUR, environment="torch")
     bobs = start(broker, clock, "bob", model="A100", account="group:ml", environment="torch")
@@ -79,26 +79,28 @@ def fill(site: Any) -> None:
     broker.idle.judge_idle({lease.server: None for lease in (adas, bobs)})
     broker.tell_lost(adas.id)
     find_sick(broker, clock, cleos)
-    broker.charge_all()
+    broker.ledger.charge_all()
     clock.forward(minutes=1)
 
 
 def _give_credits(broker: Broker, clock: Clock) -> None:
     clock.forward(minutes=1)
-    broker.grant("member:ada", 25 * MICRO, actor="kim", reason="Homework 3")
+    broker.ledger.grant("member:ada", 25 * MICRO, actor="kim", reason="Homework 3")
     clock.forward(minutes=1)
-    broker.open_group_account("ml", actor="kim")
+    broker.ledger.open_group_account("ml", actor="kim")
     clock.forward(minutes=1)
     until = clock() + timedelta(days=60)
-    broker.grant("group:ml", 500 * MICRO, actor="kim", reason="The course's budget", until=until)
+    broker.ledger.grant(
+        "group:ml", 500 * MICRO, actor="kim", reason="The course's budget", until=until
+    )
     clock.forward(minutes=1)
     broker.set_rate("0.5", model="T4", actor="kim", reason="Old cards")
     clock.forward(minutes=1)
     rule = "FREQ=WEEKLY;BYDAY=MO;BYHOUR=6"
-    plan = broker.plan_refill(
+    plan = broker.refills.plan_refill(
         rule, amount=10 * MICRO, audience=["members:ml"], actor="kim", reason="Each week"
     )
-    broker.add_refill(plan)
+    broker.refills.add_refill(plan)
 
 
 def start(
@@ -181,24 +183,24 @@ def _credits(fresh: Open) -> Iterator[tuple[str, Broker]]:
         broker, clock = fresh(when_dry=policies, opening_grant=4, gpu_rates={"*": 4})
         start(broker, clock, "ada", seconds=6 * HOUR, groups=frozenset({group} - {""}))
         clock.forward(minutes=40)
-        broker.charge_all()
+        broker.ledger.charge_all()
         broker.see_to("member:ada", [30])
         yield f"credits low, then {name}", broker
         clock.forward(minutes=25)
-        broker.charge_all()
+        broker.ledger.charge_all()
         broker.see_to("member:ada", [30])
         yield f"no credits left, {name}", broker
         clock.forward(hours=1)
-        broker.charge_all()
+        broker.ledger.charge_all()
         broker.see_to("member:ada", [30])
         yield f"stopped without credits, {name}", broker
     broker, clock = fresh(gpu_rates={"*": 4})
-    broker.open_group_account("ml", actor="kim")
-    broker.grant("group:ml", 8 * MICRO, actor="kim", reason="Budget")
+    broker.ledger.open_group_account("ml", actor="kim")
+    broker.ledger.grant("group:ml", 8 * MICRO, actor="kim", reason="Budget")
     for server in ("", "night"):
         start(broker, clock, "ada", server, account="group:ml")
     clock.forward(minutes=45)
-    broker.charge_all()
+    broker.ledger.charge_all()
     broker.see_to("group:ml", [30])
     yield "a group's credits low, two servers", broker
 

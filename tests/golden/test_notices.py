@@ -26,7 +26,7 @@ def fresh(new_file: Callable[[], str], site: Site) -> Any:
         broker = Broker(clock=clock, database_url=new_file(), device_source=FLEET, **settings)
         made.append(broker)
         for user in ("ada", "bob", "cleo"):
-            broker.open_account(user)
+            broker.ledger.open_account(user)
         return broker, clock
 
     yield make

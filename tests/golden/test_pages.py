@@ -71,9 +71,9 @@ def filled(site: Site, path: str) -> str:
     lease = broker.leases_of("member:ada")[0].id
     return (
         path.replace("LEASE", lease)
-        .replace("TRANSFER", broker.statement("member:ada")[-1].transfer_id)
+        .replace("TRANSFER", broker.ledger.statement("member:ada")[-1].transfer_id)
         .replace("TICKET", next(t.id for t in broker.waiting() if t.server.user == "eve"))
-        .replace("REFILL", broker.refills()[0].id)
+        .replace("REFILL", broker.refills.all_refills()[0].id)
         .replace("FOLDER", broker.shared_folders.folders("ada")[0].id)
     )
 

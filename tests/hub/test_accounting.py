@@ -124,7 +124,7 @@ def test_an_account_runs_dry(poor_hub: PayingHub) -> None:
     assert settled.ended_at is not None
     assert settled.ended_at - told.warned_at >= GRACE
     wait_for(lambda: hub.server("ada") is None, "the Hub to know")
-    assert hub.broker.member("ada").balance == 3 * MICRO - settled.charged
+    assert hub.broker.ledger.member("ada").balance == 3 * MICRO - settled.charged
     assert hub.broker.overview().free == 3
     stop = "Stopping ada: the credits ran out"
     wait_for(lambda: stop in hub.service_lines(), "a line of it")
@@ -143,7 +143,7 @@ def test_credits_in_time_keep_the_server(poor_hub: PayingHub) -> None:
     hub = poor_hub
     lease = hub.start_server("bob", gpus=1)
     warned_at = wait_for(lambda: hub.broker.lease(lease.id).warned_at, "the warning", timeout=15)
-    hub.broker.grant(lease.account, 1000 * MICRO, actor="admin", reason="a gift")
+    hub.broker.ledger.grant(lease.account, 1000 * MICRO, actor="admin", reason="a gift")
     wait_for(lambda: hub.broker.lease(lease.id).warned_at is None, "it to be taken back")
     wait_for(lambda: hub.broker.clock() > warned_at + GRACE, "the end of the grace")
     hub.wait_rounds(1, "charges", "credits", "sessions")
@@ -168,8 +168,8 @@ def test_the_service_is_killed_and_comes_back(hub: PayingHub) -> None:
     assert back.charged > owed(back.rate, down_since, hub.broker.clock()) - 5 * MICRO
     hub.stop_server("goes-on")
     settled = ended(hub, goes_on)
-    assert hub.broker.member("goes-on").balance == 10000 * MICRO - settled.charged
-    lines = hub.broker.statement("member:goes-on", limit=1000)
+    assert hub.broker.ledger.member("goes-on").balance == 10000 * MICRO - settled.charged
+    lines = hub.broker.ledger.statement("member:goes-on", limit=1000)
     assert -sum(line.amount for line in lines if line.lease_id == goes_on.id) == settled.charged
 
 

@@ -44,11 +44,11 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
     """Ada and Bob are in ml101; Cleo is not."""
     with PayingHub(tmp_path_factory.mktemp("admin") / "hub", CONFIG) as hub:
         for user in ("ada", "bob", "cleo"):
-            hub.broker.open_account(user)
+            hub.broker.ledger.open_account(user)
         hub.api("POST", "users/cleo").raise_for_status()
         hub.broker.set_rate("2.5", model="T4", hours="Sat, Sun", actor="kim", reason="weekends")
-        hub.broker.add_refill(
-            hub.broker.plan_refill(
+        hub.broker.refills.add_refill(
+            hub.broker.refills.plan_refill(
                 "FREQ=MONTHLY;BYMONTHDAY=1",
                 amount=10 * MICRO,
                 audience=["everybody"],
@@ -85,7 +85,7 @@ def test_they_are_for_admins(hub: PayingHub, path: str) -> None:
     assert hub.page("ada", path).status_code == 403
     refused = send(hub, "ada", path, confirm="yes", lines="ada,5,x", rate="0", **WEEKLY)
     assert refused.status_code == 403
-    assert len(hub.broker.refills()) == 1
+    assert len(hub.broker.refills.all_refills()) == 1
     assert hub.json("ada", "refills").status_code == 403
     told = hub.json("ada", "rates").json()["rates"]
     assert told[0]["rate_per_hour"] == "2.500000"
@@ -97,23 +97,23 @@ def test_they_are_for_admins(hub: PayingHub, path: str) -> None:
 
 
 def test_a_file_is_shown_then_given_once(hub: PayingHub) -> None:
-    before = {user: hub.broker.member(user).balance for user in ("ada", "bob")}
+    before = {user: hub.broker.ledger.member(user).balance for user in ("ada", "bob")}
     lines = "\ufeffmember;amount;reason\r\nada;2.5;week 1\r\nbob;3;<week> 1\r\n"
     shown = words(send(hub, ADMIN, "bulk", lines=lines))
     assert "What it would do 2 lines, 5.50 credits" in shown
     assert "&lt;week&gt; 1" in shown
-    assert {user: hub.broker.member(user).balance for user in before} == before
+    assert {user: hub.broker.ledger.member(user).balance for user in before} == before
     done = words(send(hub, ADMIN, "bulk", lines=lines, confirm="yes"))
     assert "5.50 credits were given to 2 accounts." in done
     again = send(hub, ADMIN, "bulk", lines=lines, confirm="yes")
     assert again.status_code == 400
     assert "The same grants were given at" in words(again)
-    assert hub.broker.member("ada").balance == before["ada"] + 5 * MICRO // 2
-    assert hub.broker.member("bob").balance == before["bob"] + 3 * MICRO
+    assert hub.broker.ledger.member("ada").balance == before["ada"] + 5 * MICRO // 2
+    assert hub.broker.ledger.member("bob").balance == before["bob"] + 3 * MICRO
 
 
 def test_a_file_is_uploaded_and_confirmed(hub: PayingHub, browser: Browser) -> None:
-    before = hub.broker.member("cleo").balance
+    before = hub.broker.ledger.member("cleo").balance
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     sign_in(page, hub, ADMIN, "bulk")
@@ -129,8 +129,8 @@ def test_a_file_is_uploaded_and_confirmed(hub: PayingHub, browser: Browser) -> N
         page.get_by_role("button", name="Give all of it").click()
     assert "51.00 credits were given to 2 accounts." in page.inner_text("main")
     context.close()
-    assert hub.broker.member("cleo").balance == before + MICRO
-    assert hub.broker.account("group:ml101").balance == 50 * MICRO
+    assert hub.broker.ledger.member("cleo").balance == before + MICRO
+    assert hub.broker.ledger.account("group:ml101").balance == 50 * MICRO
     group = words(hub.page(ADMIN, "accounts/group:ml101"))
     assert "Members of this group may draw on it: ada, bob." in group
     assert hub.json("ada", "accounts/group:ml101").json()["balance"] == "50.000000"
@@ -139,18 +139,18 @@ def test_a_file_is_uploaded_and_confirmed(hub: PayingHub, browser: Browser) -> N
 
 
 def test_a_member_keeps_who_pays(hub: PayingHub) -> None:
-    hub.broker.grant_file(
+    hub.broker.bulk_grants.grant_file(
         b"group:ml101,20", actor="kim", reason="x", open_accounts=True, again=True
     )
     page = words(hub.page("ada"))
     assert "Who pays for me" in page and "group:ml101" in page
     done = words(send(hub, "ada", "payer", account="group:ml101"))
     assert "Kept: group:ml101 pays when you do not say another one." in done
-    assert hub.broker.payers("ada", ["ml101"]).usual == "group:ml101"
+    assert hub.broker.ledger.payers("ada", ["ml101"]).usual == "group:ml101"
     for account in ("member:bob", "group:other", "system:grants", "x", ""):
         refused = send(hub, "ada", "payer", account=account)
         assert refused.status_code in (400, 403), account
-        assert hub.broker.payers("ada", ["ml101"]).usual == "group:ml101"
+        assert hub.broker.ledger.payers("ada", ["ml101"]).usual == "group:ml101"
     assert "Who pays for me" not in words(hub.page("cleo"))
     stranger = send(hub, "cleo", "payer", account="group:ml101")
     assert stranger.status_code == 403
@@ -170,12 +170,12 @@ def test_a_member_keeps_who_pays(hub: PayingHub) -> None:
     ],
 )
 def test_a_file_with_a_mistake_gives_nothing(hub: PayingHub, lines: str, sentence: str) -> None:
-    before = hub.broker.accounts()
+    before = hub.broker.ledger.accounts()
     answer = send(hub, ADMIN, "bulk", lines=lines, confirm="yes")
     assert answer.status_code == 400
     assert "Nothing was given." in words(answer)
     assert sentence in words(answer)
-    assert hub.broker.accounts() == before
+    assert hub.broker.ledger.accounts() == before
 
 
 # What a running server is told.
@@ -225,13 +225,13 @@ def test_credits_are_given_until_a_day(hub: PayingHub) -> None:
     assert "They end" in asked
     done = send(hub, ADMIN, path, until="2999-07-01", confirm="yes", **sent)
     assert "The credits were given." in words(done)
-    ((ends_at, left),) = hub.broker.ending_of(["member:bob"])["member:bob"]
+    ((ends_at, left),) = hub.broker.ledger.ending_of(["member:bob"])["member:bob"]
     assert (f"{ends_at:%Y-%m-%d %H:%M}", left) == ("2999-06-30 22:00", 7 * MICRO)
     assert "7.00 of them end at" in words(hub.page("bob"))
     for until in ("soon", "2020-01-01", "2999-02-30"):
         refused = send(hub, ADMIN, path, **{**sent, "until": until, "confirm": "yes", "key": "k"})
         assert refused.status_code == 400, until
-    assert len(hub.broker.lots_of("member:bob")) == 1
+    assert len(hub.broker.ledger.lots_of("member:bob")) == 1
 
 
 # Rates and refills.
@@ -283,14 +283,14 @@ def test_a_refill_is_previewed_made_and_ended(hub: PayingHub) -> None:
     asked = words(send(hub, ADMIN, "refills", **WEEKLY))
     assert "Make this refill?" in asked
     assert "50.00 credits to 2 accounts: member:ada 25.00, member:bob 25.00" in asked
-    assert len(hub.broker.refills()) == 1
+    assert len(hub.broker.refills.all_refills()) == 1
     for _ in range(2):
         done = words(send(hub, ADMIN, "refills", confirm="yes", key="weekly-1", **WEEKLY))
         assert "The refill is made." in done
-    (made,) = [refill for refill in hub.broker.refills() if refill.made_by == ADMIN]
+    (made,) = [refill for refill in hub.broker.refills.all_refills() if refill.made_by == ADMIN]
     assert "End this refill?" in words(send(hub, ADMIN, f"refills/{made.id}/end"))
     assert "The refill is ended" in words(send(hub, ADMIN, f"refills/{made.id}/end", confirm="yes"))
-    assert len(hub.broker.refills()) == 1
+    assert len(hub.broker.refills.all_refills()) == 1
     trail = hub.json(ADMIN, "trail?search=refill").json()["changes"]
     assert {"refill_add", "refill_end"} <= {change["action"] for change in trail}
 
@@ -318,4 +318,4 @@ def test_a_refill_with_a_mistake_is_not_made(
     answer = send(hub, ADMIN, "refills", confirm="yes", **{**WEEKLY, **fields})
     assert answer.status_code == 400
     assert sentence in words(answer)
-    assert len(hub.broker.refills()) == 1
+    assert len(hub.broker.refills.all_refills()) == 1

@@ -103,7 +103,7 @@ def balance(hub: HubProcess, user: str) -> int | None:
         database_url=f"sqlite:///{hub.folder}/store.sqlite", device_source="simulated:1xT4"
     )
     try:
-        return {account.name: account.balance for account in broker.accounts()}.get(
+        return {account.name: account.balance for account in broker.ledger.accounts()}.get(
             f"member:{user}"
         )
     finally:

@@ -212,7 +212,7 @@ def some_broker(folder: Path, devices: int) -> Iterator[Broker]:
     """A broker of a test's own, with very many GPUs."""
     source = f"simulated:{devices}xA100-80GB"
     broker = Broker(database_url=f"sqlite:///{folder}/x.sqlite", device_source=source)
-    broker.open_account("ada")
+    broker.ledger.open_account("ada")
     yield broker
     broker.store.close()
 

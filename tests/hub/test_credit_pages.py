@@ -45,13 +45,13 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
     somebody unknown a job of sbatch ended yesterday."""
     with PayingHub(tmp_path_factory.mktemp("credits") / "hub", CONFIG) as hub:
         for user in ("ada", "bob"):
-            hub.broker.open_account(user)
+            hub.broker.ledger.open_account(user)
         hub.start_server("ada", "past", gpus=1, gpu_model="A100")
         wait_for(lambda: seen_for_a_second(past_lease(hub)), "proof of a second's session")
         hub.stop_server("ada", "past")
         hub.start_server("ada", gpus=1)
-        hub.broker.grant("member:ada", 12 * MICRO, actor="kim", reason=TRICK)
-        hub.broker.open_account("carl")
+        hub.broker.ledger.grant("member:ada", 12 * MICRO, actor="kim", reason=TRICK)
+        hub.broker.ledger.open_account("carl")
         began = hub.broker.clock() - timedelta(days=1)
         look_since(hub.broker, began)
         jobs = [run(1, began, 5400, gpus={"a100": 2}, user="carl"), run(2, began, user="eve")]
@@ -262,7 +262,7 @@ def press(page: Page, name: str) -> None:
 
 def test_an_admin_gives_credits_and_takes_them_back(hub: PayingHub, browser: Browser) -> None:
     """Without JavaScript, by keyboard: given, undone by its opposite, and given again."""
-    before = hub.broker.member("bob").balance
+    before = hub.broker.ledger.member("bob").balance
     context = browser.new_context(viewport=PHONE, java_script_enabled=False)
     page = context.new_page()
     sign_in(page, hub, ADMIN, "accounts/member:bob")
@@ -271,17 +271,17 @@ def test_an_admin_gives_credits_and_takes_them_back(hub: PayingHub, browser: Bro
     press(page, "Give")
     screenshot(page, "credits-confirm-phone")
     assert "Give credits to member:bob?" in page.inner_text("main")
-    assert hub.broker.member("bob").balance == before
+    assert hub.broker.ledger.member("bob").balance == before
     press(page, "Give them")
     assert "The credits were given." in page.inner_text("main")
-    assert hub.broker.member("bob").balance == before + 5 * MICRO // 2
+    assert hub.broker.ledger.member("bob").balance == before + 5 * MICRO // 2
     page.get_by_role("link", name="Grant by admin").first.click()
     page.get_by_label("Reason, which its member reads").fill("the wrong Bob")
     press(page, "Undo")
-    assert hub.broker.member("bob").balance == before + 5 * MICRO // 2
+    assert hub.broker.ledger.member("bob").balance == before + 5 * MICRO // 2
     press(page, "Undo it")
     assert "undone by this one" in page.inner_text("main")
-    assert hub.broker.member("bob").balance == before
+    assert hub.broker.ledger.member("bob").balance == before
     context.close()
     statement = words(hub.page("bob", "statement"))
     assert "a &lt;present&gt;" in statement and "the wrong Bob" in statement
@@ -290,15 +290,15 @@ def test_an_admin_gives_credits_and_takes_them_back(hub: PayingHub, browser: Bro
 
 
 def test_a_form_that_is_sent_twice_gives_once(hub: PayingHub) -> None:
-    before = hub.broker.member("bob").balance
+    before = hub.broker.ledger.member("bob").balance
     fields = {"amount": "3", "reason": "once", "confirm": "yes", "key": "0123456789abcdef"}
     assert "The credits were given." in words(
         send(hub, ADMIN, "accounts/member:bob/grant", **fields)
     )
     again = send(hub, ADMIN, "accounts/member:bob/grant", **fields)
     assert "nothing was changed" in words(again)
-    assert hub.broker.member("bob").balance == before + 3 * MICRO
-    hub.broker.grant("member:bob", -3 * MICRO, actor="kim", reason="a test, undone")
+    assert hub.broker.ledger.member("bob").balance == before + 3 * MICRO
+    hub.broker.ledger.grant("member:bob", -3 * MICRO, actor="kim", reason="a test, undone")
 
 
 @pytest.mark.parametrize(
@@ -317,17 +317,17 @@ def test_a_form_that_is_sent_twice_gives_once(hub: PayingHub) -> None:
 def test_a_grant_with_a_mistake_is_shown_again(
     hub: PayingHub, amount: str, reason: str, sentence: str
 ) -> None:
-    before = hub.broker.member("bob")
+    before = hub.broker.ledger.member("bob")
     path = "accounts/member:bob/grant"
     answer = send(hub, ADMIN, path, amount=amount, reason=reason, confirm="yes", key="k")
     assert answer.status_code == 400
     assert "Nothing was changed." in words(answer)
     assert sentence in answer.text.replace("&#39;", "'")
-    assert hub.broker.member("bob") == before
+    assert hub.broker.ledger.member("bob") == before
 
 
 def test_changes_need_our_own_form_and_an_admin(hub: PayingHub) -> None:
-    before = hub.broker.member("bob")
+    before = hub.broker.ledger.member("bob")
     path = "accounts/member:bob/grant"
     fields = {"amount": "5", "reason": "x", "confirm": "yes", "key": "k"}
     assert send(hub, "bob", path, **fields).status_code == 403
@@ -339,7 +339,7 @@ def test_changes_need_our_own_form_and_an_admin(hub: PayingHub) -> None:
     for place in (f"leases/{past_lease(hub).id}/refund", path):
         refused = send(hub, "ada", place, reason="x", amount="1", confirm="yes", key="k")
         assert refused.status_code == 403
-    assert hub.broker.member("bob") == before
+    assert hub.broker.ledger.member("bob") == before
 
 
 def test_a_session_is_refunded_once(hub: PayingHub) -> None:
@@ -389,7 +389,7 @@ def test_reports_say_the_same_in_every_form(hub: PayingHub) -> None:
         assert rows[0] == [by, "gpu_seconds", "gpu_hours", "credits", "sessions", *beside]
         total = told["total"]["batch"]
         assert (total["gpu_seconds"], total["jobs"]) == (3 * 3600 + 3600, 2)
-        paid = hub.broker.statement("member:carl", 1)[0].amount
+        paid = hub.broker.ledger.statement("member:carl", 1)[0].amount
         assert Decimal(total["credits"]) == Decimal(-paid) / MICRO
         assert sum(int(row[7]) for row in rows[1:]) == 2
         names = [row["name"] for row in told["rows"]]

@@ -137,7 +137,7 @@ class DemoProcess:
 
     def balance(self) -> int:
         with self.broker() as broker:
-            return broker.member("member1").balance
+            return broker.ledger.member("member1").balance
 
     def _ready(self) -> bool:
         assert self.process is not None

@@ -53,18 +53,18 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
 def give(broker: Broker, account: str, credits: int, **more: Any) -> None:
     now = broker.clock()
     broker.store.run(lambda c: ledger_repository.open_account(c, account, now), write=True)
-    broker.grant(account, credits * MICRO, actor="root", reason="budget", **more)
+    broker.ledger.grant(account, credits * MICRO, actor="root", reason="budget", **more)
 
 
 def test_a_course_pays_for_its_members_and_for_nobody_else(hub: PayingHub) -> None:
     refused = hub.spawn("ada", {"gpus": 1})
     assert refused.status_code == 402, "her own account is empty"
     lease = hub.start_server("ada", gpus=1, account=COURSE)
-    assert lease.account == COURSE and hub.broker.account(COURSE).held > 0
+    assert lease.account == COURSE and hub.broker.ledger.account(COURSE).held > 0
     hub.stop_server("ada")
     settled = wait_for(lambda: _ended(hub, lease.id), "its end")
-    assert hub.broker.account(COURSE).balance == 500 * MICRO - settled.charged
-    assert hub.broker.member("ada").balance == 0
+    assert hub.broker.ledger.account(COURSE).balance == 500 * MICRO - settled.charged
+    assert hub.broker.ledger.member("ada").balance == 0
 
     refused = hub.spawn("bob", {"gpus": 1, "account": COURSE})
     assert refused.status_code == 403
@@ -92,7 +92,7 @@ def test_the_form_offers_who_pays(hub: PayingHub) -> None:
     assert lease is not None and lease.account == "group:course-form"
     hub.stop_server("fay")
     # What she keeps as her usual payer pays for a start that says nothing.
-    hub.broker.keep_payer("fay", "group:course-form", actor="fay", groups=["course-form"])
+    hub.broker.ledger.keep_payer("fay", "group:course-form", actor="fay", groups=["course-form"])
     wait_for(lambda: hub.broker.lease_of(ServerRef("fay")) is None, "its end")
     assert hub.start_server("fay", gpus=1).account == "group:course-form"
     hub.stop_server("fay")
@@ -106,29 +106,33 @@ def test_refills_are_given_by_the_service_once_also_after_a_kill(
         database_url=hub.database_url, device_source=FLEET, opening_grant=0, clock=lambda: then
     )
     for name in ("rita", "rob"):
-        past.open_account(name)
+        past.ledger.open_account(name)
     refill = {"actor": "root", "reason": "term", "starts_at": then}
-    course = past.add_refill(
-        past.plan_refill(
+    course = past.refills.add_refill(
+        past.refills.plan_refill(
             "FREQ=DAILY;COUNT=3", amount=5 * MICRO, audience=["members:course-refills"], **refill
         )
     )
-    wait_for(lambda: len(hub.broker.refill_runs(course.id)) == 3, "three occurrences", timeout=30)
-    assert hub.broker.member("rita").balance == 15 * MICRO, "as the Hub knows who is in the group"
-    assert hub.broker.member("rob").balance == 0
+    wait_for(
+        lambda: len(hub.broker.refills.refill_runs(course.id)) == 3, "three occurrences", timeout=30
+    )
+    assert hub.broker.ledger.member("rita").balance == 15 * MICRO, (
+        "as the Hub knows who is in the group"
+    )
+    assert hub.broker.ledger.member("rob").balance == 0
 
     hub.kill_service()
-    everybody = past.add_refill(
-        past.plan_refill("FREQ=DAILY", amount=MICRO, audience=["everybody"], **refill)
+    everybody = past.refills.add_refill(
+        past.refills.plan_refill("FREQ=DAILY", amount=MICRO, audience=["everybody"], **refill)
     )
-    missing = past.add_refill(
-        past.plan_refill("FREQ=DAILY", amount=MICRO, audience=["members:gone"], **refill)
+    missing = past.refills.add_refill(
+        past.refills.plan_refill("FREQ=DAILY", amount=MICRO, audience=["members:gone"], **refill)
     )
     hub.wait_pages()  # the Hub starts it anew
-    wait_for(lambda: len(hub.broker.refill_runs(everybody.id)) == 3, "the rest", timeout=30)
-    assert hub.broker.member("rob").balance == 3 * MICRO
-    assert hub.broker.member("rita").balance == 18 * MICRO
-    assert hub.broker.refill_runs(missing.id) == []
+    wait_for(lambda: len(hub.broker.refills.refill_runs(everybody.id)) == 3, "the rest", timeout=30)
+    assert hub.broker.ledger.member("rob").balance == 3 * MICRO
+    assert hub.broker.ledger.member("rita").balance == 18 * MICRO
+    assert hub.broker.refills.refill_runs(missing.id) == []
 
     def complaints() -> list[str]:
         return [line for line in hub.service_lines() if "no group 'gone'" in line]
@@ -140,19 +144,19 @@ def test_refills_are_given_by_the_service_once_also_after_a_kill(
 
 
 def test_the_service_takes_back_what_has_ended(hub: PayingHub) -> None:
-    hub.broker.open_account("ted")
+    hub.broker.ledger.open_account("ted")
     give(hub.broker, "member:ted", 7, until=hub.broker.clock() + timedelta(seconds=3))
 
     def lines() -> list[tuple[str, int]]:
-        return [(line.kind, line.amount) for line in hub.broker.statement("member:ted")]
+        return [(line.kind, line.amount) for line in hub.broker.ledger.statement("member:ted")]
 
     wait_for(lambda: len(lines()) == 2, "the end", timeout=20)
     assert lines() == [("expiry", -7 * MICRO), ("grant", 7 * MICRO)]
-    assert hub.broker.member("ted").balance == 0
+    assert hub.broker.ledger.member("ted").balance == 0
 
 
 def test_who_leaves_the_group_in_line_loses_its_budget_and_is_told(hub: PayingHub) -> None:
-    hub.broker.open_account("leo")
+    hub.broker.ledger.open_account("leo")
     give(hub.broker, "member:leo", 5000)
     hub.start_server("leo", gpus=2)
     hub.start_server("leo", "other", gpus=1)
@@ -169,6 +173,6 @@ def test_who_leaves_the_group_in_line_loses_its_budget_and_is_told(hub: PayingHu
     ended = wait_for(lambda: ticket() if ticket().outcome else None, "its end", timeout=20)
     assert ended.outcome == "refused"
     assert "names 'group:course-line', which you may not draw on" in ended.end_reason
-    assert hub.broker.account("group:course-line").balance == 500 * MICRO
+    assert hub.broker.ledger.account("group:course-line").balance == 500 * MICRO
     for server in ("", "other"):
         hub.stop_server("leo", server)

@@ -155,7 +155,9 @@ def test_who_trains_goes_on_and_who_rests_is_stopped(
         ended = hub.broker.lease(rests.id)
         assert (ended.outcome, ended.end_reason) == ("idle", "its GPUs were not used")
         assert titles(hub, "rests", NoticeKind.STOPPED)
-        assert hub.broker.member("rests").held == 0, "what was held and not used is theirs again"
+        assert hub.broker.ledger.member("rests").held == 0, (
+            "what was held and not used is theirs again"
+        )
 
         # Nobody waits: who is lenient was advised, and no more. Now two want the one that is free.
         assert not hub.broker.lease(lenient.id).outcome

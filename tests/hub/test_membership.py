@@ -126,7 +126,7 @@ def test_whose_time_is_over_is_warned_and_stopped_and_comes_back_to_all_they_had
     assert not answer.ok and hub.server("cara") is None
     answer = session.get(f"{hub.url}/hub/spawn?opt-gpus=0", timeout=60)
     assert not hub.broker.open_leases(), text_of(answer.text)
-    balance = hub.broker.member("cara").balance
+    balance = hub.broker.ledger.member("cara").balance
 
     said = text_of(hub.page("cara").text)
     assert "Your membership has ended: the time on the roster ended on" in said
@@ -134,7 +134,7 @@ def test_whose_time_is_over_is_warned_and_stopped_and_comes_back_to_all_they_had
 
     put_on_roster(hub, "cara,")
     wait_for(lambda: not hub.broker.former_members(), "the return", timeout=60)
-    assert hub.broker.member("cara").balance == balance
+    assert hub.broker.ledger.member("cara").balance == balance
     hub.login("cara")
     hub.start_server("cara", gpus=1)
     assert (work / "thesis.txt").read_text(encoding="utf-8") == "mine"

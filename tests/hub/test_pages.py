@@ -49,10 +49,10 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
         hub.start_server("ada", "short-one", gpus=1, gpu_model="T4")
         hub.stop_server("ada", "short-one")
         hub.start_server("ada", gpus=2, gpu_model="A100")
-        hub.broker.grant(member_account("ada"), 12 * MICRO, actor="admin", reason=TRICK)
+        hub.broker.ledger.grant(member_account("ada"), 12 * MICRO, actor="admin", reason=TRICK)
         hub.start_server("bob", "training", gpus=1)
-        left = hub.broker.member("bob").balance
-        hub.broker.grant(member_account("bob"), -left, actor="admin", reason="a correction")
+        left = hub.broker.ledger.member("bob").balance
+        hub.broker.ledger.grant(member_account("bob"), -left, actor="admin", reason="a correction")
         hub.start_server("cleo", gpus=0)
         hub.api("POST", "users/dan").raise_for_status()
 
@@ -163,12 +163,12 @@ def test_credits_that_ran_out_are_said(hub: PayingHub) -> None:
 
 def test_low_credits_are_said(hub: PayingHub) -> None:
     account = member_account("ada")
-    before = hub.broker.account(account).balance
-    hub.broker.grant(account, 2 * MICRO - before, actor="admin", reason="a test")
+    before = hub.broker.ledger.account(account).balance
+    hub.broker.ledger.grant(account, 2 * MICRO - before, actor="admin", reason="a test")
     try:
         assert re.search(r"Your credits last for 1[45] min more\.", words(hub.page("ada")))
     finally:
-        hub.broker.grant(account, before - 2 * MICRO, actor="admin", reason="a test, undone")
+        hub.broker.ledger.grant(account, before - 2 * MICRO, actor="admin", reason="a test, undone")
 
 
 def test_who_has_nothing_sees_that_kindly(hub: PayingHub) -> None:
@@ -243,7 +243,7 @@ def test_headers_and_escapes(hub: PayingHub) -> None:
 
 
 def test_nothing_can_be_changed_and_errors_are_pages(hub: PayingHub) -> None:
-    before = hub.broker.statement("member:ada", limit=1000)[-1]
+    before = hub.broker.ledger.statement("member:ada", limit=1000)[-1]
     browser = hub.login("ada")
     for method in ("POST", "PUT", "DELETE", "PATCH"):
         for path in ("", "api/me", "admin"):
@@ -251,7 +251,7 @@ def test_nothing_can_be_changed_and_errors_are_pages(hub: PayingHub) -> None:
             answer = browser.request(method, url, data={"amount": "100"}, timeout=120)
             assert answer.status_code in (401, 403, 405), f"{method} {path}"
             assert "Traceback" not in answer.text
-    assert hub.broker.statement("member:ada", limit=1000)[-1] == before
+    assert hub.broker.ledger.statement("member:ada", limit=1000)[-1] == before
     missing = hub.page("ada", "no/such/page")
     assert missing.status_code == 404
     assert "There is no such page." in words(missing)
@@ -273,7 +273,7 @@ def rare(hub: PayingHub, tmp_path: Path) -> Iterator[tuple[str, SimulatedDevices
     )
     source = broker.watch.source
     assert isinstance(source, SimulatedDevices)
-    broker.open_account("ada")
+    broker.ledger.open_account("ada")
     with served(hub, broker) as url:
         yield url, source, broker
     broker.store.close()

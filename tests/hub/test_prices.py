@@ -127,7 +127,7 @@ def test_the_form_works_without_javascript_and_says_until_when(hub: PayingHub) -
     # Credits that end count while they are there: of these 63 for the T4, all for an A100.
     until = hub.broker.clock() + timedelta(hours=10, minutes=30)
     gift = 120 * MICRO
-    hub.broker.grant("member:ada", gift, actor="admin", reason="a gift", until=until)
+    hub.broker.ledger.grant("member:ada", gift, actor="admin", reason="a gift", until=until)
     text = page_text(hub, "ada")
     assert re.search(r"T4, 16 GB in PyTorch 1 of 1 6\.00 1 d 6 h", text), text
     assert re.search(r"A100-80GB in PyTorch 2 of 2 60\.00 4 h", text), text

@@ -177,7 +177,7 @@ def test_a_server_that_fails_when_its_turn_has_come(hub: PayingHub) -> None:
     [failed] = hub.broker.leases_of("member:ned")
     assert failed.state is LeaseState.ENDED and failed.charged == 0
     assert failed.ticket_id == ned.id and hub.broker.ticket(ned.id).outcome == "granted"
-    account = hub.broker.account("member:ned")
+    account = hub.broker.ledger.account("member:ned")
     assert (account.balance, account.held) == (100_000_000, 0)
     [lease] = hub.broker.leases_of("member:ola")
     assert failed.ended_at is not None and lease.uuids == failed.uuids

@@ -152,8 +152,8 @@ def test_no_credits(hub: GPUHub, ask: Any) -> None:
     user = f"poor-{ask.__name__}"
     hub.browser_of(user)
     broker = Broker(database_url=hub.database_url)
-    broker.open_account(user)
-    broker.grant(member_account(user), -95 * MICRO, actor="admin", reason="a poor member")
+    broker.ledger.open_account(user)
+    broker.ledger.grant(member_account(user), -95 * MICRO, actor="admin", reason="a poor member")
     before = hub.records()
     assert ask(hub, user, {"gpus": "1"}) == (
         402,

@@ -44,7 +44,7 @@ def hub(quick_hub: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     """Ada and Bob are in ml101, Cleo is not; Ada has a session that is over, and one that runs."""
     with PayingHub(tmp_path_factory.mktemp("rest") / "hub", CONFIG) as hub:
         for user in ("ada", "bob", "cleo"):
-            hub.broker.open_account(user)
+            hub.broker.ledger.open_account(user)
         hub.start_server("ada", "past", gpus=1)
         hub.stop_server("ada", "past")
         hub.start_server("ada", gpus=1, gpu_model="A100")
@@ -70,26 +70,26 @@ def grant(hub: PayingHub, who: str, account: str, amount: Any = "5", **more: Any
 
 
 def test_a_bot_gives_to_the_members_of_its_group(hub: PayingHub) -> None:
-    before = hub.broker.member("bob").balance
+    before = hub.broker.ledger.member("bob").balance
     answer = grant(hub, "bot", "member:bob", "2.5", key="week-3")
     assert answer.status_code == 200, answer.text
     told = answer.json()
     assert (told["granted"], told["amount"], told["key"]) == (True, "2.500000", "week-3")
     again = grant(hub, "bot", "member:bob", "2.5", key="week-3")
     assert again.json()["granted"] is False
-    assert hub.broker.member("bob").balance == before + 5 * MICRO // 2
+    assert hub.broker.ledger.member("bob").balance == before + 5 * MICRO // 2
     entry = hub.broker.reports.statement_page("member:bob").entries[0]
     assert (entry.actor, entry.reason) == ("service:bot", "week 3")
     other = grant(hub, "bot", "member:bob", "3", key="week-3")
     assert (other.status_code, other.json()["error"]) == (409, "ledger")
-    assert hub.broker.member("bob").balance == before + 5 * MICRO // 2
+    assert hub.broker.ledger.member("bob").balance == before + 5 * MICRO // 2
 
 
 @pytest.mark.parametrize(
     "account", ["member:cleo", "group:other", "member:admin", "member:bot", "member:nobody-known"]
 )
 def test_a_bot_gives_to_nobody_else(hub: PayingHub, account: str) -> None:
-    before = hub.broker.accounts()
+    before = hub.broker.ledger.accounts()
     answer = grant(hub, "bot", account)
     assert (answer.status_code, answer.json()["error"]) == (403, "not_allowed")
     assert f"You may not give credits to '{account}'." in answer.json()["message"]
@@ -98,7 +98,7 @@ def test_a_bot_gives_to_nobody_else(hub: PayingHub, account: str) -> None:
         assert refused.status_code == 403
         assert "is not yours" in refused.json()["message"]
     # What runs goes on to be charged; nobody got anything.
-    after = {account.name: account.balance for account in hub.broker.accounts()}
+    after = {account.name: account.balance for account in hub.broker.ledger.accounts()}
     assert {a.name for a in before} == set(after)
     assert all(after[a.name] <= a.balance for a in before)
 
@@ -118,11 +118,11 @@ def test_a_bot_sees_the_accounts_of_its_group_alone(hub: PayingHub) -> None:
 
 def test_a_bot_takes_nothing_back(hub: PayingHub) -> None:
     """It may give: what members have is not the bot's to drain."""
-    before = hub.broker.member("bob").balance
+    before = hub.broker.ledger.member("bob").balance
     refused = grant(hub, "bot", "member:bob", "-5")
     assert (refused.status_code, refused.json()["error"]) == (403, "not_allowed")
     assert "take none back: an amount below zero is for admins" in refused.json()["message"]
-    assert hub.broker.member("bob").balance == before
+    assert hub.broker.ledger.member("bob").balance == before
     lease = hub.broker.reports.find_leases(user="ada").found[-1].id
     paths = [f"leases/{lease}/refund", f"leases/{lease}/stop", "grants", "rates", "refills"]
     for path in paths:
@@ -131,7 +131,7 @@ def test_a_bot_takes_nothing_back(hub: PayingHub) -> None:
             answer = call(hub, who, "POST", path, json=body)
             assert answer.status_code == 403, (path, who, answer.text)
     taken = grant(hub, ADMIN, "member:bob", "-5")
-    assert taken.ok and hub.broker.member("bob").balance == before - 5 * MICRO
+    assert taken.ok and hub.broker.ledger.member("bob").balance == before - 5 * MICRO
     assert grant(hub, "bot", "member:bob", "5").ok
 
 
@@ -174,7 +174,9 @@ def test_a_member_reads_their_own_and_gives_nothing(hub: PayingHub) -> None:
 
 def test_pages_go_through_a_whole_statement(hub: PayingHub) -> None:
     for number in range(6):
-        hub.broker.grant("member:cleo", MICRO + number, actor="kim", reason=f"number {number}")
+        hub.broker.ledger.grant(
+            "member:cleo", MICRO + number, actor="kim", reason=f"number {number}"
+        )
     found, before = [], ""
     while True:
         page = call(hub, ADMIN, "GET", f"accounts/member:cleo/statement?limit=3{before}").json()
@@ -216,12 +218,12 @@ def test_pages_go_through_a_whole_statement(hub: PayingHub) -> None:
 def test_a_grant_with_a_mistake_changes_nothing(
     hub: PayingHub, fields: dict[str, Any], sentence: str
 ) -> None:
-    before = hub.broker.member("cleo")
+    before = hub.broker.ledger.member("cleo")
     body = {"amount": "5", "reason": "x", **fields}
     answer = call(hub, ADMIN, "POST", "accounts/member:cleo/grants", json=body)
     assert answer.status_code == 400, answer.text
     assert sentence in answer.json()["message"]
-    assert hub.broker.member("cleo") == before
+    assert hub.broker.ledger.member("cleo") == before
 
 
 def test_an_account_that_is_not_there(hub: PayingHub) -> None:
@@ -256,16 +258,16 @@ def test_a_report_of_use(hub: PayingHub) -> None:
 
 
 def test_many_are_given_at_once_after_a_dry_run(hub: PayingHub) -> None:
-    before = hub.broker.member("bob").balance
+    before = hub.broker.ledger.member("bob").balance
     body = {"csv": "bob,2.5,\ncleo,1,hello", "reason": "homework"}
     dry = call(hub, ADMIN, "POST", "grants", json={**body, "dry_run": True}).json()
     assert (dry["done"], dry["total"], dry["problems"]) == (False, "3.500000", [])
     assert [line["account"] for line in dry["lines"]] == ["member:bob", "member:cleo"]
-    assert hub.broker.member("bob").balance == before
+    assert hub.broker.ledger.member("bob").balance == before
     until = "2999-01-01T00:00:00Z"
     done = call(hub, ADMIN, "POST", "grants", json={**body, "until": until}).json()
-    assert done["done"] and hub.broker.member("bob").balance == before + 5 * MICRO // 2
-    assert hub.broker.ending_of(["member:bob"])["member:bob"][0][1] == 5 * MICRO // 2
+    assert done["done"] and hub.broker.ledger.member("bob").balance == before + 5 * MICRO // 2
+    assert hub.broker.ledger.ending_of(["member:bob"])["member:bob"][0][1] == 5 * MICRO // 2
     again = call(hub, ADMIN, "POST", "grants", json=body)
     assert again.status_code == 409 and "were given at" in again.json()["message"]
     wrong = {"csv": "zoe,1\nbob,NaN", "reason": "x", "dry_run": True}
@@ -302,11 +304,11 @@ def test_a_refill_is_tried_made_once_and_ended(hub: PayingHub) -> None:
     tried = call(hub, ADMIN, "POST", "refills", json={**body, "dry_run": True}).json()
     assert (tried["made"], tried["keep_seconds"]) == (False, 7 * 86400)
     assert [gift["account"] for gift in tried["gifts"]] == ["member:ada", "member:bob"]
-    assert hub.broker.refills() == []
+    assert hub.broker.refills.all_refills() == []
     first, second = (call(hub, ADMIN, "POST", "refills", json=body).json() for _ in range(2))
     for answer in (first, second):
         answer.pop("gifts")  # balances go on: Ada's server runs
-    assert first == second and len(hub.broker.refills()) == 1
+    assert first == second and len(hub.broker.refills.all_refills()) == 1
     told = call(hub, ADMIN, "GET", f"refills/{first['id']}").json()
     assert told["comes_at"] == tried["comes_at"] and len(told["comes_at"]) == 5
     other = call(hub, ADMIN, "POST", "refills", json={**body, "amount": "6"})
@@ -315,7 +317,7 @@ def test_a_refill_is_tried_made_once_and_ended(hub: PayingHub) -> None:
         refused = call(hub, ADMIN, "POST", "refills", json={**body, field: value, "key": "k"})
         assert refused.status_code == 400, field
     ended = call(hub, ADMIN, "POST", f"refills/{first['id']}/end", json={"reason": "over"}).json()
-    assert ended["comes_at"] == [] and hub.broker.refills() == []
+    assert ended["comes_at"] == [] and hub.broker.refills.all_refills() == []
 
 
 def test_a_session_is_stopped_and_given_back_in_parts(hub: PayingHub) -> None:
@@ -365,7 +367,7 @@ def test_the_service_does_what_its_document_says(
     limit in the document, and one request after the other."""
     token = "token-of-bot" if who == "bot" else hub.user_token(who)
     phases = [] if who == ADMIN else ["--phases", "fuzzing"]
-    member = hub.broker.account(member_account("cleo"))
+    member = hub.broker.ledger.account(member_account("cleo"))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(SETTINGS), "run"),
@@ -381,4 +383,4 @@ def test_the_service_does_what_its_document_says(
     assert "0 failed" not in done.stdout
     assert "Traceback" not in hub.log_text()
     if who != ADMIN:
-        assert hub.broker.account(member_account("cleo")) == member
+        assert hub.broker.ledger.account(member_account("cleo")) == member

@@ -109,7 +109,7 @@ def test_killed_at_the_warning_in_the_grace_and_at_the_stop(start: Start) -> Non
     assert (settled.outcome, settled.end_reason) == ("credits", "the credits ran out")
     assert (settled.ended_at - warned).total_seconds() >= 10
     assert told(hub) == ALL
-    assert hub.broker.member("ada").balance == 12 * MICRO - settled.charged
+    assert hub.broker.ledger.member("ada").balance == 12 * MICRO - settled.charged
 
 
 def test_an_overdraft_holds_though_nobody_is_there_to_stop_the_server(start: Start) -> None:
@@ -125,7 +125,7 @@ def test_an_overdraft_holds_though_nobody_is_there_to_stop_the_server(start: Sta
     hub.start()
     settled = ended(hub, lease)
     assert settled.outcome == "credits"
-    assert hub.broker.member("ada").balance == -5 * MICRO
+    assert hub.broker.ledger.member("ada").balance == -5 * MICRO
     assert settled.charged == 9 * MICRO
     assert settled.waived >= 5 * MICRO
     assert told(hub)[-2:] == ALL[1:]
@@ -164,5 +164,5 @@ def test_each_event_is_heard_once(start: Start) -> None:
 
 def leave(hub: PayingHub, seconds: int) -> None:
     """Take credits away: what is left lasts for so long."""
-    balance = hub.broker.member("ada").balance
-    hub.broker.grant("member:ada", seconds * MICRO - balance, actor="kim", reason="a test")
+    balance = hub.broker.ledger.member("ada").balance
+    hub.broker.ledger.grant("member:ada", seconds * MICRO - balance, actor="kim", reason="a test")

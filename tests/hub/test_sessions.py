@@ -308,10 +308,10 @@ def test_a_no_show_stops_costs_nothing_and_twice_waits_at_the_end(one_gpu: Payin
         wait_for(lambda: hub.server("ada") is None, "the Hub's word", timeout=20)
         return hub.broker.notifications.notices_of("ada")[0].body
 
-    before = hub.broker.open_account("ada").balance
+    before = hub.broker.ledger.open_account("ada").balance
     assert "end of the line" not in misses()
     assert "next time you wait at the end of the line" in misses()
-    assert hub.broker.member("ada").balance == before
+    assert hub.broker.ledger.member("ada").balance == before
     hub.start_server("bob", environment="long")
     assert ask_in_line("ada").last
     assert not ask_in_line("cleo").last

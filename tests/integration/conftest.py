@@ -29,7 +29,7 @@ def broker(database_url: str) -> Iterator[Broker]:
     now = [datetime(2025, 3, 1, 12, 0, tzinfo=timezone.utc)]
     broker.clock = lambda: now[0]
     broker.forward = lambda **step: now.append(now.pop() + timedelta(**step))
-    broker.open_account("ada")
-    broker.open_account("grace")
+    broker.ledger.open_account("ada")
+    broker.ledger.open_account("grace")
     yield broker
     Store.open(database_url).close()

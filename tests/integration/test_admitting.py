@@ -38,7 +38,7 @@ def people(database_url: str, tmp_path: Path) -> Iterator[Broker]:
         member_limits={"devices": 1, "tickets": 2},
     )
     for name in ("anna", "bert", "Ann Lee"):
-        broker.open_account(name)
+        broker.ledger.open_account(name)
     yield broker
     broker.store.close()
 
@@ -67,17 +67,17 @@ def test_before_the_hub_says_it_the_roster_does(people: Broker) -> None:
 
 
 def test_whose_account_is_empty_gets_no_gpu_unless_another_one_pays(people: Broker) -> None:
-    people.grant("member:anna", -MICRO, actor="admin", reason="gone")
-    people.grant("member:bert", -MICRO, actor="admin", reason="gone")
+    people.ledger.grant("member:anna", -MICRO, actor="admin", reason="gone")
+    people.ledger.grant("member:bert", -MICRO, actor="admin", reason="gone")
 
     def dry() -> set[str]:
         return {each.member for each in people.people() if each.dry}
 
     assert dry() == {"anna", "bert"}
     open_group(people, "research")
-    people.grant("group:research", MICRO, actor="admin", reason="start")
+    people.ledger.grant("group:research", MICRO, actor="admin", reason="start")
     people.note_groups({"research": ["anna"]})
-    people.keep_payer("anna", "group:research", actor="anna", groups=["research"])
+    people.ledger.keep_payer("anna", "group:research", actor="anna", groups=["research"])
     wait_in_line(people, "aa", "bert")  # for a server whose payer was looked at
     assert dry() == set()
     people.note_groups({"research": []})

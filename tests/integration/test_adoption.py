@@ -31,7 +31,7 @@ LOG = logging.getLogger(__name__)
 def broker(monkeypatch: pytest.MonkeyPatch, new_file: Callable[[], str]) -> Iterator[Broker]:
     monkeypatch.setattr(db_engine, "BUSY_SECONDS", 0.3)
     broker = open_broker(new_file(), gpu_rates={"*": 1})
-    broker.open_account("ada")
+    broker.ledger.open_account("ada")
     yield broker
     broker.store.close()
 

@@ -44,23 +44,23 @@ def used(database_url: str) -> Iterator[Broker]:
     broker = open_broker(database_url, clock, gpu_rates={"*": 4})
     anna = running(broker, "anna", 2)
     clock.forward(minutes=30)
-    broker.charge_all()
+    broker.ledger.charge_all()
     broker.release(anna.id, ended_at=clock.forward(minutes=7), reason="stopped")
     bert = running(broker, "bert")
     clock.forward(hours=1)
-    broker.charge_all()
+    broker.ledger.charge_all()
     broker.release(bert.id, ended_at=clock.now - timedelta(minutes=30), reason="refunded")
     carl = running(broker, "carl")
     clock.forward(minutes=5)
-    broker.charge_all()
+    broker.ledger.charge_all()
     broker.release(carl.id, ended_at=clock.now, reason="its start failed", failed=True)
-    broker.grant("member:anna", 1, actor="admin", reason="a microcredit")
+    broker.ledger.grant("member:anna", 1, actor="admin", reason="a microcredit")
     end = clock.now + timedelta(minutes=1)
-    broker.grant("member:bert", 5, actor="admin", reason="a minute's", until=end)
+    broker.ledger.grant("member:bert", 5, actor="admin", reason="a minute's", until=end)
     running(broker, "dora")
     clock.forward(minutes=1)
-    broker.charge_all()
-    broker.end_lots()
+    broker.ledger.charge_all()
+    broker.ledger.end_lots()
     yield broker
     broker.store.close()
 
@@ -156,8 +156,8 @@ def test_a_failed_start_that_was_charged(used: Broker) -> None:
 
 def test_refills_and_credits_that_end(used: Broker) -> None:
     clock = Clock.of(used)
-    used.add_refill(
-        used.plan_refill(
+    used.refills.add_refill(
+        used.refills.plan_refill(
             "FREQ=DAILY",
             amount=10 * MICRO,
             actor="admin",
@@ -169,9 +169,9 @@ def test_refills_and_credits_that_end(used: Broker) -> None:
     )
     for _ in range(3):
         clock.forward(days=1)
-        for due in used.due_refills():
-            used.give_refill(due.id)
-        used.end_lots()
+        for due in used.refills.due_refills():
+            used.refills.give_refill(due.id)
+        used.ledger.end_lots()
     assert problems(used) == {}
     with unguarded(used) as connection:
         connection.exec_driver_sql("UPDATE refill_runs SET total = total + 1")

@@ -46,7 +46,7 @@ def used(database_url: str) -> Iterator[Broker]:
     running(broker, "anna", 2)
     gone = running(broker, "bert")
     clock.forward(hours=1)
-    broker.charge_all()
+    broker.ledger.charge_all()
     broker.release(gone.id, ended_at=clock.now, reason="stopped")
     broker.pause(actor="admin", reason="new cables")
     broker.resume(actor="admin")
@@ -105,7 +105,7 @@ def test_a_copy_is_put_back_and_life_goes_on(
         (anna,) = broker.open_leases()
         broker.release(anna.id, reason="stopped")
         running(broker, "carl")  # new numbers do not collide with those that were carried over
-        broker.grant("member:anna", 5, actor="admin", reason="gift")
+        broker.ledger.grant("member:anna", 5, actor="admin", reason="gift")
         broker.pause(actor="admin")
         assert problems(broker.store) == []
         findings, _ = broker.audit()
@@ -123,7 +123,7 @@ def test_it_overwrites_only_when_told_and_keeps_what_was_there(
         backup.back_up(used.store, file)
     backup.back_up(used.store, file, overwrite=True)
     before = contents(used.store)
-    used.grant("member:anna", 77, actor="admin", reason="after the copy")
+    used.ledger.grant("member:anna", 77, actor="admin", reason="after the copy")
     after = contents(used.store)
     used.store.close()
     with pytest.raises(BackupRefused, match="There is a database already"):
@@ -217,7 +217,7 @@ def test_a_copy_of_a_newer_gpuspawner(used: Broker, database_url: str, tmp_path:
 def test_the_database_itself_is_no_copy_of_it(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/hub.sqlite"
     broker = open_broker(url)
-    broker.open_account("anna")
+    broker.ledger.open_account("anna")
     broker.store.close()
     with pytest.raises(BackupRefused, match="is the database itself"):
         backup.restore(url, tmp_path / "hub.sqlite", overwrite=True)
@@ -226,14 +226,14 @@ def test_the_database_itself_is_no_copy_of_it(tmp_path: Path) -> None:
 def test_a_damaged_database_is_replaced(tmp_path: Path) -> None:
     url, file = f"sqlite:///{tmp_path}/hub.sqlite", tmp_path / "copy"
     broker = open_broker(url)
-    broker.open_account("anna")
+    broker.ledger.open_account("anna")
     backup.back_up(broker.store, file)
     broker.store.close()
     (tmp_path / "hub.sqlite").write_bytes(b"\0" * 50_000)
     kept = backup.restore(url, file, overwrite=True).kept
     assert Path(kept).read_bytes() == b"\0" * 50_000
     broker = open_broker(url)
-    assert broker.member("anna").balance == 100_000_000
+    assert broker.ledger.member("anna").balance == 100_000_000
     broker.store.close()
 
 

@@ -52,7 +52,7 @@ def broker(database_url: str) -> Iterator[Broker]:
 
 
 def lines(broker: Broker, account: str = "member:anna") -> list[str]:
-    found = broker.statement(account, limit=100_000)
+    found = broker.ledger.statement(account, limit=100_000)
     return [line.reason for line in found if line.kind == "batch"]
 
 
@@ -126,28 +126,28 @@ def test_what_began_before_the_first_look_is_not_ours(broker: Broker) -> None:
 def test_somebody_unknown_pays_nothing_and_is_named(broker: Broker) -> None:
     runs = [run(1, user="bert"), run(2, user="u-_zz")]
     assert broker.debit(CLUSTER, runs).unknown == ("bert", "u-_zz")
-    broker.open_account("bert")  # for what comes, not for what was
+    broker.ledger.open_account("bert")  # for what comes, not for what was
     assert broker.debit(CLUSTER, runs) == broker.debit(CLUSTER, [])
     assert credits_of(broker, "bert") == 100
     assert {job.user for job in broker.jobs_since("lab", T0) if not job.member} == {"bert", "u-_zz"}
 
 
 def test_a_member_whose_name_linux_does_not_take_pays_too(broker: Broker) -> None:
-    broker.open_account("Ann Lee")
+    broker.ledger.open_account("Ann Lee")
     broker.debit(CLUSTER, [run(1, user="u-_41nn_20_4cee")])
     assert credits_of(broker, "Ann Lee") == 96
 
 
 def test_the_group_pays_that_usually_does(broker: Broker) -> None:
     open_group(broker, "lab")
-    broker.grant("group:lab", 50 * MICRO, actor="admin", reason="start")
-    broker.keep_payer("anna", "group:lab", actor="anna", groups=["lab"])
+    broker.ledger.grant("group:lab", 50 * MICRO, actor="admin", reason="start")
+    broker.ledger.keep_payer("anna", "group:lab", actor="anna", groups=["lab"])
     broker.note_groups({"lab": ["anna"]})
     broker.debit(CLUSTER, [run(1)])
-    assert broker.account("group:lab").balance == 46 * MICRO
+    assert broker.ledger.account("group:lab").balance == 46 * MICRO
     broker.note_groups({"lab": []})
     broker.debit(CLUSTER, [run(2)])
-    assert broker.account("group:lab").balance == 46 * MICRO
+    assert broker.ledger.account("group:lab").balance == 46 * MICRO
     assert credits_of(broker) == 96
 
 
@@ -159,9 +159,9 @@ def test_any_name_can_stand_on_a_statement(broker: Broker) -> None:
 
 def test_late_news_of_a_job_spends_the_credits_that_were_there_then(broker: Broker) -> None:
     ends = T0 + LATER + timedelta(hours=1)
-    broker.grant("member:anna", 10 * MICRO, actor="admin", reason="week", until=ends)
+    broker.ledger.grant("member:anna", 10 * MICRO, actor="admin", reason="week", until=ends)
     Clock.of(broker).forward(hours=2)
-    broker.end_lots()
+    broker.ledger.end_lots()
     assert credits_of(broker) == 100
     begins = T0 + LATER + timedelta(seconds=60)
     broker.debit(CLUSTER, [run(1, begins, 1800)])
@@ -215,13 +215,13 @@ def test_what_was_once_paid_is_paid_when_its_namesakes_are_forgotten(broker: Bro
 
 def paid_exactly(broker: Broker) -> None:
     owed = sum(cost_of_job(4 * MICRO, job.seconds) for job in many(HOURS))
-    assert broker.account("member:anna").balance == 100 * MICRO - owed
+    assert broker.ledger.account("member:anna").balance == 100 * MICRO - owed
 
 
 def test_two_services_at_once_charge_once(broker: Broker, database_url: str) -> None:
     amounts = racers.together(*[(debit_together, database_url)] * 3)
     paid_exactly(broker)
-    assert sum(amounts) == 100 * MICRO - broker.account("member:anna").balance
+    assert sum(amounts) == 100 * MICRO - broker.ledger.account("member:anna").balance
 
 
 def test_killed_anywhere_every_job_is_paid_once(

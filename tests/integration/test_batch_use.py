@@ -46,9 +46,9 @@ def database_url(each_database_url: str) -> str:
 def broker(database_url: str) -> Iterator[Broker]:
     broker = open_books(database_url, Clock())
     for user in ("anna", "bert"):
-        broker.open_account(user)
+        broker.ledger.open_account(user)
     open_group(broker, "lab")
-    broker.keep_payer("bert", "group:lab", actor="bert", groups=["lab"])
+    broker.ledger.keep_payer("bert", "group:lab", actor="bert", groups=["lab"])
     broker.note_groups({"lab": ["bert"]})
     yield broker
     assert problems(broker.store) == []
@@ -110,7 +110,7 @@ def test_use_is_the_sum_of_the_jobs(broker: Broker) -> None:
             assert broker.reports.use_of_jobs(bounds, by) == by_hand(some, bounds, by)
     everything = broker.reports.use_of_jobs(BOUNDS["all"], "account")[0]
     for account in ("member:anna", "group:lab"):
-        lines = [x for x in broker.statement(account, 1000) if x.kind == "batch"]
+        lines = [x for x in broker.ledger.statement(account, 1000) if x.kind == "batch"]
         assert everything[account].cost == -sum(line.amount for line in lines)
 
 

@@ -114,7 +114,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.uuids = [view.device.uuid for view in self.broker.overview().devices]
         assert len(self.free()) == 4
         for name in MEMBERS:
-            self.broker.open_account(name)
+            self.broker.ledger.open_account(name)
             self.given[name] = OPENING
 
     # Time, processes, devices.
@@ -178,7 +178,7 @@ class BrokerMachine(RuleBasedStateMachine):
             assert len(free) < count
             assert "Start without a GPU" in error.message
         except NoCredits:
-            account = self.broker.member(user)
+            account = self.broker.ledger.member(user)
             assert account.available < -(-3_333_333 * count // 6)
         else:
             assert ref not in {server.ref for server in self.open.values()}
@@ -244,14 +244,14 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(user=st.sampled_from(MEMBERS), amount=st.integers(-30 * MICRO, 90 * MICRO).filter(bool))
     def credits_are_given(self, user: str, amount: int) -> None:
         key, account = f"gift-{next(self.keys)}", member_account(user)
-        assert self.broker.grant(account, amount, actor="admin", reason="gift", key=key)
-        assert not self.broker.grant(account, amount, actor="admin", reason="gift", key=key)
+        assert self.broker.ledger.grant(account, amount, actor="admin", reason="gift", key=key)
+        assert not self.broker.ledger.grant(account, amount, actor="admin", reason="gift", key=key)
         self.given[user] += amount
 
     @rule()
     def everybody_is_charged(self) -> None:
-        self.broker.charge_all()
-        assert self.broker.charge_all() == 0, "a doubled tick charges nothing"
+        self.broker.ledger.charge_all()
+        assert self.broker.ledger.charge_all() == 0, "a doubled tick charges nothing"
         for server in self.open.values():
             assert self.broker.lease(server.lease_id).charged == owed(server, self.clock.now)
 
@@ -308,7 +308,7 @@ class BrokerMachine(RuleBasedStateMachine):
         assert {lease.id for lease in open_leases} == set(self.open)
         places = [uuid for lease in open_leases for uuid in lease.uuids]
         assert len(places) == len(set(places)), "no device is leased twice"
-        for account in self.broker.accounts():
+        for account in self.broker.ledger.accounts():
             mine = [lease for lease in open_leases if lease.account == account.name]
             assert account.held == sum(max(0, lease.hold - lease.charged) for lease in mine)
 
@@ -326,8 +326,8 @@ class BrokerMachine(RuleBasedStateMachine):
                 assert self.broker.lease(server.lease_id).charged == due
                 spent[server.ref.user] += due
             for user, given in self.given.items():
-                assert self.broker.member(user).balance == given - spent[user]
-                assert self.broker.member(user).held == 0
+                assert self.broker.ledger.member(user).balance == given - spent[user]
+                assert self.broker.ledger.member(user).held == 0
             self.all_is_well()
         finally:
             self.broker.store.close()

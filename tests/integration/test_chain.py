@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from gpuspawner.core.units import MICRO
 from gpuspawner.db import hash_chain
 from gpuspawner.db.schema import postings
+from gpuspawner.ledger.service import note
 from gpuspawner.services import Broker
 from tests.support.brokers import Clock, open_broker, problems, running
 from tests.support.command import Command
@@ -30,18 +31,18 @@ def broker(each_database_url: str) -> Iterator[Broker]:
     for user in ("anna", "bert"):
         lease = running(broker, user, 2)
         clock.forward(minutes=30)
-        broker.charge_all()
+        broker.ledger.charge_all()
         broker.release(lease.id, ended_at=clock.forward(minutes=7), reason="stopped")
-    broker.refund(lease.id, actor="root", reason="a broken fan", amount=MICRO // 2)
+    broker.ledger.refund(lease.id, actor="root", reason="a broken fan", amount=MICRO // 2)
     free = running(broker, "carl", 0)
     broker.release(free.id, ended_at=clock.forward(minutes=1), reason="stopped")
     uuid = broker.look().devices[0].uuid
     broker.drain(uuid, actor="root", reason="new fan")
     broker.undrain(uuid, actor="root")
-    broker.grant("member:anna", MICRO, actor="root", reason="prize")
+    broker.ledger.grant("member:anna", MICRO, actor="root", reason="prize")
     running(broker, "dora")
     clock.forward(minutes=1)
-    broker.charge_all()
+    broker.ledger.charge_all()
     yield broker
     broker.store.close()
 
@@ -191,9 +192,9 @@ def together(broker: Broker) -> list[str]:
     for user in ("eva", "finn", "gina"):
         running(broker, user, 1)
     Clock.of(broker).forward(minutes=1)
-    assert broker.charge_all() == 4
+    assert broker.ledger.charge_all() == 4
     found = newest(broker, 4)
-    broker.grant("member:anna", MICRO, actor="root", reason="later")
+    broker.ledger.grant("member:anna", MICRO, actor="root", reason="later")
     return found
 
 
@@ -248,7 +249,7 @@ def test_the_last_of_several_that_were_posted_together_deleted_is_found(broker: 
     for user in ("eva", "finn"):
         running(broker, user, 1)
     Clock.of(broker).forward(minutes=1)
-    assert broker.charge_all() == 3
+    assert broker.ledger.charge_all() == 3
     first, _, last = newest(broker, 3)
     with by_hand(broker) as connection:
         for table, column in (("postings", "transfer_id"), ("transfers", "id")):
@@ -259,7 +260,7 @@ def test_the_last_of_several_that_were_posted_together_deleted_is_found(broker: 
 
 
 def test_the_newest_grant_deleted_with_all_that_it_did_is_found(broker: Broker) -> None:
-    broker.grant("member:anna", MICRO, actor="root", reason="last")
+    broker.ledger.grant("member:anna", MICRO, actor="root", reason="last")
     last = "(SELECT id FROM transfers WHERE reason = 'last')"
     with by_hand(broker) as connection:
         for statement in (
@@ -277,7 +278,7 @@ def test_the_newest_grant_deleted_with_all_that_it_did_is_found(broker: Broker) 
 
 def test_transfers_deleted_after_the_newest_seal_are_found_by_a_noted_head(broker: Broker) -> None:
     Clock.of(broker).forward(minutes=1)
-    broker.charge_all()
+    broker.ledger.charge_all()
     noted = broker.chain_head()
     last = "(SELECT transfer_id FROM postings ORDER BY id DESC LIMIT 1)"
     with by_hand(broker) as connection:
@@ -291,15 +292,15 @@ def test_transfers_deleted_after_the_newest_seal_are_found_by_a_noted_head(broke
 def test_what_is_changed_before_the_next_write_stays_found(broker: Broker) -> None:
     with by_hand(broker) as connection:
         connection.exec_driver_sql("UPDATE transfers SET actor = 'eve' WHERE reason = 'prize'")
-    broker.grant("member:anna", MICRO, actor="root", reason="later")
+    broker.ledger.grant("member:anna", MICRO, actor="root", reason="later")
     assert "does not follow" in broken(broker)["chain of transfers"]
 
 
 def test_writers_in_many_threads_make_one_chain(broker: Broker) -> None:
     def write(number: int) -> None:
         user = f"user{number}"
-        broker.open_account(user)
-        broker.grant(f"member:{user}", MICRO, actor="root", reason="course")
+        broker.ledger.open_account(user)
+        broker.ledger.grant(f"member:{user}", MICRO, actor="root", reason="course")
         lease = running(broker, user, 0)
         broker.release(lease.id, reason="stopped")
 
@@ -310,9 +311,9 @@ def test_writers_in_many_threads_make_one_chain(broker: Broker) -> None:
 
 def test_a_write_that_fails_leaves_no_gap(broker: Broker) -> None:
     with pytest.raises(ZeroDivisionError), broker.store.write() as connection:
-        broker._note(connection, "root", "drain", "GPU-x", "", Clock.of(broker).now)
+        note(connection, "root", "drain", "GPU-x", "", Clock.of(broker).now)
         raise ZeroDivisionError
-    broker.grant("member:anna", MICRO, actor="root", reason="later")
+    broker.ledger.grant("member:anna", MICRO, actor="root", reason="later")
     broker.pause(actor="root", reason="new fans")
     assert broken(broker) == {}
 
@@ -320,7 +321,7 @@ def test_a_write_that_fails_leaves_no_gap(broker: Broker) -> None:
 def test_a_head_that_was_noted_proves_what_was_before_it(broker: Broker) -> None:
     noted = broker.chain_head()
     assert broker.chain_head() == noted
-    broker.grant("member:anna", MICRO, actor="root", reason="later")
+    broker.ledger.grant("member:anna", MICRO, actor="root", reason="later")
     broker.pause(actor="root", reason="new fans")
     assert broker.chain_head() != noted
     assert broker.knows_head(noted) and broker.knows_head(broker.chain_head())
@@ -333,11 +334,11 @@ def test_the_command_prints_the_head_and_finds_it_again(
 ) -> None:
     cli = Command(tmp_path_factory.mktemp("cli"), database_url)
     broker = open_broker(database_url, Clock())
-    broker.open_account("anna")
+    broker.ledger.open_account("anna")
     told = cli.json("audit")
     head = told["head"]
     assert f"Head of the audit chain, to be kept elsewhere: {head}" in cli("audit").stdout
-    broker.grant("member:anna", MICRO, actor="root", reason="prize")
+    broker.ledger.grant("member:anna", MICRO, actor="root", reason="prize")
     assert cli.json("audit", "--head", head)["knows_head"] is True
     done = cli("audit", "--head", head.replace(".", ".1", 1), code=1)
     assert "The chain does not have the head" in done.stdout

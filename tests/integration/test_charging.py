@@ -17,6 +17,7 @@ from gpuspawner.db.engine import Store
 from gpuspawner.db.schema import MOST, accounts, postings, transfers
 from gpuspawner.leases import repository as leases_repository
 from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.ledger import charges
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger import rules as ledger_rules
 from gpuspawner.queue.service import Terms
@@ -58,7 +59,8 @@ def one_by_one(broker: Broker) -> int:
     now = broker.clock()
     with broker.store.write() as connection:
         found = leases_repository.open_leases(connection)
-        return broker._charge_each(connection, found, now, broker._shares(connection, found, now))
+        shares = charges.shares_of(connection, found, now)
+        return charges.charge_each(connection, found, now, shares)
 
 
 def told(store: Store) -> dict[str, list[tuple[Any, ...]]]:
@@ -119,7 +121,7 @@ def test_all_at_once_is_one_after_the_other(broker: Broker, clock: Clock, tmp_pa
         opening_grant=40,
     )
     try:
-        counts = some_life(broker, clock, broker.charge_all)
+        counts = some_life(broker, clock, broker.ledger.charge_all)
         expected = some_life(other, other_clock, lambda: one_by_one(other))
         assert counts == expected
         assert counts[-1] == 0
@@ -133,8 +135,8 @@ def test_all_at_once_is_one_after_the_other(broker: Broker, clock: Clock, tmp_pa
 def test_a_second_tick_at_the_same_moment_charges_nothing(broker: Broker, clock: Clock) -> None:
     running(broker, "anna", model="A100")
     clock.forward(minutes=1)
-    assert broker.charge_all() == 1
-    assert broker.charge_all() == 0
+    assert broker.ledger.charge_all() == 1
+    assert broker.ledger.charge_all() == 0
     assert problems(broker.store) == []
 
 
@@ -147,7 +149,7 @@ def test_a_charge_that_was_posted_before_is_taken_once(broker: Broker, clock: Cl
     posted = ledger_rules.charge(lease, due, clock.now)
     assert posted is not None
     broker.store.run(lambda c: ledger_repository.post(c, posted), write=True)
-    assert broker.charge_all() == 2
+    assert broker.ledger.charge_all() == 2
     assert {x.charged for x in (broker.lease(lease.id), broker.lease(other.id))} == {due}
     assert problems(broker.store) == []
 
@@ -163,7 +165,7 @@ def test_an_account_that_would_hold_too_much_ends_the_tick(broker: Broker, clock
     before = told(broker.store)
     clock.forward(minutes=1)
     with pytest.raises(LedgerError, match="would have more than an account can hold"):
-        broker.charge_all()
+        broker.ledger.charge_all()
     assert told(broker.store) == before, "all of a tick happens, or none"
 
 
@@ -174,8 +176,8 @@ def test_what_one_lease_is_told_is_what_a_single_charge_says(broker: Broker, clo
     single = ledger_rules.charge(lease, due.amount, clock.now)
     assert single is not None
     assert single.reason == due.reason == "2 x A100-80GB of anna"
-    broker.charge_all()
-    (line,) = [x for x in broker.statement("member:anna") if x.kind == "charge"]
+    broker.ledger.charge_all()
+    (line,) = [x for x in broker.ledger.statement("member:anna") if x.kind == "charge"]
     assert (line.reason, line.actor, line.at) == (single.reason, single.actor, single.at)
     key = broker.store.run(
         lambda c: c.execute(sa.select(transfers.c.key).where(transfers.c.kind == "charge")).scalar()
@@ -202,7 +204,7 @@ def test_each_is_charged_once_a_minute_at_a_moment_of_its_own(broker: Broker, cl
         clock.forward(seconds=7.3)
     counts = []
     for _ in range(300):
-        counts.append(broker.charge_portion(MINUTE))
+        counts.append(broker.ledger.charge_portion(MINUTE))
         clock.forward(seconds=1)
     assert max(counts) == 1, "they started at six moments"
     assert set(charges_of(broker).values()) == {5} and len(charges_of(broker)) == 6
@@ -216,11 +218,13 @@ def test_after_a_pause_all_are_charged_portion_by_portion(broker: Broker, clock:
     for number in range(7):
         running(broker, f"user{number % 3}", 1 + number % 2, server=f"{number}", model="A100")
     clock.forward(hours=2, seconds=11)
-    counts = [broker.charge_portion(MINUTE, 3) for _ in range(4)]
+    counts = [broker.ledger.charge_portion(MINUTE, 3) for _ in range(4)]
     assert counts == [3, 3, 1, 0]
     for lease in broker.open_leases():
         assert lease.charged == ledger_rules.owed(lease.rate, lease.started_at, clock.now)
-    reasons = {line.reason for line in broker.statement("member:user0") if line.kind == "charge"}
+    reasons = {
+        line.reason for line in broker.ledger.statement("member:user0") if line.kind == "charge"
+    }
     assert reasons == {
         "1 x A100-80GB of user0/0",
         "2 x A100-80GB of user0/3",
@@ -235,10 +239,10 @@ def test_portions_at_any_moments_charge_what_one_tick_does(broker: Broker, clock
     chance = random.Random(5)
     for _ in range(40):
         clock.forward(seconds=chance.choice((-3, 0, 0.001, 0.9, 1, 31, 59.9999, 60, 500)))
-        broker.charge_portion(timedelta(seconds=chance.choice((0.5, 60, 61.7))), 3)
+        broker.ledger.charge_portion(timedelta(seconds=chance.choice((0.5, 60, 61.7))), 3)
     assert problems(broker.store) == []
     clock.forward(hours=3)
-    broker.charge_all()
+    broker.ledger.charge_all()
     for lease in broker.open_leases():
         owed = ledger_rules.owed(lease.rate, lease.started_at, clock.now)
         bounded = lease.when_dry == "overdraft"
@@ -254,9 +258,9 @@ def test_a_portion_whose_charge_was_posted_before_takes_it_once(
     posted = ledger_rules.charge(lease, ledger_rules.charge_due(lease, clock.now), clock.now)
     assert posted is not None
     broker.store.run(lambda c: ledger_repository.post(c, posted), write=True)
-    assert broker.charge_portion(MINUTE) == 1
+    assert broker.ledger.charge_portion(MINUTE) == 1
     assert broker.lease(lease.id).charged == ledger_rules.owed(
         lease.rate, lease.started_at, clock.now
     )
-    assert broker.charge_portion(MINUTE) == 0
+    assert broker.ledger.charge_portion(MINUTE) == 0
     assert problems(broker.store) == []

@@ -24,7 +24,7 @@ from tests.support.processes import REPO
 def broker(database_url: str) -> Iterator[Broker]:
     """A hub's broker with a lease and some postings."""
     broker = Broker(database_url=database_url, device_source="simulated:2xT4")
-    broker.open_account("ada")
+    broker.ledger.open_account("ada")
     lease = broker.acquire(ServerRef("ada"), Request(devices=1), engine="local")
     broker.confirm(lease.id)
     yield broker
@@ -53,7 +53,7 @@ def test_a_database_in_order_is_green_and_unchanged(broker: Broker) -> None:
     assert (finding.status, readable) == (Status.OK, True), finding
     assert "writable, refuses double leases and changes to the ledger" in finding.text
     assert rows(broker) == before
-    broker.grant("member:ada", 1, actor="x", reason="it goes on")
+    broker.ledger.grant("member:ada", 1, actor="x", reason="it goes on")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_directory_that_cannot_be_written_is_red(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_red(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/hub.sqlite"
-    Broker(database_url=url, device_source="simulated:1xT4").open_account("ada")
+    Broker(database_url=url, device_source="simulated:1xT4").ledger.open_account("ada")
     Store.open(url).close()
     (tmp_path / "hub.sqlite").chmod(0o444)
     said = checked_with_permissions(url)

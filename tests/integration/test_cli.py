@@ -89,7 +89,7 @@ def test_leases_open_and_ended(cli: Command, broker: Broker) -> None:
     broker.release(ended.id, ended_at=broker.clock(), reason="stopped")
     lease = grant(broker, GRACE, devices=1, model="T4", environment="base")
     broker.forward(minutes=90)
-    broker.charge_all()
+    broker.ledger.charge_all()
 
     printed = cli("leases").stdout
     assert "1 open lease" in printed.splitlines()
@@ -132,7 +132,7 @@ def test_grant_and_statement(cli: Command, broker: Broker) -> None:
     )
     done = cli("grant", "member:ada", "-2.000001", "--reason", "a slip")
     assert done.stdout.startswith("Took 2.00 credits from member:ada. The balance is 110.49")
-    assert broker.member("ada").balance == 110_499_999
+    assert broker.ledger.member("ada").balance == 110_499_999
 
     plain = cli.json("statement", "ada")
     assert (plain["account"], plain["balance"]) == ("member:ada", "110.499999")
@@ -156,14 +156,14 @@ def test_grant_and_statement(cli: Command, broker: Broker) -> None:
 
 def test_the_actor_below_sudo_is_who_called_it(cli: Command, broker: Broker) -> None:
     cli("grant", "ada", "1", "--reason", "x", SUDO_USER="operator")
-    assert broker.statement("member:ada")[0].actor == "operator"
+    assert broker.ledger.statement("member:ada")[0].actor == "operator"
 
 
 def test_a_key_makes_a_grant_once(cli: Command, broker: Broker) -> None:
     again = ("grant", "ada", "5", "--reason", "March", "--key", "2025-03")
     assert cli.json(*again)["granted"] is True
     assert cli.json(*again)["granted"] is False
-    assert broker.member("ada").balance == 105_000_000
+    assert broker.ledger.member("ada").balance == 105_000_000
     other = cli("grant", "ada", "6", "--reason", "March", "--key", "2025-03", code=1)
     assert "another amount or account" in other.stderr
 
@@ -176,11 +176,11 @@ def test_unknown_accounts_are_named_and_opened_when_asked(cli: Command, broker: 
     )
     done = cli("grant", "bob", "5", "--reason", "x", "--open")
     assert "Opened member:bob with its opening grant of 100.00 credits." in done.stderr
-    assert broker.member("bob").balance == 105_000_000
+    assert broker.ledger.member("bob").balance == 105_000_000
     cli("grant", "bob", "5", "--reason", "x", "--open")
-    assert broker.member("bob").balance == 110_000_000, "opened once only"
+    assert broker.ledger.member("bob").balance == 110_000_000, "opened once only"
     cli("grant", "group:ml", "7", "--reason", "x", "--open")
-    assert broker.account("group:ml").balance == 7_000_000
+    assert broker.ledger.account("group:ml").balance == 7_000_000
     assert "no account 'member:eve'" in cli("statement", "eve", code=1).stderr
 
 
@@ -217,13 +217,13 @@ def test_mistakes_are_sentences_and_change_nothing(
 ) -> None:
     cli = Command(tmp_path, f"sqlite:///{tmp_path}/hub.sqlite")
     broker = Broker(database_url=cli.database_url, device_source=FLEET)
-    broker.open_account("ada")
+    broker.ledger.open_account("ada")
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == code
     printed = capsys.readouterr()
     assert (printed.out, sentence in printed.err) == ("", True), printed.err
-    assert broker.member("ada").balance == 100_000_000
-    assert [account.name for account in broker.accounts()] == ["member:ada"]
+    assert broker.ledger.member("ada").balance == 100_000_000
+    assert [account.name for account in broker.ledger.accounts()] == ["member:ada"]
     broker.store.close()
 
 
@@ -245,7 +245,7 @@ def test_accounts(cli: Command, broker: Broker) -> None:
 
 
 def test_names_of_any_width_stay_aligned_and_move_no_cursor(cli: Command, broker: Broker) -> None:
-    broker.open_account("学生" * 10)
+    broker.ledger.open_account("学生" * 10)
     cli("grant", "ada", "1", "--reason", "red \x1b[31m and a\nnew line")
     lines = cli("accounts").stdout.splitlines()
     wide = next(line for line in lines if "学生" in line)

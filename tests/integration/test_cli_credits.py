@@ -31,19 +31,19 @@ def test_a_dry_run_says_line_by_line_what_would_happen(
     assert rows[1] == ["2", "member:ada", "12.50", "100.00", "112.50", "homework"]
     assert rows[2] == ["3", "member:grace", "1.00", "100.00", "101.00", "course"]
     assert printed.endswith("Would give 13.50 credits to 2 accounts.\n")
-    assert broker.member("ada").balance == 100 * MICRO
+    assert broker.ledger.member("ada").balance == 100 * MICRO
 
     plain = cli.json("grant", "--file", file, "--reason", "course", "--actor", "eva")
     assert plain["done"] and plain["total"] == "13.500000"
     assert plain["lines"][0]["after"] == "112.500000"
-    assert broker.member("ada").balance == 112_500_000
-    assert broker.statement("member:ada")[0].actor == "eva"
+    assert broker.ledger.member("ada").balance == 112_500_000
+    assert broker.ledger.statement("member:ada")[0].actor == "eva"
 
     again = cli("grant", "--file", file, "--reason", "course", code=1)
     assert "were given at" in again.stderr and "Nothing was granted to anybody" in again.stderr
-    assert broker.member("ada").balance == 112_500_000
+    assert broker.ledger.member("ada").balance == 112_500_000
     cli("grant", "--file", file, "--reason", "course", "--again")
-    assert broker.member("ada").balance == 125 * MICRO
+    assert broker.ledger.member("ada").balance == 125 * MICRO
 
 
 def test_what_is_wrong_with_a_file_is_said_all_at_once(
@@ -62,7 +62,7 @@ def test_what_is_wrong_with_a_file_is_said_all_at_once(
         *("Line 8: member:ada is on line 7 already", "Nothing was granted to anybody."),
     ):
         assert words in said
-    assert broker.member("ada").balance == 100 * MICRO and broker.trail() == []
+    assert broker.ledger.member("ada").balance == 100 * MICRO and broker.trail() == []
     plain = cli.json("grant", "--file", write(tmp_path, "zoe,1"), "--reason", "x", code=1)
     assert plain["problems"][0]["line"] == 1 and not plain["done"]
 
@@ -73,9 +73,9 @@ def test_a_file_opens_accounts_when_told_to_and_its_credits_can_end(
     file = write(tmp_path, "zoe,1\ngroup:lab,2\n")
     done = cli("grant", "--file", file, "--reason", "x", "--open", "--until", "2999-01-01").stdout
     assert "member:zoe (new)" in done and "group:lab (new)" in done
-    assert broker.account("group:lab").balance == 2 * MICRO
+    assert broker.ledger.account("group:lab").balance == 2 * MICRO
     broker.clock = utcnow  # the command's
-    ((lot, _left),) = broker.lots_of("group:lab")
+    ((lot, _left),) = broker.ledger.lots_of("group:lab")
     assert lot.ends_at == datetime(2999, 1, 1, tzinfo=timezone.utc)
     assert "2.00 of them end at 2999-01-01 00:00:00 UTC." in cli("statement", "group:lab").stdout
     ending = cli.json("statement", "group:lab")["ending"]
@@ -102,7 +102,7 @@ def test_what_cannot_be_granted(
     cli: Command, broker: Broker, arguments: list[str], code: int, words: str
 ) -> None:
     assert words in cli("grant", *arguments, code=code).stderr
-    assert broker.member("ada").balance == 100 * MICRO
+    assert broker.ledger.member("ada").balance == 100 * MICRO
 
 
 # Corrections.
@@ -112,7 +112,7 @@ def test_a_lease_is_refunded(cli: Command, broker: Broker) -> None:
     lease = grant(broker, ADA, devices=1, model="A100")
     broker.forward(hours=2)
     broker.release(lease.id, ended_at=broker.clock(), reason="stopped")
-    assert broker.member("ada").balance == 92_800_000
+    assert broker.ledger.member("ada").balance == 92_800_000
     said = cli("refund", lease.id, "--reason", "ECC errors").stdout
     assert "Gave 7.20 credits back to member:ada" in said and "100.00 credits" in said
     assert "refunded already" in cli("refund", lease.id, "--reason", "again", code=1).stderr
@@ -139,7 +139,7 @@ def test_a_part_of_a_lease_is_refunded_once(cli: Command, broker: Broker) -> Non
     ):
         refused = cli("refund", lease.id, "--amount", amount, "--reason", "x", code=code)
         assert words in refused.stderr, amount
-    assert broker.member("ada").balance == 94 * MICRO
+    assert broker.ledger.member("ada").balance == 94 * MICRO
     rest = cli.json("refund", lease.id, "--reason", "all of it")
     assert (rest["refunded"], rest["left"], rest["balance"]) == (
         *("6.000000", "0.000000"),
@@ -164,9 +164,9 @@ def test_a_transfer_is_reversed_by_the_first_letters_of_its_id(
 def test_who_pays_for_a_member(cli: Command, broker: Broker) -> None:
     cli("grant", "group:lab", "5", "--reason", "budget", "--open")
     assert "as long as they are in the group" in cli("payer", "ada", "group:lab").stdout
-    assert broker.payers("ada", ["lab"]).usual == "group:lab"
+    assert broker.ledger.payers("ada", ["lab"]).usual == "group:lab"
     cli("payer", "ada", "ada")
-    assert broker.payers("ada", ["lab"]).usual == "member:ada"
+    assert broker.ledger.payers("ada", ["lab"]).usual == "member:ada"
     assert "no account 'group:labs'" in cli("payer", "ada", "group:labs", code=1).stderr
     assert "cannot pay for ada" in cli("payer", "ada", "grace", code=1).stderr
 
@@ -185,7 +185,7 @@ def test_a_refill_from_the_first_to_the_last(cli: Command, broker: Broker) -> No
     rule = ["FREQ=WEEKLY;BYDAY=MO;BYHOUR=6;BYMINUTE=0", "10"]
     options = ["--zone", "Europe/Vienna", "--reason", "term", "--top-up", "--cap", "20"]
     tried = cli("refills", "add", *rule, *options, "--dry-run").stdout
-    assert "Nothing was made" in tried and broker.refills() == []
+    assert "Nothing was made" in tried and broker.refills.all_refills() == []
     made = cli.json("refills", "add", *rule, *options, "--keep-days", "7")
     assert (made["mode"], made["amount"], made["cap"]) == ("top_up", "10.000000", "20.000000")
     assert (made["for"], made["keep_days"]) == (["everybody"], 7)
@@ -227,4 +227,4 @@ def test_a_refill_that_cannot_be(
     cli: Command, broker: Broker, arguments: list[str], code: int, words: str
 ) -> None:
     assert words in cli("refills", *arguments, code=code).stderr
-    assert broker.refills() == []
+    assert broker.refills.all_refills() == []

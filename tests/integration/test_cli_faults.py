@@ -86,7 +86,7 @@ def test_a_database_that_is_gone(tmp_path: Path) -> None:
 
 def test_a_database_that_refuses_this_user(postgres: Any, tmp_path: Path) -> None:
     url = postgres.fresh_database()
-    Broker(database_url=url, device_source=FLEET).open_account("ada")
+    Broker(database_url=url, device_source=FLEET).ledger.open_account("ada")
     Store.open(url).close()
     engine = sa.create_engine(url)
     with engine.begin() as connection:
@@ -100,7 +100,7 @@ def test_a_database_that_refuses_this_user(postgres: Any, tmp_path: Path) -> Non
 
 def test_a_reader_that_has_enough_is_no_error(cli: Command, broker: Broker) -> None:
     for number in range(300):
-        broker.open_account(f"member-with-a-rather-long-name-{number}")
+        broker.ledger.open_account(f"member-with-a-rather-long-name-{number}")
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {sys.executable} -m gpuspawner accounts | head -1"],
         cwd=cli.folder,

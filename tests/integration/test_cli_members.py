@@ -41,16 +41,16 @@ def test_a_member_is_renamed_once_and_asked_before(
     cli: Command, broker: Broker, files: Path
 ) -> None:
     know(broker, f"{files}/ada")
-    broker.grant("member:ada", 5 * MICRO, actor="root", reason="prize")
-    balance = broker.member("ada").balance
+    broker.ledger.grant("member:ada", 5 * MICRO, actor="root", reason="prize")
+    balance = broker.ledger.member("ada").balance
     said = cli("members", "rename", "ada", "lovelace", answer="n\n", code=1).stderr
     assert f"{files}/ada is renamed to {files}/lovelace" in said
     assert "Rename ada to lovelace? [y/N]" in said and said.endswith("Nothing was changed.\n")
-    assert broker.member("ada").balance == balance and (files / "ada").exists()
+    assert broker.ledger.member("ada").balance == balance and (files / "ada").exists()
     done = cli("members", "rename", "ada", "lovelace", answer="y\n")
     assert done.stdout == "ada is called lovelace from now on.\n"
     assert (files / "lovelace" / "notebook").read_text() == "1 + 1" and not (files / "ada").exists()
-    assert broker.member("lovelace").balance == balance
+    assert broker.ledger.member("lovelace").balance == balance
     again = cli("members", "rename", "ada", "lovelace").stdout
     assert "ada was renamed to lovelace at 2" in again and again.endswith("Nothing to do.\n")
     assert cli.json("members", "rename", "ada", "lovelace", "--yes")["changed"] is False
@@ -103,7 +103,7 @@ def test_what_is_renamed_by_hand_is_said_with_the_commands(
     )
     said = cli("members", "rename", "grace", "hopper", "--yes").stdout
     assert "docker volume" not in said, "no server ever made that volume"
-    broker.open_account("eve")
+    broker.ledger.open_account("eve")
     row = Workspace("work-eve", "eve", broker.clock())
     broker.store.run(
         lambda connection: storage_repository.put_workspace(connection, row), write=True

@@ -110,4 +110,4 @@ def test_a_start_under_way_is_not_gone(cli: Command, broker: Broker) -> None:
     assert "the start may be under way" in done.stderr
     cli("release", lease.id, "--yes", "--force")
     assert broker.lease(lease.id).charged == 0
-    assert broker.member("ada").available == 100_000_000
+    assert broker.ledger.member("ada").available == 100_000_000

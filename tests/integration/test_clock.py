@@ -99,7 +99,7 @@ def session(broker: Broker, machine: Machine, user: str = "ada", seconds: int = 
 
 
 def charged(broker: Broker, lease: Lease) -> float:
-    broker.charge_all()
+    broker.ledger.charge_all()
     return broker.lease(lease.id).charged / MICRO
 
 
@@ -204,7 +204,7 @@ def test_times_follow_a_step_that_lasts_and_no_duration_changes(
     machine.set_wall_clock(step)
     broker.keep_clock()
     machine.forward(lasts)
-    broker.charge_all()
+    broker.ledger.charge_all()
     verdict = broker.keep_clock()
     assert verdict is not None and verdict.event == "followed"
     assert broker.clock() == machine.engine_now
@@ -510,7 +510,7 @@ import json, sys
 from gpuspawner.services import Broker
 broker = Broker(database_url=sys.argv[1], device_source="simulated:4xA100-80GB")
 verdict = broker.keep_clock()
-broker.charge_all()
+broker.ledger.charge_all()
 [lease] = broker.open_leases()
 over = len(broker.due_sessions().over)
 print(json.dumps([verdict.event, lease.charged, over, broker.clock().isoformat()]))

@@ -58,7 +58,7 @@ for left in (0, 4096, 40_000, 150_000, 400_000):
     before = state()
     clock.forward(minutes=1)
     try:
-        broker.charge_all()
+        broker.ledger.charge_all()
     except StoreUnavailable as error:
         full += 1
         assert words in str(error.__cause__), error.__cause__
@@ -70,9 +70,9 @@ for left in (0, 4096, 40_000, 150_000, 400_000):
     assert problems(broker.store) == []
     ballast.unlink()
 assert full >= 2, full
-assert broker.charge_all() in (0, 400)
+assert broker.ledger.charge_all() in (0, 400)
 clock.forward(minutes=1)
-assert broker.charge_all() == 400, "it goes on when there is room"
+assert broker.ledger.charge_all() == 400, "it goes on when there is room"
 assert all(lease.charged == 6 * 4_000_000 // 60 for lease in broker.open_leases())
 assert problems(broker.store) == []
 assert not [finding.problem for finding in broker.audit()[0] if finding.problem]

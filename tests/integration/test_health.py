@@ -46,7 +46,7 @@ def test_from_the_fault_to_the_return(broker: Broker) -> None:
     lease = running(broker, "ada")
     uuid = lease.uuids[0]
     clock(broker).forward(minutes=20)
-    broker.charge_all()
+    broker.ledger.charge_all()
     assert find(broker, uuid, "lost", lasting=True, ago=60) == "sick"
     assert find(broker, uuid, "lost", lasting=True) == ""
     (body,) = told(broker, "ada")
@@ -128,7 +128,7 @@ def test_no_more_comes_back_than_is_left(broker: Broker) -> None:
     clock(broker).forward(minutes=20)
     find(broker, lease.uuids[0], "xid link", ago=900)
     broker.release(lease.id, ended_at=clock(broker)(), reason="stopped")
-    broker.refund(lease.id, 12_000_000, actor="root", reason="sorry")
+    broker.ledger.refund(lease.id, 12_000_000, actor="root", reason="sorry")
     broker.settle_sick()
     assert credits_of(broker, "ada") == 1000
     assert broker.lease(lease.id).outcome == "refunded"
@@ -208,8 +208,8 @@ def test_services_killed_in_the_midst_of_it_do_all_or_nothing(
     broker: Broker, database_url: str, rounds: Rounds, chance: random.Random
 ) -> None:
     uuid = uuids(broker)[0]
-    broker.open_account("ada")
-    broker.grant("member:ada", 10**12, actor="root", reason="for many sessions")
+    broker.ledger.open_account("ada")
+    broker.ledger.grant("member:ada", 10**12, actor="root", reason="for many sessions")
     for life in range(1, 1 + rounds(60)):
         ready, theirs = racers.FORKSERVER.Pipe()
         began = Clock(clock(broker)() + timedelta(days=life * 10_000))

@@ -38,7 +38,7 @@ def database_url(each_database_url: str) -> str:
 @pytest.fixture
 def broker(database_url: str) -> Iterator[Broker]:
     broker = spending.spender(database_url, time.time())
-    broker.open_account("nobody")  # the tables are there before the first victim is
+    broker.ledger.open_account("nobody")  # the tables are there before the first victim is
     yield broker
     broker.store.close()
 

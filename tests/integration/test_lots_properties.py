@@ -63,16 +63,16 @@ def _play(
     """The balance in the end, after all of it happened in the order of its times."""
     clock = Clock()
     broker = open_broker(url, clock, gpu_rates={"*": "1.234567"}, opening_grant=1000)
-    broker.open_account("anna")
+    broker.ledger.open_account("anna")
     leases: dict[int, str] = {}
     for minute, kind, what in sorted(_steps(given_, ran, looked), key=lambda step: step[:2]):
         clock.now = at(minute)
         _step(broker, clock, leases, kind, what)
     clock.now = at(LAST + 1)
-    broker.charge_all()
-    broker.end_lots()
+    broker.ledger.charge_all()
+    broker.ledger.end_lots()
     assert problems(broker.store) == []
-    left = broker.member("anna").balance
+    left = broker.ledger.member("anna").balance
     broker.store.close()
     return left
 
@@ -91,12 +91,14 @@ def _steps(
 
 def _step(broker: Broker, clock: Clock, leases: dict[int, str], kind: int, what: Any) -> None:
     if kind == 0:
-        broker.charge_all() if what else broker.end_lots()
+        broker.ledger.charge_all() if what else broker.ledger.end_lots()
     elif kind == 1:
         credits, keep = what
         until = None if keep is None else clock.now + timedelta(minutes=keep)
         key = f"{clock.now}:{credits}:{keep}"
-        broker.grant(ANNA, credits * MICRO // 100, actor="a", reason="r", until=until, key=key)
+        broker.ledger.grant(
+            ANNA, credits * MICRO // 100, actor="a", reason="r", until=until, key=key
+        )
     elif kind == 2:
         leases[what] = running(broker, "anna", server=f"s{what}").id
     else:

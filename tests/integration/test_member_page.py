@@ -25,7 +25,7 @@ def broker(each_database_url: str) -> Iterator[Broker]:
     broker = open_broker(each_database_url, clock, opening_grant=1000, gpu_rates={"*": 1})
     running(broker, "ada")
     clock.forward(minutes=90)
-    broker.charge_all()
+    broker.ledger.charge_all()
     yield broker
     broker.store.close()
 
@@ -51,7 +51,7 @@ def test_its_figures_are_of_one_moment_while_others_write(broker: Broker) -> Non
 
     def write() -> None:
         nonlocal writes
-        broker.grant(ADA, MICRO, actor="root", reason=f"gift {writes}")
+        broker.ledger.grant(ADA, MICRO, actor="root", reason=f"gift {writes}")
         broker.drain(uuids[writes % 4], actor="root", reason=f"fan {writes}")
         writes += 1
 

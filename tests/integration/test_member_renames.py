@@ -100,10 +100,12 @@ def test_all_that_a_member_has_gets_the_new_name(broker: Broker, tmp_path: Path)
     give_everything(broker, OLD, [old, f"work-{OLD}"])
     before = columns_with(broker, OLD)
     assert before >= rename_repository.COLUMNS, "the test has something of everything"
-    balance = broker.member(OLD).balance
-    statement = [(line.amount, line.balance) for line in broker.statement(f"member:{OLD}", 500)]
+    balance = broker.ledger.member(OLD).balance
+    statement = [
+        (line.amount, line.balance) for line in broker.ledger.statement(f"member:{OLD}", 500)
+    ]
     noted = broker.chain_head()
-    lots = [left for _, left in broker.lots_of(f"member:{OLD}")]
+    lots = [left for _, left in broker.ledger.lots_of(f"member:{OLD}")]
     found = broker.renames.rename_member(OLD, NEW, actor="root", sources={old: new})
     assert (found.leases, found.tickets, found.folders, len(found.workspaces)) == (2, 1, 1, 2)
     assert columns_with(broker, OLD) <= {*rename_repository.AS_WRITTEN, "workspaces.source"}
@@ -111,9 +113,9 @@ def test_all_that_a_member_has_gets_the_new_name(broker: Broker, tmp_path: Path)
     assert_holds(broker)
     assert broker.knows_head(noted)
     account = f"member:{NEW}"
-    assert broker.member(NEW).balance == balance and broker.member(OLD).balance == 0
-    assert [(x.amount, x.balance) for x in broker.statement(account, 500)] == statement
-    assert [left for _, left in broker.lots_of(account)] == lots
+    assert broker.ledger.member(NEW).balance == balance and broker.ledger.member(OLD).balance == 0
+    assert [(x.amount, x.balance) for x in broker.ledger.statement(account, 500)] == statement
+    assert [left for _, left in broker.ledger.lots_of(account)] == lots
     assert {each.workspace.source for each in broker.storage.files_of(NEW)} == {new, f"work-{OLD}"}
     [change] = [x for x in broker.trail() if x.action == "rename member"]
     assert (change.actor, change.subject) == ("root", NEW) and OLD in change.detail
@@ -126,16 +128,16 @@ def test_life_goes_on_under_the_new_name(broker: Broker) -> None:
     give_everything(broker, OLD, [])
     broker.renames.rename_member(OLD, NEW, actor="root")
     [newest, *_] = broker.leases_of(f"member:{NEW}", 1)
-    broker.refund(newest.id, actor="root", reason="a broken fan")
+    broker.ledger.refund(newest.id, actor="root", reason="a broken fan")
     clock.forward(days=1)
-    [refill] = broker.due_refills()
-    run = broker.give_refill(refill.id)
+    [refill] = broker.refills.due_refills()
+    run = broker.refills.give_refill(refill.id)
     assert run is not None and run.accounts == 2
     clock.forward(days=10)
-    broker.end_lots()
+    broker.ledger.end_lots()
     lease = running(broker, NEW)
     clock.forward(minutes=5)
-    broker.charge_all()
+    broker.ledger.charge_all()
     broker.release(lease.id, ended_at=clock.now, reason="stopped")
     assert_holds(broker)
 
@@ -143,64 +145,66 @@ def test_life_goes_on_under_the_new_name(broker: Broker) -> None:
 def test_somebody_else_can_have_the_old_name(broker: Broker) -> None:
     give_everything(broker, OLD, [])
     broker.renames.rename_member(OLD, NEW, actor="root")
-    balance = broker.member(NEW).balance
-    assert broker.open_account(OLD).balance == OPENING * MICRO
-    assert broker.member(NEW).balance == balance
+    balance = broker.ledger.member(NEW).balance
+    assert broker.ledger.open_account(OLD).balance == OPENING * MICRO
+    assert broker.ledger.member(NEW).balance == balance
     assert broker.renames.last_rename(OLD, NEW) is None, "the name is somebody else's"
     with pytest.raises(Refused, match="has a history of their own"):
         broker.renames.rename_member(OLD, NEW, actor="root")
     broker.renames.rename_member(OLD, "third", actor="root")
-    assert broker.member("third").balance == OPENING * MICRO
+    assert broker.ledger.member("third").balance == OPENING * MICRO
     assert_holds(broker)
 
 
 def test_a_member_can_be_renamed_back_and_again(broker: Broker) -> None:
     give_everything(broker, OLD, [])
-    balance = broker.member(OLD).balance
+    balance = broker.ledger.member(OLD).balance
     for names in ((OLD, NEW), (NEW, OLD), (OLD, "third"), ("third", NEW)):
         broker.renames.rename_member(*names, actor="root")
-        broker.grant(f"member:{names[1]}", MICRO, actor="root", reason="prize")
+        broker.ledger.grant(f"member:{names[1]}", MICRO, actor="root", reason="prize")
         balance += MICRO
-        assert broker.member(names[1]).balance == balance
+        assert broker.ledger.member(names[1]).balance == balance
         assert_holds(broker)
 
 
 def test_what_the_new_name_got_at_its_first_sign_in_is_no_history(broker: Broker) -> None:
     """Who is renamed at the Hub signs in there before an admin types anything."""
     give_everything(broker, OLD, [])
-    balance = broker.member(OLD).balance
+    balance = broker.ledger.member(OLD).balance
     broker.membership_returned(NEW, actor="hub")
-    broker.open_account(NEW)
+    broker.ledger.open_account(NEW)
     broker.renames.rename_member(OLD, NEW, actor="root")
-    assert broker.member(NEW).balance == balance, "what the account opened with is taken back"
+    assert broker.ledger.member(NEW).balance == balance, (
+        "what the account opened with is taken back"
+    )
     assert_holds(broker)
     broker.renames.rename_member(NEW, OLD, actor="root")
-    assert broker.member(OLD).balance == balance
+    assert broker.ledger.member(OLD).balance == balance
     assert_holds(broker)
 
 
 def test_a_server_that_the_hub_has_renamed_goes_on(broker: Broker) -> None:
     clock = Clock.of(broker)
-    broker.open_account(OLD)
+    broker.ledger.open_account(OLD)
     lease = running(broker, OLD)
     clock.forward(minutes=10)
-    broker.charge_all()
+    broker.ledger.charge_all()
     broker.follow_rename(lease.id, ServerRef(NEW))
-    broker.open_account(NEW)
+    broker.ledger.open_account(NEW)
     found = broker.renames.rename_member(OLD, NEW, actor="root")
     assert [each.id for each in found.open_leases] == [lease.id]
     clock.forward(minutes=20)
-    broker.charge_all()
+    broker.ledger.charge_all()
     ended = broker.release(lease.id, ended_at=clock.now, reason="stopped")
     assert (ended.account, ended.charged) == (f"member:{NEW}", 2 * MICRO)
-    assert broker.member(NEW).balance == (OPENING - 2) * MICRO
+    assert broker.ledger.member(NEW).balance == (OPENING - 2) * MICRO
     assert_holds(broker)
 
 
 def test_a_session_that_was_renamed_and_ended_is_no_history_of_the_new_name(
     broker: Broker,
 ) -> None:
-    broker.open_account(OLD)
+    broker.ledger.open_account(OLD)
     lease = running(broker, OLD)
     broker.follow_rename(lease.id, ServerRef(NEW))
     broker.release(lease.id, ended_at=Clock.of(broker).forward(minutes=1), reason="stopped")
@@ -220,7 +224,7 @@ def test_what_cannot_be_renamed_is_refused_in_words_and_changes_nothing(broker: 
         return error.value.message
 
     assert "Nothing is known of a member 'nobody'" in refused("nobody", NEW)
-    broker.open_account(OLD)
+    broker.ledger.open_account(OLD)
     assert f"{OLD} is called that already" in refused(OLD, OLD)
     for name in ("", " x", "a\nb"):
         assert f"{name!r} is no name of a member" in refused(OLD, name)
@@ -231,8 +235,8 @@ def test_what_cannot_be_renamed_is_refused_in_words_and_changes_nothing(broker: 
     assert f"{NEW} has a history of their own (1 lease)" in refused(OLD, NEW)
     broker.release(other.id, reason="stopped")
     assert f"{NEW} has a history of their own (1 lease" in refused(OLD, NEW)
-    broker.open_account("third")
-    broker.grant("member:third", MICRO, actor="root", reason="prize")
+    broker.ledger.open_account("third")
+    broker.ledger.grant("member:third", MICRO, actor="root", reason="prize")
     assert "(1 entry in the ledger)" in refused(OLD, "third")
 
 
@@ -340,7 +344,7 @@ def test_a_rename_that_is_killed_at_any_step_is_complete_when_it_is_said_again(
         Path(old).mkdir(parents=True)
         (Path(old) / "notebook").write_text(old)
     give_everything(broker, OLD, [*paths])
-    balance = broker.member(OLD).balance
+    balance = broker.ledger.member(OLD).balance
 
     def rename(at: int) -> int:
         """How many steps it took; 0 if it was killed."""
@@ -360,10 +364,10 @@ def test_a_rename_that_is_killed_at_any_step_is_complete_when_it_is_said_again(
         at = 1 + round_ % steps if SOAK else chance.randint(1, steps)
         done = rename(at)
         for account in names:
-            assert broker.member(account).balance in (0, balance), at
+            assert broker.ledger.member(account).balance in (0, balance), at
         assert_holds(broker)
         assert done or rename(1_000_000), at
-        assert broker.member(names[1]).balance == balance
+        assert broker.ledger.member(names[1]).balance == balance
         assert broker.renames.last_rename(*names) is not None
         for old, new in paths.items():
             assert not Path(old).exists() and (Path(new) / "notebook").exists(), at

@@ -50,7 +50,7 @@ def list_until(broker: Broker, text: str, name: str = "ada") -> None:
 
 
 def sign_in(broker: Broker, user: str = "ada", *, by_roster: bool = True) -> bool:
-    broker.open_account(user)
+    broker.ledger.open_account(user)
     return broker.membership_returned(user, actor=SIGN_IN, by_roster=by_roster)
 
 
@@ -214,7 +214,7 @@ def test_when_the_time_is_over_what_runs_is_warned_and_stopped_and_all_else_stay
     ]
     assert len(told(broker, "ada", NoticeKind.SESSION_ENDS)) == 1
     settled = broker.release(lease.id, ended_at=clock.now, reason="stopped")
-    assert broker.member("ada").balance == 100 * MICRO - settled.charged
+    assert broker.ledger.member("ada").balance == 100 * MICRO - settled.charged
     assert trail(broker) == [
         (SIGN_IN, "membership began", "member:ada"),
         (SERVICE, "membership ended", "member:ada"),
@@ -272,7 +272,7 @@ def test_who_is_a_member_by_more_than_the_roster_stays_one(broker: Broker, clock
 def test_strangers_at_the_door_leave_no_trace(broker: Broker) -> None:
     assert not broker.membership_ended("mallory", "not on the list", actor=SIGN_IN)
     assert broker.membership("mallory") is None and broker.trail() == []
-    broker.open_account("old")  # of before anybody wrote down who is a member
+    broker.ledger.open_account("old")  # of before anybody wrote down who is a member
     assert broker.membership_ended("old", "x" * 1000, actor=SIGN_IN)
     assert [known.user for known in broker.former_members()] == ["old"]
 
@@ -280,21 +280,21 @@ def test_strangers_at_the_door_leave_no_trace(broker: Broker) -> None:
 def test_credits_of_former_members_stay_as_they_are(broker: Broker, clock: Clock) -> None:
     sign_in(broker)
     sign_in(broker, "bob")
-    plan = broker.plan_refill(
+    plan = broker.refills.plan_refill(
         "FREQ=DAILY", amount=10 * MICRO, audience=[EVERYBODY], actor="eva", reason="the day"
     )
-    refill = broker.add_refill(plan)
+    refill = broker.refills.add_refill(plan)
     broker.membership_ended("ada", "left", actor=SIGN_IN)
     clock.forward(minutes=2)
-    _, gifts = broker.preview_refill(broker.refill(refill.id))
+    _, gifts = broker.refills.preview_refill(broker.refills.refill(refill.id))
     assert [account.name for account, _ in gifts] == ["member:bob"]
-    broker.give_refill(refill.id)
-    assert broker.member("ada").balance == 100 * MICRO
-    assert broker.member("bob").balance == 110 * MICRO
+    broker.refills.give_refill(refill.id)
+    assert broker.ledger.member("ada").balance == 100 * MICRO
+    assert broker.ledger.member("bob").balance == 110 * MICRO
     sign_in(broker)
     clock.forward(days=1)
-    broker.give_refill(refill.id)
-    assert broker.member("ada").balance == 110 * MICRO  # and not what came meanwhile
+    broker.refills.give_refill(refill.id)
+    assert broker.ledger.member("ada").balance == 110 * MICRO  # and not what came meanwhile
 
 
 # All at once.

@@ -67,7 +67,7 @@ def test_a_day_is_told_as_it_was(broker: Broker) -> None:
     assert before['gpuspawner_leases{state="running"}'] == 0
     anna = running(broker, "anna", 2)
     clock.forward(hours=1)
-    broker.charge_all()
+    broker.ledger.charge_all()
     clock.forward(seconds=90)
     seen = read(site)
     assert seen["gpuspawner_credits_granted_total"] == 100
@@ -82,7 +82,7 @@ def test_a_day_is_told_as_it_was(broker: Broker) -> None:
     assert seen['gpuspawner_devices{model="A100-80GB",state="leased"}'] == 2
 
     broker.release(anna.id, ended_at=clock.now - timedelta(minutes=31, seconds=30), reason="x")
-    broker.grant("member:anna", -MICRO, actor="admin", reason="taken back")
+    broker.ledger.grant("member:anna", -MICRO, actor="admin", reason="taken back")
     seen = read(site)
     assert seen["gpuspawner_credits_refunded_total"] == 4
     assert seen["gpuspawner_credits_taken_total"] == 1
@@ -121,7 +121,7 @@ def test_totals_that_go_on_are_those_that_are_added_up_anew(broker: Broker) -> N
     for day in range(10):
         lease = running(broker, f"user{day % 3}", 2)
         clock.forward(hours=9)
-        broker.charge_all()
+        broker.ledger.charge_all()
         stopped(broker, lease.id)
         if day == 6:
             stopped(broker, long.id)
@@ -166,7 +166,7 @@ def test_what_was_given_back_is_not_counted_twice(broker: Broker) -> None:
     clock.forward(hours=1)
     stopped(broker, lease.id)
     broker.reports.add_up()
-    broker.refund(lease.id, actor="kim", reason="a sick GPU")
+    broker.ledger.refund(lease.id, actor="kim", reason="a sick GPU")
     for _ in range(2):
         moved, used, opened = broker.reports.until_now()
         assert (moved.charged, moved.refunded, opened) == (4 * MICRO, 4 * MICRO, [])
@@ -210,7 +210,7 @@ def test_what_each_gpu_did_in_the_last_minute(broker: Broker) -> None:
 def test_jobs_beside_servers_are_told_by_model(broker: Broker) -> None:
     site = HubCollector(broker)
     broker.debit(CLUSTER, [])
-    broker.open_account("anna")
+    broker.ledger.open_account("anna")
     assert not [name for name in read(site) if name.startswith("gpuspawner_batch")]
     broker.debit(
         CLUSTER,

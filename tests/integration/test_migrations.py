@@ -216,7 +216,7 @@ def test_a_database_of_an_earlier_version_keeps_its_leases_and_ledger(
     # What was open goes on, and is settled to the microcredit.
     settled = broker.release("open", ended_at=T0, reason="the server was stopped")
     assert settled.charged == owed(RATE, HOUR_AGO, T0)
-    assert broker.member("anna").balance == 20 * MICRO - 4 * MICRO - settled.charged
+    assert broker.ledger.member("anna").balance == 20 * MICRO - 4 * MICRO - settled.charged
     assert problems(broker.store) == []
     with pytest.raises(sa.exc.DatabaseError, match="append-only"):
         broker.store.run(lambda c: c.execute(sa.text("DELETE FROM postings")), write=True)

@@ -154,7 +154,7 @@ async def minutes(broker: Broker, hub: ScriptedHub, clock: Clock, count: int) ->
     """So many rounds, a minute apart, each by a service that was just started."""
     for _ in range(count):
         clock.advance(60)
-        broker.charge_all()
+        broker.ledger.charge_all()
         await make_credits(broker, hub, warn_minutes=(10, 2)).round()
 
 
@@ -194,7 +194,7 @@ async def test_after_new_credits_it_is_told_again(
     hub.has(lease.server)
     await minutes(broker, hub, clock, 17)
     assert len(told(broker)) == 3
-    broker.grant(member_account("ada"), MICRO, actor="admin", reason="more")
+    broker.ledger.grant(member_account("ada"), MICRO, actor="admin", reason="more")
     await minutes(broker, hub, clock, 5)
     assert [title[:17] for _, title in told(broker)][3:] == ["Your credits last"]
     await minutes(broker, hub, clock, 30)
@@ -205,8 +205,8 @@ async def test_everybody_whom_an_account_pays_for_is_told(
     broker: Broker, hub: ScriptedHub, clock: Clock
 ) -> None:
     with broker.store.write() as connection:
-        broker._open_account(connection, "group:ml", clock.now)
-    broker.grant("group:ml", 2 * MICRO, actor="admin", reason="a course")
+        broker.ledger.open_in(connection, "group:ml", clock.now)
+    broker.ledger.grant("group:ml", 2 * MICRO, actor="admin", reason="a course")
     servers = [ServerRef("ada"), ServerRef("bob", "lab"), ServerRef("ada", "second")]
     for server in servers[:2]:
         request = Request(devices=1, model="A100")

@@ -109,7 +109,11 @@ def test_a_connection_that_is_lost_before_the_commit(throw_out: ThrowOut) -> Non
 def test_threads_of_the_store_do_not_notice_either(throw_out: ThrowOut) -> None:
     url, all_others = throw_out
     with in_use(url) as broker:
-        for work in (broker.open_leases, partial(broker.open_account, "bert"), broker.accounts):
+        for work in (
+            broker.open_leases,
+            partial(broker.ledger.open_account, "bert"),
+            broker.ledger.accounts,
+        ):
             assert broker.store.executor.submit(work).result()
             all_others()
         broker.store.executor.submit(assert_works, broker).result()

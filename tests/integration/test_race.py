@@ -44,7 +44,7 @@ def test_200_ask_for_4_gpus_at_the_same_instant(broker: Broker, database_url: st
     assert kinds(chain(*racers.together(*hubs))) == {"lease": 4, "NoDeviceFree": 196}
     leases = broker.open_leases()
     assert len({uuid for lease in leases for uuid in lease.uuids}) == len(leases) == 4
-    assert len(broker.accounts()) == 4, "who was refused left no trace"
+    assert len(broker.ledger.accounts()) == 4, "who was refused left no trace"
     assert problems(broker.store) == []
 
 
@@ -83,7 +83,7 @@ def test_credits_for_one_server_start_one(broker: Broker, database_url: str) -> 
     price = {"opening_grant": 1, "gpu_rates": {"*": 6}, "hold_minutes": 10}
     for pair in in_rounds(10, database_url, *servers, **price):
         assert kinds(pair) == {"lease": 1, "NoCredits": 1}
-    assert broker.member("anna").balance == MICRO
+    assert broker.ledger.member("anna").balance == MICRO
     assert problems(broker.store) == []
 
 
@@ -101,7 +101,7 @@ def test_grants_charges_and_releases_of_one_account_at_once(
     assert all(len(own) == 20 for own in costs), "there is a device for each"
     (steady,) = fast.open_leases()
     steady = fast.release(steady.id, ended_at=fast.clock(), reason="stopped")
-    anna = broker.member("anna")
+    anna = broker.ledger.member("anna")
     assert anna.balance == 10_000 * MICRO - sum(chain(*costs)) - steady.charged
     assert anna.held == 0
     assert problems(broker.store) == []
@@ -136,7 +136,7 @@ def test_killed_in_the_midst_of_writing(
         open_at_death += bool(open_leases)
         assert all(len(lease.devices) == 2 for lease in open_leases)
         # The dead keep nobody out: who waits for a lock is refused in the end.
-        assert broker.grant("member:user0", 1, actor="admin", reason="gift")
+        assert broker.ledger.grant("member:user0", 1, actor="admin", reason="gift")
     assert open_at_death, "some died with leases"
     transfers = {row.transfer_id for row in books(broker.store).postings}
     assert len(transfers) > rounds(200) * 3, "there was work that could break"

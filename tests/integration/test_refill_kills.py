@@ -25,11 +25,11 @@ from gpuspawner.services import Broker
 now = datetime.fromisoformat(sys.argv[2])
 broker = Broker(database_url=sys.argv[1], device_source="simulated:1xT4", clock=lambda: now)
 print("ready", flush=True)
-while due := broker.due_refills():
+while due := broker.refills.due_refills():
     for refill in due:
-        broker.give_refill(refill.id)
-    broker.end_lots()
-broker.end_lots()
+        broker.refills.give_refill(refill.id)
+    broker.ledger.end_lots()
+broker.ledger.end_lots()
 print("done", flush=True)
 """
 
@@ -46,10 +46,12 @@ def test_each_occurrence_is_given_once_whenever_it_is_killed(
     clock = Clock(T0)
     broker = open_broker(database_url, clock, opening_grant=0)
     for number in range(MEMBERS):
-        broker.open_account(f"user{number}")
-    add = broker.add_refill(broker.plan_refill("FREQ=DAILY", **_refill(T0, 3)))
-    ends = broker.add_refill(
-        broker.plan_refill("FREQ=DAILY;INTERVAL=2", **_refill(T0, 1), keep=timedelta(days=1))
+        broker.ledger.open_account(f"user{number}")
+    add = broker.refills.add_refill(broker.refills.plan_refill("FREQ=DAILY", **_refill(T0, 3)))
+    ends = broker.refills.add_refill(
+        broker.refills.plan_refill(
+            "FREQ=DAILY;INTERVAL=2", **_refill(T0, 1), keep=timedelta(days=1)
+        )
     )
     clock.forward(days=DAYS)
     for _ in range(rounds(60)):
@@ -60,7 +62,7 @@ def test_each_occurrence_is_given_once_whenever_it_is_killed(
     assert _given(broker, ends.id) == DAYS // 2 + 1
     for number in range(MEMBERS):
         # The newest of those that end has not ended yet.
-        assert broker.member(f"user{number}").balance == ((DAYS + 1) * 3 + 1) * MICRO
+        assert broker.ledger.member(f"user{number}").balance == ((DAYS + 1) * 3 + 1) * MICRO
     assert problems(broker.store) == []
     broker.store.close()
 
@@ -71,7 +73,7 @@ def _refill(start: datetime, credits: int) -> dict[str, object]:
 
 
 def _given(broker: Broker, refill_id: str) -> int:
-    return len(broker.refill_runs(refill_id, 1000))
+    return len(broker.refills.refill_runs(refill_id, 1000))
 
 
 def _serve(url: str, clock: Clock, seconds: float) -> bool:

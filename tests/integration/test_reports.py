@@ -70,13 +70,13 @@ def past(broker: Broker, clock: Clock) -> Broker:
             with suppress(NoDeviceFree):  # it is asked for again later
                 opened[who] = running(broker, who[0], gpus, who[1], model=model)
         if chance.random() < 0.7:
-            broker.charge_all()
+            broker.ledger.charge_all()
         if step % 15 == 0:
-            broker.grant(member_account(who[0]), MICRO, actor="kim", reason=f"step {step}")
+            broker.ledger.grant(member_account(who[0]), MICRO, actor="kim", reason=f"step {step}")
     for some in list(opened)[1:]:
         broker.release(opened.pop(some).id, ended_at=clock(), reason="stopped")
     clock.forward(hours=3)
-    broker.charge_all()
+    broker.ledger.charge_all()
     clock.forward(minutes=20)
     return broker
 
@@ -96,7 +96,7 @@ def pages(ask: Callable[[int | None], Any]) -> list[Any]:
 def test_pages_are_the_whole_statement(past: Broker, limit: int) -> None:
     for user in ("ada", "bob", "cleo"):
         account = member_account(user)
-        whole = past.statement(account, 10_000)
+        whole = past.ledger.statement(account, 10_000)
         assert len(whole) > 10
         found = pages(lambda before, a=account: past.reports.statement_page(a, before, limit))
         fields = ("at", "kind", "reason", "actor", "amount", "balance", "lease_id")
@@ -118,7 +118,7 @@ def test_folded_pages_add_up(
     single = pages(lambda before: past.reports.statement_page(account, before, 100))
     found = pages(lambda before: past.reports.statement_page(account, before, limit, folded=True))
     assert sum(entry.count for entry in found) == len(single)
-    balance = past.account(account).balance
+    balance = past.ledger.account(account).balance
     for entry in found:
         assert entry.balance == balance
         balance -= entry.amount
@@ -137,7 +137,7 @@ def test_what_is_posted_meanwhile_moves_no_page(past: Broker) -> None:
     account = member_account("ada")
     first = past.reports.statement_page(account, None, 5)
     second = past.reports.statement_page(account, first.older, 5)
-    past.grant(account, MICRO, actor="kim", reason="meanwhile")
+    past.ledger.grant(account, MICRO, actor="kim", reason="meanwhile")
     assert past.reports.statement_page(account, first.older, 5) == second
 
 
@@ -166,18 +166,18 @@ def test_who_is_not_there_is_said(past: Broker) -> None:
     with pytest.raises(UnknownLease):
         past.reports.receipt("nothing")
     entry = past.reports.statement_page(member_account("ada")).entries[0]
-    transfer = past.transfer(entry.transfer)
+    transfer = past.ledger.transfer(entry.ledger.transfer)
     assert transfer.amount_for(member_account("ada")) == entry.amount
     assert transfer.at == entry.at
     assert past.reports.reversal_of(transfer.id) is None
-    reversal = past.reverse(transfer.id, actor="kim", reason="by mistake")
+    reversal = past.ledger.reverse(transfer.id, actor="kim", reason="by mistake")
     assert past.reports.reversal_of(transfer.id) == reversal
 
 
 def test_accounts_are_found_by_a_part_of_their_name(broker: Broker) -> None:
     names = ["Ada", "a_da", "a%da", "bob", "adam", "mar%y"]
     for name in names:
-        broker.open_account(name)
+        broker.ledger.open_account(name)
 
     def found(text: str, **more: Any) -> list[str]:
         return [
@@ -197,7 +197,7 @@ def test_accounts_are_found_by_a_part_of_their_name(broker: Broker) -> None:
         if some.following is None:
             break
         after = some.following
-    assert seen == [account.name for account in broker.accounts()]
+    assert seen == [account.name for account in broker.ledger.accounts()]
 
 
 def test_leases_are_paged_by_member_and_by_account(past: Broker) -> None:
@@ -319,7 +319,7 @@ def test_a_session_that_is_refunded_is_added_up_anew(past: Broker) -> None:
         pass
     before = past.reports.use_by(bounds, "user")
     paid = next(x for x in past.leases_of(None, 500)[::-1] if x.charged and x.ended_at)
-    past.refund(paid.id, actor="kim", reason="a sick GPU")
+    past.ledger.refund(paid.id, actor="kim", reason="a sick GPU")
     after = past.reports.use_by(bounds, "user")
     user = paid.server.user
     gone = sum(week[user].cost for week in before) - sum(week[user].cost for week in after)

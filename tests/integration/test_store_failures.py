@@ -217,7 +217,7 @@ def _on_a_full_disk(gate: Barrier, url: str) -> tuple[list[str], str, list[str]]
 
 def _come_and_go(broker: Broker, user: str) -> None:
     lease = running(broker, user)
-    broker.charge_all()
+    broker.ledger.charge_all()
     broker.release(lease.id, reason="stopped")
 
 

@@ -132,7 +132,7 @@ def test_a_life_of_a_lease_takes_few_statements(database_url: str) -> None:
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         said.append(statement.split()[0])
 
-    broker.open_account("anna")
+    broker.ledger.open_account("anna")
     live("anna")  # looks at the devices, and asks which tickets there are
     said.clear()
     live("anna")

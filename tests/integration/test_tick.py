@@ -60,7 +60,7 @@ async def test_charges_do_not_depend_on_the_rounds(
         clock.advance(seconds)
         await tick.charge()
     elapsed = clock.now - START
-    assert broker.member("ada").balance == MICRO - RATE * (
+    assert broker.ledger.member("ada").balance == MICRO - RATE * (
         elapsed // timedelta(microseconds=1)
     ) // (3_600_000_000)
     assert broker.lease(lease.id).charged == owed(RATE, START, clock.now)

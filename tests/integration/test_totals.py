@@ -46,7 +46,7 @@ def broker(database_url: str) -> Iterator[Broker]:
         broker.release(lease.id, ended_at=clock(), reason="stopped")
     running(broker, "user0", 1, model="T4")
     clock.forward(minutes=5)
-    broker.charge_all()
+    broker.ledger.charge_all()
     yield broker
     broker.store.close()
 
@@ -90,7 +90,7 @@ def test_what_moved_is_added_up_in_portions(
         assert audited(broker) == {}
     assert steps > 3
     running(broker, "user1", model="A100")
-    broker.grant("member:user1", -5, actor="kim", reason="taken back")
+    broker.ledger.grant("member:user1", -5, actor="kim", reason="taken back")
     assert broker.reports.until_now()[0].taken == 5
     broker.reports.add_up()
     assert broker.reports.until_now()[0] == told[0]._replace(taken=5, left=told[0].left - 5)
@@ -131,7 +131,7 @@ def test_many_add_up_while_leases_end_and_are_refunded(broker: Broker) -> None:
         return sum(broker.store.run(lambda c: totals.add_up(c, 2), write=True) for _ in range(9))
 
     def refund(lease_id: str) -> None:
-        broker.refund(lease_id, actor="kim", reason="a sick GPU")
+        broker.ledger.refund(lease_id, actor="kim", reason="a sick GPU")
 
     def end(number: int) -> None:
         lease = running(broker, f"new{number}", model="A100")

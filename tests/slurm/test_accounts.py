@@ -46,7 +46,7 @@ def test_sync_is_shown_first_killed_anywhere_and_done_once(
     before = associations(books)
     theirs = [line for line in before if not line.startswith(("gpuspawner", "g-"))]
     for name in ("gsann", "Erin F", LONG, *(f"crowd{n}" for n in range(6))):
-        books.broker.open_account(name)
+        books.broker.ledger.open_account(name)
     books.broker.note_groups({"research": ["gsann", "Erin F"]})
 
     planned = books.slurm("sync", "--dry-run")
@@ -77,7 +77,7 @@ def test_an_empty_account_keeps_gpu_jobs_waiting_and_no_others(
 ) -> None:
     user = member(books, "gseve")
     books.sync()
-    books.broker.grant("member:gseve", -1000 * MICRO, actor="admin", reason="gone")
+    books.broker.ledger.grant("member:gseve", -1000 * MICRO, actor="admin", reason="gone")
     assert books.sync() == ["gseve: in gpuspawner-members: GrpTRES=gres/gpu=0,gres/shard=0"]
     waiting = cluster.hold(user, "--gres=gpu:1")
     share = cluster.hold(user, "--gres=shard:1")

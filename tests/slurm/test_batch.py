@@ -80,8 +80,8 @@ def test_jobs_beside_servers_are_paid_from_the_members_account(
     done = books.debit()
     assert (done.jobs, done.amount) == (1, 2 * seconds * MICRO)
     assert books.broker.debit_cluster().amount == 0
-    assert books.broker.member("Dan G").balance == (1000 - 2 * seconds) * MICRO
-    line = books.broker.statement("member:Dan G")[0]
+    assert books.broker.ledger.member("Dan G").balance == (1000 - 2 * seconds) * MICRO
+    line = books.broker.ledger.statement("member:Dan G")[0]
     assert f"Batch job {two} (a|b?c) on 2 NVIDIA A100" in line.reason
 
     def strangers() -> list[str]:
@@ -157,7 +157,7 @@ def test_a_job_by_a_servers_name_is_paid(books: Books, cluster: SlurmCluster) ->
         return [job.ended_at is not None for job in found] == [True, True]
 
     wait_for(both, "both to be paid", interval=0.5)
-    statement = books.broker.statement(f"member:{user}", 100)
+    statement = books.broker.ledger.statement(f"member:{user}", 100)
     paid = [line for line in statement if line.kind == "batch"]
     assert -sum(line.amount for line in paid) == sum(ended) * MICRO
 
@@ -207,7 +207,7 @@ def test_a_database_that_is_hours_behind_loses_no_debit(
     wait_for(all_paid, "both to be paid", interval=0.5)
     owed = sum(n * books.ended(job) for n, job in enumerate(jobs, start=1))
     assert sum(each.amount for each in paid) == owed * MICRO
-    assert books.broker.member("gslag").balance == (1000 - owed) * MICRO
+    assert books.broker.ledger.member("gslag").balance == (1000 - owed) * MICRO
     assert read_up_to(books) < begun + OVERLAP, "who was behind may be so again"
 
     def read() -> bool:

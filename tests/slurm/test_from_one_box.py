@@ -240,7 +240,7 @@ def test_there_and_back_again(
     file.write_text(cluster_yaml(described))
     box = open_broker(url)
     box.release(running(box, "ann").id, reason="stopped")
-    before = box.member("ann").balance
+    before = box.ledger.member("ann").balance
     box.store.close()
 
     several = open_broker(url, cluster=str(file))
@@ -262,7 +262,7 @@ def test_there_and_back_again(
     lease = running(back, "ann")
     assert lease.devices[0].uuid in here
     back.release(lease.id, reason="stopped")
-    assert 0 < back.member("ann").balance <= before
+    assert 0 < back.ledger.member("ann").balance <= before
     assert len(back.leases_of(None)) == 3
     assert problems(back.store) == []
     back.store.close()

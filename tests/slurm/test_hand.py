@@ -189,9 +189,9 @@ def test_the_end_of_a_session_and_of_credits_ends_container_and_job(
     first = hub.wait_lease("ann")
     hub.ask("fred", gpus=1)
     second = hub.wait_lease("fred")
-    account = hub.broker.account(member_account("fred"))
+    account = hub.broker.ledger.account(member_account("fred"))
     broke = -account.available + 2_000_000
-    hub.broker.grant(member_account("fred"), broke, actor=ADMIN, reason="a mistake")
+    hub.broker.ledger.grant(member_account("fred"), broke, actor=ADMIN, reason="a mistake")
     assert hub.wait_end(first).outcome == "session_end"
     assert hub.wait_end(second, timeout=90).outcome == "credits"
     for lease in (first, second):

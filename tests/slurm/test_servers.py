@@ -45,7 +45,7 @@ c.JupyterHub.load_groups = {"research": {"users": ["zoe"]}}
         catalog.write(ENVIRONMENTS)
     with hub:
         for user in NEW:
-            hub.broker.open_account(user)
+            hub.broker.ledger.open_account(user)
         yield hub
 
 
@@ -274,7 +274,7 @@ def test_a_job_beside_servers_is_paid_by_its_member(hub: SlurmHub, cluster: Slur
     job = cluster.hold("zoe", "--gres=gpu:h100:1", script="#!/bin/sh\nexec sleep 2\n")
 
     def line() -> StatementLine | None:
-        lines = hub.broker.statement("member:zoe")
+        lines = hub.broker.ledger.statement("member:zoe")
         return next((line for line in lines if line.kind == "batch"), None)
 
     paid = wait_for(line, "the debit", timeout=60)

@@ -64,7 +64,7 @@ def a_day_later(url: str) -> Iterator[Broker]:
     is done with it must leave its books in order."""
     clock = Clock()
     broker = open_books(url, clock)
-    broker.open_account("anna")
+    broker.ledger.open_account("anna")
     clock.now = T0 + LATER
     yield broker
     findings, _ = broker.audit()

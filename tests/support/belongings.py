@@ -46,11 +46,13 @@ def give_everything(broker: Broker, user: str, sources: list[str]) -> None:
     clock, account = Clock.of(broker), f"member:{user}"
     broker.membership_returned("friend", actor="hub")
     broker.membership_returned(user, actor="hub", by_roster=True)
-    broker.open_account(user)
-    broker.open_group_account("lab", actor="root")
-    broker.grant(account, MICRO, actor="root", reason="prize", until=clock.now + timedelta(days=9))
-    broker.open_account("friend")
-    refill = broker.plan_refill(
+    broker.ledger.open_account(user)
+    broker.ledger.open_group_account("lab", actor="root")
+    broker.ledger.grant(
+        account, MICRO, actor="root", reason="prize", until=clock.now + timedelta(days=9)
+    )
+    broker.ledger.open_account("friend")
+    refill = broker.refills.plan_refill(
         "FREQ=DAILY",
         amount=MICRO,
         starts_at=clock.now,
@@ -58,16 +60,16 @@ def give_everything(broker: Broker, user: str, sources: list[str]) -> None:
         actor="root",
         reason="term",
     )
-    broker.add_refill(refill)
+    broker.refills.add_refill(refill)
     clock.forward(hours=1)
-    broker.give_refill(refill.id)
+    broker.refills.give_refill(refill.id)
     for minutes in (30, 7):
         lease = running(broker, user)
         clock.forward(minutes=minutes)
-        broker.charge_all()
+        broker.ledger.charge_all()
         clock.forward(seconds=20)
         broker.release(lease.id, ended_at=clock.now, reason="stopped")
-    broker.refund(lease.id, MICRO // 100, actor="root", reason="a broken fan")
+    broker.ledger.refund(lease.id, MICRO // 100, actor="root", reason="a broken fan")
     broker.store.run(totals.add_up, write=True)
     everyone = [running(broker, f"other{number}") for number in range(4)]
     terms = Terms(wait=True)

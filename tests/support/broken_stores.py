@@ -27,7 +27,7 @@ def in_use(url: str) -> Iterator[Broker]:
         running(broker, "anna", 2)
         gone = running(broker, "bert")
         clock.forward(hours=1)
-        broker.charge_all()
+        broker.ledger.charge_all()
         broker.release(gone.id, ended_at=clock.now, reason="stopped")
         yield broker
         assert problems(broker.store) == []
@@ -41,12 +41,12 @@ def assert_unavailable(broker: Broker, *, reads: bool = True) -> None:
         partial(acquire, broker, "cara"),
         partial(broker.confirm, "any"),
         partial(broker.release, "any", reason="stopped"),
-        partial(broker.grant, "member:anna", 1, actor="admin", reason="gift"),
-        partial(broker.open_account, "cara"),
-        broker.charge_all,
+        partial(broker.ledger.grant, "member:anna", 1, actor="admin", reason="gift"),
+        partial(broker.ledger.open_account, "cara"),
+        broker.ledger.charge_all,
     ]
     if reads:
-        works += [broker.open_leases, broker.accounts]
+        works += [broker.open_leases, broker.ledger.accounts]
     for work in works:
         with pytest.raises(StoreUnavailable) as caught:
             work()
@@ -57,9 +57,9 @@ def assert_works(broker: Broker) -> None:
     """As it was before, and it goes on."""
     (lease,) = broker.open_leases()
     assert lease.server == ServerRef("anna") and lease.charged == 8 * MICRO
-    assert broker.member("bert").balance == 96 * MICRO
-    assert [account.name for account in broker.accounts()] == ["member:anna", "member:bert"]
+    assert broker.ledger.member("bert").balance == 96 * MICRO
+    assert [account.name for account in broker.ledger.accounts()] == ["member:anna", "member:bert"]
     added = acquire(broker, "cara")
     broker.release(added.id, reason="enough")
-    assert broker.grant("member:bert", 4 * MICRO, actor="admin", reason="gift")
+    assert broker.ledger.grant("member:bert", 4 * MICRO, actor="admin", reason="gift")
     assert problems(broker.store) == []

@@ -140,7 +140,7 @@ def _twice(what: str, names: list[Any]) -> list[str]:
 
 
 def credits_of(broker: Broker, user: str = "anna") -> float:
-    return broker.member(user).balance / MICRO
+    return broker.ledger.member(user).balance / MICRO
 
 
 def states(broker: Broker) -> list[str]:

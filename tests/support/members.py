@@ -63,7 +63,7 @@ def open_broker(folder: Path, migrated_file: Path) -> Broker:
 
 
 def accounts(broker: Broker) -> dict[str, int]:
-    return {account.name: account.balance for account in broker.accounts()}
+    return {account.name: account.balance for account in broker.ledger.accounts()}
 
 
 def make(kind: type[MemberMixin], settings: dict[str, Any], **kwargs: Any) -> MemberMixin:

@@ -99,7 +99,7 @@ def one_asks_again_and_again(
 ) -> list[str]:
     """Ask in each round at the same moment as the others; who got it gives it back."""
     broker = open_broker(url, **settings)
-    broker.open_account(user)
+    broker.ledger.open_account(user)
     answers = []
     for _ in range(rounds):
         gate.wait(120)
@@ -177,7 +177,7 @@ def charges(gate: Barrier, url: str, began: float, count: int) -> int:
     """Charge everybody ``count`` times; how many charges there were."""
     broker = fast_broker(url, began)
     gate.wait(120)
-    charged = sum(broker.charge_all() for _ in range(count))
+    charged = sum(broker.ledger.charge_all() for _ in range(count))
     broker.store.close()
     return charged
 
@@ -185,7 +185,7 @@ def charges(gate: Barrier, url: str, began: float, count: int) -> int:
 def work_until_killed(ready: Connection, url: str, began: float, user: str) -> None:
     """Everything that writes, as fast as it goes, for ever; ``ready`` is told of each round."""
     broker = fast_broker(url, began)
-    broker.open_account(user)
+    broker.ledger.open_account(user)
     for leftover in broker.open_leases():
         broker.release(leftover.id, ended_at=broker.clock(), reason="its hub was killed")
     ready.send("working")
@@ -194,8 +194,8 @@ def work_until_killed(ready: Connection, url: str, began: float, user: str) -> N
         leases = [acquire(broker, user, 2, server=str(number)) for number in range(2)]
         for lease in leases:
             broker.confirm(lease.id, f"container-{lease.id}")
-        broker.charge_all()
-        broker.grant(f"member:{user}", 1_000_000, actor="admin", reason="gift")
+        broker.ledger.charge_all()
+        broker.ledger.grant(f"member:{user}", 1_000_000, actor="admin", reason="gift")
         for lease in leases:
             failed = chance.random() < 0.3
             reason = FAILED if failed else "stopped"

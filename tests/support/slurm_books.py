@@ -119,7 +119,7 @@ class Books:
 
 def member(books: Books, name: str, user: str = "") -> str:
     books.cluster.users.make(user or name)
-    books.broker.open_account(name)
+    books.broker.ledger.open_account(name)
     return user or name
 
 

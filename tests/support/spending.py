@@ -45,7 +45,7 @@ def spend_until_killed(
 ) -> None:
     """Grant, hold, tick, settle and refund as fast as it goes, for ever."""
     broker = spender(url, began)
-    broker.open_account(user)
+    broker.ledger.open_account(user)
     for leftover in broker.open_leases():
         if leftover.server.user == user:
             broker.release(leftover.id, reason="its hub was killed")
@@ -56,7 +56,7 @@ def spend_until_killed(
     while True:
         number += 1
         key, amount = f"gift:{user}:{life}:{number}", chance.randrange(1, 5 * MICRO)
-        broker.grant(f"member:{user}", amount, actor="admin", reason="gift", key=key)
+        broker.ledger.grant(f"member:{user}", amount, actor="admin", reason="gift", key=key)
         os.write(book, f"gift {key} {amount}\n".encode())
         lease = acquire(broker, user, 2)
         if chance.random() < 0.1:  # a start that fails before anything answers
@@ -64,10 +64,10 @@ def spend_until_killed(
         else:
             broker.confirm(lease.id, f"container-{lease.id}")
             for _ in range(chance.randrange(3)):
-                broker.charge_portion(timedelta(seconds=chance.choice((0.5, 60))))
+                broker.ledger.charge_portion(timedelta(seconds=chance.choice((0.5, 60))))
             over = broker.clock()
             if chance.random() < 0.5:
-                broker.charge_all()  # too much is charged, and comes back
+                broker.ledger.charge_all()  # too much is charged, and comes back
                 over -= timedelta(seconds=chance.uniform(0, 60))
             failed = chance.random() < 0.2
             broker.release(lease.id, ended_at=over, reason="stopped", failed=failed)

@@ -20,13 +20,13 @@ FILE = b"member,amount\nanna,10\nbert,2.5\n"
 @pytest.fixture
 def broker(make: Make) -> Broker:
     broker = make(opening_grant=1)
-    broker.open_account("anna")
-    broker.open_account("bert")
+    broker.ledger.open_account("anna")
+    broker.ledger.open_account("bert")
     return broker
 
 
 def grant(broker: Broker, data: bytes = FILE, **more: bool) -> Bulk:
-    return broker.grant_file(data, actor="root", reason="course", **more)
+    return broker.bulk_grants.grant_file(data, actor="root", reason="course", **more)
 
 
 def test_a_file_is_granted_as_a_whole(broker: Broker) -> None:
@@ -76,19 +76,19 @@ def test_accounts_can_be_opened(broker: Broker) -> None:
         (True, 2 * MICRO),
         (True, MICRO),
     ]
-    assert len(broker.accounts()) == 2
+    assert len(broker.ledger.accounts()) == 2
     assert grant(broker, data, open_accounts=True).gifts == foreseen.gifts
-    assert [account.balance for account in broker.accounts()] == [
+    assert [account.balance for account in broker.ledger.accounts()] == [
         *(MICRO, 2 * MICRO, MICRO, 2 * MICRO)
     ]
 
 
 def test_what_a_file_gives_can_end(broker: Broker, clock: Clock) -> None:
     until = clock.now + timedelta(days=1)
-    broker.grant_file(FILE, actor="root", reason="course", until=until)
-    assert [left for _, left in broker.lots_of("member:anna")] == [10 * MICRO]
+    broker.bulk_grants.grant_file(FILE, actor="root", reason="course", until=until)
+    assert [left for _, left in broker.ledger.lots_of("member:anna")] == [10 * MICRO]
     clock.forward(days=1)
-    assert broker.end_lots() == 2 and credits_of(broker) == 1
+    assert broker.ledger.end_lots() == 2 and credits_of(broker) == 1
 
 
 def test_two_admins_grant_the_same_file_at_once(broker: Broker) -> None:
@@ -96,7 +96,9 @@ def test_two_admins_grant_the_same_file_at_once(broker: Broker) -> None:
 
     def admin(number: int) -> None:
         gate.wait(120)
-        said.append(broker.grant_file(FILE, actor=f"admin{number}", reason="course").done)
+        said.append(
+            broker.bulk_grants.grant_file(FILE, actor=f"admin{number}", reason="course").done
+        )
 
     threads = [threading.Thread(target=admin, args=(number,)) for number in range(4)]
     for thread in threads:

@@ -26,7 +26,7 @@ def broker(make: Make, clock: Clock) -> Broker:
     for number in range(4):
         running(broker, f"runner{number}")
     clock.forward(minutes=30)
-    assert broker.charge_all() == 4
+    assert broker.ledger.charge_all() == 4
     return broker
 
 
@@ -72,7 +72,7 @@ def test_the_line_goes_on(broker: Broker, clock: Clock) -> None:
 def test_nobody_pays_twice_and_nobody_is_paid_back(broker: Broker, clock: Clock) -> None:
     half_an_hour = 2_000_000
     clock.forward(hours=-1)
-    assert broker.charge_all() == 0, "that time was paid for"
+    assert broker.ledger.charge_all() == 0, "that time was paid for"
     stopped = broker.release(
         lease_of(broker, "runner0").id, ended_at=clock.now, reason="stopped just now"
     )
@@ -81,7 +81,7 @@ def test_nobody_pays_twice_and_nobody_is_paid_back(broker: Broker, clock: Clock)
     assert 0 <= stopped.charged <= half_an_hour
     # Once the clock has caught up, charges are what they always were.
     clock.forward(hours=1, minutes=30)
-    assert broker.charge_all() == 3
+    assert broker.ledger.charge_all() == 3
     still = lease_of(broker, "runner1")
     assert still.charged == owed(still.rate, T0, clock.now) == 2 * half_an_hour
 

@@ -41,7 +41,7 @@ def test_a_device_that_fails_is_not_leased_and_its_lease_goes_on(
     assert (
         broker.overview().devices[0].detail == f"lease {lease.id}; not answering: The GPU is lost."
     )
-    assert broker.charge_all() == 1 and credits_of(broker) == 98
+    assert broker.ledger.charge_all() == 1 and credits_of(broker) == 98
     assert acquire(broker, "bert", 2).uuids == (uuids[1], uuids[3])
     with pytest.raises(NoDeviceFree, match="of 4, 3 are in use and 1 does not answer"):
         acquire(broker, "cara")
@@ -63,7 +63,7 @@ def test_nothing_is_granted_while_the_driver_is_lost(broker: Broker, clock: Cloc
     with pytest.raises(NoDeviceFree, match="3 do not answer"):
         acquire(broker, "bert")
     assert acquire(broker, "bert", devices=0).devices == ()
-    assert broker.charge_all() == 1
+    assert broker.ledger.charge_all() == 1
     assert broker.release(lease.id, ended_at=clock.now, reason="stopped").charged == 4 * MICRO
     fleet(broker).restore()
     assert states(broker) == ["free"] * 4
@@ -143,7 +143,7 @@ def test_a_lease_that_nobody_knows(broker: Broker, work: Any) -> None:
 def test_a_server_that_never_answered_costs_nothing(broker: Broker, clock: Clock) -> None:
     lease = acquire(broker, "anna")
     clock.forward(hours=1)
-    assert broker.charge_all() == 0
+    assert broker.ledger.charge_all() == 0
     assert broker.release(lease.id, ended_at=clock.now, reason="it exited at once").charged == 0
     assert credits_of(broker) == 100 and states(broker) == ["free"] * 4
 
@@ -154,11 +154,11 @@ def test_a_failed_start_gives_back_what_was_charged(
     lease = running(broker, "anna")
     failed.add(lease.id)
     clock.forward(minutes=15)
-    broker.charge_all()
+    broker.ledger.charge_all()
     assert credits_of(broker) == 99
     assert broker.release(lease.id, ended_at=clock.now, reason="failed", failed=True).charged == 0
     assert credits_of(broker) == 100
-    kinds = [line.kind for line in broker.statement("member:anna")]
+    kinds = [line.kind for line in broker.ledger.statement("member:anna")]
     assert kinds == ["refund", "charge", "grant"]
 
 
@@ -166,7 +166,7 @@ def test_an_end_before_the_last_charge_gives_back_the_rest(broker: Broker, clock
     lease = running(broker, "anna")
     end = clock.forward(minutes=30)
     clock.forward(minutes=30)
-    broker.charge_all()
+    broker.ledger.charge_all()
     assert credits_of(broker) == 96
     released = broker.release(lease.id, ended_at=end, reason="killed behind the hub's back")
     assert (released.ended_at, released.charged, credits_of(broker)) == (end, 2 * MICRO, 98)
@@ -179,7 +179,7 @@ def test_an_end_that_nobody_saw_is_charged_up_to_the_last_proof_of_life(
     alive = clock.forward(minutes=45)
     broker.reconcile({"docker": [sighting(lease)]}, {ANNA: HubState.READY})
     clock.forward(hours=3)
-    broker.charge_all()
+    broker.ledger.charge_all()
     released = broker.release(lease.id, reason="the server was gone")
     assert (released.ended_at, released.charged) == (alive, 3 * MICRO)
 
@@ -220,11 +220,11 @@ def test_charges_late_doubled_or_lost_are_the_same_sum(broker: Broker, clock: Cl
 
     for minutes in (1, 0, 0.013, 61.7, 0, 7):
         clock.forward(minutes=minutes)
-        broker.charge_all()
-        assert broker.member("anna").balance == 100 * MICRO - owed()
-    assert broker.charge_all() == 0
+        broker.ledger.charge_all()
+        assert broker.ledger.member("anna").balance == 100 * MICRO - owed()
+    assert broker.ledger.charge_all() == 0
     clock.forward(seconds=-30)
-    assert broker.charge_all() == 0, "a clock that goes back takes nothing and gives nothing"
+    assert broker.ledger.charge_all() == 0, "a clock that goes back takes nothing and gives nothing"
     end = clock.forward(seconds=30.7, hours=5)
     charged = broker.release(lease.id, ended_at=end, reason="stopped").charged
     assert charged == owed()
@@ -236,7 +236,7 @@ def test_a_charge_takes_the_account_below_zero_and_not_the_server_down(
     broker = make(opening_grant=1, gpu_rates={"*": 4})
     running(broker, "anna")
     clock.forward(hours=1)
-    broker.charge_all()
+    broker.ledger.charge_all()
     assert credits_of(broker) == -3 and len(broker.open_leases()) == 1
     with pytest.raises(NoCredits, match=r"balance of -3\.00 credits does"):
         acquire(broker, "anna", server="lab")

@@ -29,8 +29,8 @@ def hours(number: float) -> datetime:
 def give(broker: Broker, credits: float, until: datetime | None = None, **more: Any) -> str:
     """A grant, and the id of its transfer."""
     amount = round(credits * MICRO)
-    broker.grant(ANNA, amount, actor="root", reason="course", until=until, **more)
-    return broker.statement(ANNA, 1)[0].transfer_id
+    broker.ledger.grant(ANNA, amount, actor="root", reason="course", until=until, **more)
+    return broker.ledger.statement(ANNA, 1)[0].transfer_id
 
 
 def at(broker: Broker, clock: Clock, lease: Lease, hour: float) -> None:
@@ -43,7 +43,7 @@ def at(broker: Broker, clock: Clock, lease: Lease, hour: float) -> None:
 def broker(make: Make) -> Broker:
     """Members begin with nothing; a GPU costs one credit an hour."""
     broker = make(gpu_rates={"*": 1}, opening_grant=0)
-    broker.open_account("anna")
+    broker.ledger.open_account("anna")
     return broker
 
 
@@ -54,12 +54,12 @@ def test_a_refund_gives_back_all_that_a_lease_cost(broker: Broker, clock: Clock)
     give(broker, 10)
     lease = running(broker, "anna")
     clock.forward(hours=2)
-    broker.charge_all()
+    broker.ledger.charge_all()
     at(broker, clock, lease, 3)
     assert credits_of(broker) == 7
-    refunded = broker.refund(lease.id, actor="root", reason="ECC errors")
+    refunded = broker.ledger.refund(lease.id, actor="root", reason="ECC errors")
     assert (refunded.charged, refunded.outcome) == (0, "refunded") and credits_of(broker) == 10
-    line = broker.statement(ANNA, 1)[0]
+    line = broker.ledger.statement(ANNA, 1)[0]
     assert (line.kind, line.reason, line.actor, line.lease_id) == (
         *("refund", "ECC errors", "root"),
         lease.id,
@@ -72,21 +72,21 @@ def test_what_cannot_be_refunded_says_why(broker: Broker, clock: Clock) -> None:
     give(broker, 10)
     lease = running(broker, "anna")
     clock.forward(hours=1)
-    broker.charge_all()
+    broker.ledger.charge_all()
     with pytest.raises(InvalidRequest, match="goes on: stop its server first"):
-        broker.refund(lease.id, actor="root", reason="sick")
+        broker.ledger.refund(lease.id, actor="root", reason="sick")
     at(broker, clock, lease, 1)
     with pytest.raises(InvalidRequest, match="reason is missing"):
-        broker.refund(lease.id, actor="root", reason=" ")
-    broker.refund(lease.id, actor="root", reason="sick")
+        broker.ledger.refund(lease.id, actor="root", reason=" ")
+    broker.ledger.refund(lease.id, actor="root", reason="sick")
     with pytest.raises(InvalidRequest, match="refunded already"):
-        broker.refund(lease.id, actor="root", reason="sick")
+        broker.ledger.refund(lease.id, actor="root", reason="sick")
     failed = acquire(broker, "anna")
     broker.release(failed.id, reason="failed", failed=True)
     with pytest.raises(InvalidRequest, match="Nothing was charged"):
-        broker.refund(failed.id, actor="root", reason="sick")
+        broker.ledger.refund(failed.id, actor="root", reason="sick")
     with pytest.raises(UnknownLease):
-        broker.refund("nothing", actor="root", reason="sick")
+        broker.ledger.refund("nothing", actor="root", reason="sick")
     assert credits_of(broker) == 10
 
 
@@ -95,13 +95,13 @@ def test_what_cannot_be_refunded_says_why(broker: Broker, clock: Clock) -> None:
 
 def test_a_reversal_is_the_opposite_once(broker: Broker) -> None:
     name = give(broker, 10)
-    reversal = broker.reverse(name[:10], actor="root", reason="wrong member")
+    reversal = broker.ledger.reverse(name[:10], actor="root", reason="wrong member")
     assert reversal.kind is TransferKind.REVERSAL and reversal.amount_for(ANNA) == -10 * MICRO
     assert credits_of(broker) == 0
     with pytest.raises(InvalidRequest, match=r"reversed already, by root at .*: wrong member"):
-        broker.reverse(name, actor="eva", reason="again")
+        broker.ledger.reverse(name, actor="eva", reason="again")
     assert credits_of(broker) == 0
-    broker.reverse(reversal.id, actor="root", reason="it was right")
+    broker.ledger.reverse(reversal.id, actor="root", reason="it was right")
     assert credits_of(broker) == 10
     assert [change.action for change in broker.trail()] == ["reverse", "reverse", "grant"]
     assert broker.trail()[1].detail == f"-10 to {ANNA}: wrong member"
@@ -111,15 +111,17 @@ def test_a_reversal_is_the_opposite_once(broker: Broker) -> None:
 def test_a_transfer_that_is_not_there(broker: Broker, name: str) -> None:
     give(broker, 10)
     with pytest.raises(InvalidRequest, match="no transfer that begins with"):
-        broker.reverse(name, actor="root", reason="wrong")
+        broker.ledger.reverse(name, actor="root", reason="wrong")
 
 
 def test_a_charge_can_be_reversed_and_the_lease_goes_on(broker: Broker, clock: Clock) -> None:
     give(broker, 10)
     lease = running(broker, "anna")
     clock.forward(hours=1)
-    broker.charge_all()
-    broker.reverse(broker.statement(ANNA, 1)[0].transfer_id, actor="root", reason="a slow disk")
+    broker.ledger.charge_all()
+    broker.ledger.reverse(
+        broker.ledger.statement(ANNA, 1)[0].transfer_id, actor="root", reason="a slow disk"
+    )
     assert credits_of(broker) == 10
     at(broker, clock, lease, 3)
     assert credits_of(broker) == 8 and broker.lease(lease.id).charged == 3 * MICRO
@@ -130,22 +132,24 @@ def test_nothing_is_given_back_twice(broker: Broker, clock: Clock) -> None:
     give(broker, 10)
     first, second = running(broker, "anna"), running(broker, "anna", server="b")
     clock.forward(hours=1)
-    broker.charge_all()
-    charges = {line.lease_id: line.transfer_id for line in broker.statement(ANNA, 2)}
+    broker.ledger.charge_all()
+    charges = {line.lease_id: line.transfer_id for line in broker.ledger.statement(ANNA, 2)}
     broker.release(first.id, ended_at=clock.now, reason="stopped")
     broker.release(second.id, ended_at=clock.now, reason="stopped")
-    broker.refund(first.id, actor="root", reason="sick")
+    broker.ledger.refund(first.id, actor="root", reason="sick")
     with pytest.raises(InvalidRequest, match="was refunded: nothing is left to reverse"):
-        broker.reverse(charges[first.id], actor="root", reason="sick")
-    broker.reverse(charges[second.id], actor="root", reason="sick")
+        broker.ledger.reverse(charges[first.id], actor="root", reason="sick")
+    broker.ledger.reverse(charges[second.id], actor="root", reason="sick")
     with pytest.raises(InvalidRequest, match=r"came back already: there is nothing"):
-        broker.refund(second.id, actor="root", reason="sick")
+        broker.ledger.refund(second.id, actor="root", reason="sick")
     assert credits_of(broker) == 10
 
 
 def test_two_admins_reverse_at_once(broker: Broker) -> None:
     name = give(broker, 10)
-    said = together(8, lambda number: broker.reverse(name, actor=f"admin{number}", reason="wrong"))
+    said = together(
+        8, lambda number: broker.ledger.reverse(name, actor=f"admin{number}", reason="wrong")
+    )
     assert sorted(map(type, said), key=str)[0] is InvalidRequest
     assert sum(not isinstance(answer, Exception) for answer in said) == 1
     assert credits_of(broker) == 0
@@ -154,7 +158,7 @@ def test_two_admins_reverse_at_once(broker: Broker) -> None:
 def test_two_admins_grant_at_once(broker: Broker) -> None:
     def grant(number: int) -> bool:
         key = "" if number % 2 else "the same"
-        return broker.grant(ANNA, MICRO, actor=f"admin{number}", reason="course", key=key)
+        return broker.ledger.grant(ANNA, MICRO, actor=f"admin{number}", reason="course", key=key)
 
     assert sorted(together(8, grant)) == [False] * 3 + [True] * 5
     assert credits_of(broker) == 5 and len(broker.trail()) == 5
@@ -188,13 +192,13 @@ def test_what_is_left_at_the_end_is_taken_back(broker: Broker, clock: Clock) -> 
     give(broker, 10, until=hours(24))
     lease = running(broker, "anna")
     at(broker, clock, lease, 4)
-    ((lot, left),) = broker.lots_of(ANNA)
+    ((lot, left),) = broker.ledger.lots_of(ANNA)
     assert (lot.ends_at, left) == (hours(24), 6 * MICRO)
-    assert broker.end_lots() == 0
+    assert broker.ledger.end_lots() == 0
     clock.now = hours(24)
-    assert broker.end_lots() == 1 and broker.end_lots() == 0
-    assert credits_of(broker) == 5 and broker.lots_of(ANNA) == []
-    line = broker.statement(ANNA, 1)[0]
+    assert broker.ledger.end_lots() == 1 and broker.ledger.end_lots() == 0
+    assert credits_of(broker) == 5 and broker.ledger.lots_of(ANNA) == []
+    line = broker.ledger.statement(ANNA, 1)[0]
     assert (line.kind, line.amount, line.at) == ("expiry", -6 * MICRO, hours(24))
     assert line.reason == "Credits that ended at 2025-03-02 12:00 UTC"
 
@@ -204,8 +208,8 @@ def test_what_was_spent_to_the_end_takes_nothing_back(broker: Broker, clock: Clo
     lease = running(broker, "anna")
     at(broker, clock, lease, 2)
     clock.now = hours(3)
-    assert broker.end_lots() == 1
-    assert credits_of(broker) == 0 and broker.statement(ANNA, 1)[0].kind == "charge"
+    assert broker.ledger.end_lots() == 1
+    assert credits_of(broker) == 0 and broker.ledger.statement(ANNA, 1)[0].kind == "charge"
 
 
 def test_nobody_starts_on_credits_that_have_ended(broker: Broker, clock: Clock) -> None:
@@ -227,7 +231,8 @@ def test_what_is_taken_back_does_not_depend_on_ticks(
     give(broker, 5, until=hours(6))
     lease = running(broker, "anna")
     for moment, what in sorted(
-        [(tick, broker.charge_all) for tick in ticks] + [(end, broker.end_lots) for end in ended],
+        [(tick, broker.ledger.charge_all) for tick in ticks]
+        + [(end, broker.ledger.end_lots) for end in ended],
         key=lambda step: step[0],
     ):
         clock.now = hours(moment)
@@ -235,10 +240,10 @@ def test_what_is_taken_back_does_not_depend_on_ticks(
     clock.now = hours(9)
     # Its server died at 4, and somebody notices now.
     broker.release(lease.id, ended_at=hours(4), reason="stopped")
-    broker.end_lots()
+    broker.ledger.end_lots()
     # 3 of the first 5, then 1 of the second 5: 2 and 4 were left.
     assert credits_of(broker) == 4
-    taken = [line.amount for line in broker.statement(ANNA) if line.kind == "expiry"]
+    taken = [line.amount for line in broker.ledger.statement(ANNA) if line.kind == "expiry"]
     assert sum(taken) == -6 * MICRO
     assert problems(broker.store) == []
 
@@ -247,13 +252,17 @@ def test_a_no_show_spent_nothing_of_what_has_ended(broker: Broker, clock: Clock)
     give(broker, 5, until=hours(1))
     lease = running(broker, "anna")
     clock.now = hours(1)
-    broker.end_lots()
+    broker.ledger.end_lots()
     assert credits_of(broker) == 1, "it runs: this hour is to be charged yet"
     clock.now = hours(2)
     broker.order_stop(lease.id, "no_show", reason="nobody came")
     broker.release(lease.id, ended_at=clock.now, reason="stopped")
     assert credits_of(broker) == 0
-    assert [line.amount for line in broker.statement(ANNA)] == [-MICRO, -4 * MICRO, 5 * MICRO]
+    assert [line.amount for line in broker.ledger.statement(ANNA)] == [
+        -MICRO,
+        -4 * MICRO,
+        5 * MICRO,
+    ]
 
 
 def test_a_refund_gives_credits_that_stay(broker: Broker, clock: Clock) -> None:
@@ -262,14 +271,14 @@ def test_a_refund_gives_credits_that_stay(broker: Broker, clock: Clock) -> None:
     lease = running(broker, "anna")
     at(broker, clock, lease, 3)
     clock.now = hours(5)
-    broker.end_lots()
+    broker.ledger.end_lots()
     assert credits_of(broker) == 0
-    broker.refund(lease.id, actor="root", reason="sick")
+    broker.ledger.refund(lease.id, actor="root", reason="sick")
     assert credits_of(broker) == 3
     clock.now = hours(10)
     give(broker, 1, until=hours(11))
     clock.now = hours(11)
-    broker.end_lots()
+    broker.ledger.end_lots()
     assert credits_of(broker) == 3
 
 
@@ -278,23 +287,23 @@ def test_a_reversed_grant_is_not_taken_back_a_second_time(broker: Broker, clock:
     give(broker, 10, until=hours(20))
     lease = running(broker, "anna")
     at(broker, clock, lease, 4)
-    broker.reverse(wrong, actor="root", reason="wrong")
+    broker.ledger.reverse(wrong, actor="root", reason="wrong")
     assert credits_of(broker) == 6
-    assert [left for _, left in broker.lots_of(ANNA)] == [6 * MICRO]
+    assert [left for _, left in broker.ledger.lots_of(ANNA)] == [6 * MICRO]
     clock.now = hours(12)
-    broker.end_lots()
+    broker.ledger.end_lots()
     assert credits_of(broker) == 6
     clock.now = hours(20)
-    broker.end_lots()
+    broker.ledger.end_lots()
     assert credits_of(broker) == 0
 
 
 def test_a_grant_that_ended_can_be_reversed(broker: Broker, clock: Clock) -> None:
     wrong = give(broker, 10, until=hours(2))
     clock.now = hours(3)
-    broker.end_lots()
+    broker.ledger.end_lots()
     assert credits_of(broker) == 0
-    broker.reverse(wrong, actor="root", reason="wrong")
+    broker.ledger.reverse(wrong, actor="root", reason="wrong")
     assert credits_of(broker) == 0
 
 
@@ -310,35 +319,35 @@ def test_an_end_that_cannot_be(broker: Broker, credits: int, until: datetime, wo
 
 def test_an_unknown_account_gets_nothing(broker: Broker) -> None:
     with pytest.raises(UnknownAccount):
-        broker.grant("member:nobody", MICRO, actor="root", reason="x", until=hours(1))
+        broker.ledger.grant("member:nobody", MICRO, actor="root", reason="x", until=hours(1))
     assert broker.trail() == []
 
 
 def test_the_same_key_gives_one_lot(broker: Broker, clock: Clock) -> None:
     for _ in range(2):
-        broker.grant(ANNA, MICRO, actor="root", reason="x", key="k", until=hours(1))
-    assert len(broker.lots_of(ANNA)) == 1 and credits_of(broker) == 1
+        broker.ledger.grant(ANNA, MICRO, actor="root", reason="x", key="k", until=hours(1))
+    assert len(broker.ledger.lots_of(ANNA)) == 1 and credits_of(broker) == 1
 
 
 def test_the_service_looks_late_and_two_look_at_once(broker: Broker, clock: Clock) -> None:
     for number in range(6):
         give(broker, 1, until=hours(1 + number))
     clock.now = hours(48)
-    together(6, lambda number: broker.end_lots())
+    together(6, lambda number: broker.ledger.end_lots())
     assert credits_of(broker) == 0
-    kinds = [line.kind for line in broker.statement(ANNA)]
+    kinds = [line.kind for line in broker.ledger.statement(ANNA)]
     assert kinds.count("expiry") == 6
 
 
 def test_the_clock_goes_back_a_day_and_on_again(broker: Broker, clock: Clock) -> None:
     give(broker, 5, until=hours(24))
     clock.now = hours(25)
-    broker.end_lots()
+    broker.ledger.end_lots()
     clock.now = hours(1)
-    assert broker.end_lots() == 0 and credits_of(broker) == 0
+    assert broker.ledger.end_lots() == 0 and credits_of(broker) == 0
     give(broker, 3, until=hours(24))
     clock.now = hours(26)
-    broker.end_lots()
+    broker.ledger.end_lots()
     assert credits_of(broker) == 0
 
 

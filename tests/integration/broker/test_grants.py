@@ -66,7 +66,7 @@ def test_the_price_at_the_grant_is_the_price_paid(make: Make, clock: Clock) -> N
     assert lease.rate == 4 * MICRO
     after = make(gpu_rates={"*": 50}, device_source="simulated:1xA100-80GB,1xT4")
     clock.forward(hours=1)
-    after.charge_all()
+    after.ledger.charge_all()
     assert credits_of(after) == 96
     assert running(after, "bert", model="T4").rate == 50 * MICRO
     assert after.release(lease.id, ended_at=clock.now, reason="stopped").charged == 4 * MICRO
@@ -78,7 +78,7 @@ def test_without_a_device_a_lease_costs_nothing_and_takes_none(
     lease = running(broker, "anna", devices=0)
     assert (lease.devices, lease.rate, lease.hold) == ((), 0, 0)
     clock.forward(days=30)
-    assert broker.charge_all() == 0
+    assert broker.ledger.charge_all() == 0
     broker.release(lease.id, ended_at=clock.now, reason="stopped")
     assert credits_of(broker) == 100 and states(broker) == ["free"] * 4
 
@@ -98,7 +98,7 @@ def test_a_group_can_pay(broker: Broker, clock: Clock) -> None:
     with pytest.raises(NoCredits, match=r"balance of 0\.00 credits"):
         broker.acquire(ANNA, request, engine="docker", account="group:ml")
     with pytest.raises(UnknownAccount):
-        broker.grant("group:ml", 10 * MICRO, actor="admin", reason="term")
+        broker.ledger.grant("group:ml", 10 * MICRO, actor="admin", reason="term")
 
 
 def test_best_connected_devices_first(make: Make) -> None:
@@ -119,12 +119,12 @@ def test_more_than_there_is(broker: Broker) -> None:
 
 
 def test_an_account_opens_once(broker: Broker) -> None:
-    assert broker.member("anna").balance == 0
-    assert broker.open_account("anna").balance == 100 * MICRO
-    assert broker.open_account("anna").balance == 100 * MICRO
+    assert broker.ledger.member("anna").balance == 0
+    assert broker.ledger.open_account("anna").balance == 100 * MICRO
+    assert broker.ledger.open_account("anna").balance == 100 * MICRO
     acquire(broker, "anna", 0)
     assert credits_of(broker) == 100
-    assert [line.kind for line in broker.statement("member:anna")] == ["grant"]
+    assert [line.kind for line in broker.ledger.statement("member:anna")] == ["grant"]
 
 
 def test_an_account_opens_with_the_first_lease_where_nobody_signed_in(broker: Broker) -> None:
@@ -134,21 +134,21 @@ def test_an_account_opens_with_the_first_lease_where_nobody_signed_in(broker: Br
 
 @pytest.mark.parametrize(("amount", "balance"), [(0, 0), ("12.5", 12.5), (0.000001, 0.000001)])
 def test_the_opening_grant_is_the_admins(make: Make, amount: Any, balance: float) -> None:
-    assert make(opening_grant=amount).open_account("anna").balance == balance * MICRO
+    assert make(opening_grant=amount).ledger.open_account("anna").balance == balance * MICRO
 
 
 def test_an_opening_grant_that_is_no_number_is_named(make: Make) -> None:
     broker = make(opening_grant="plenty")
     with pytest.raises(ConfigError, match=r"Broker\.opening_grant: 'plenty'"):
-        broker.open_account("anna")
-    assert broker.accounts() == []
+        broker.ledger.open_account("anna")
+    assert broker.ledger.accounts() == []
 
 
 def test_a_grant_comes_once(broker: Broker) -> None:
-    broker.open_account("anna")
+    broker.ledger.open_account("anna")
 
     def give(amount: int, key: str = "") -> bool:
-        return broker.grant("member:anna", amount, actor="admin", reason="term", key=key)
+        return broker.ledger.grant("member:anna", amount, actor="admin", reason="term", key=key)
 
     assert give(5 * MICRO, "term-1") is True
     assert give(5 * MICRO, "term-1") is False
@@ -158,9 +158,9 @@ def test_a_grant_comes_once(broker: Broker) -> None:
     assert give(-15 * MICRO, "typo")
     assert credits_of(broker) == 100
     with pytest.raises(UnknownAccount, match="member:nobody"):
-        broker.grant("member:nobody", 1, actor="admin", reason="gift")
+        broker.ledger.grant("member:nobody", 1, actor="admin", reason="gift")
     with pytest.raises(LedgerError):
-        broker.grant("member:anna", 0, actor="admin", reason="nothing")
+        broker.ledger.grant("member:anna", 0, actor="admin", reason="nothing")
 
 
 def test_a_hold_is_set_aside_until_it_is_charged_or_the_lease_ends(
@@ -168,23 +168,23 @@ def test_a_hold_is_set_aside_until_it_is_charged_or_the_lease_ends(
 ) -> None:
     lease = running(broker, "anna", 3)
     assert lease.hold == 2 * MICRO  # 3 x 4 credits an hour, 10 minutes
-    account = broker.member("anna")
+    account = broker.ledger.member("anna")
     assert (account.balance, account.held, account.available) == (
         100 * MICRO,
         2 * MICRO,
         98 * MICRO,
     )
     clock.forward(minutes=4)
-    broker.charge_all()
-    account = broker.member("anna")
+    broker.ledger.charge_all()
+    account = broker.ledger.member("anna")
     assert (account.held, account.available) == (1_200_000, 98 * MICRO)
-    assert [a.held for a in broker.accounts()] == [1_200_000]
+    assert [a.held for a in broker.ledger.accounts()] == [1_200_000]
     clock.forward(minutes=26)
-    broker.charge_all()
-    account = broker.member("anna")
+    broker.ledger.charge_all()
+    account = broker.ledger.member("anna")
     assert (account.held, account.available) == (0, 94 * MICRO)
     broker.release(lease.id, ended_at=clock.now, reason="stopped")
-    assert broker.member("anna").held == 0
+    assert broker.ledger.member("anna").held == 0
 
 
 def test_no_credits_says_what_there_is_and_how_to_get_more(make: Make, clock: Clock) -> None:
@@ -213,8 +213,8 @@ def test_an_empty_account_starts_without_a_gpu_and_with_one_that_is_free_of_char
     make: Make, balance: int
 ) -> None:
     broker = make(opening_grant=1, gpu_rates={"A100": 4, "T4": 0}, device_source="simulated:1xT4")
-    broker.open_account("anna")
-    broker.grant("member:anna", (balance - 1) * MICRO, actor="admin", reason="spent")
+    broker.ledger.open_account("anna")
+    broker.ledger.grant("member:anna", (balance - 1) * MICRO, actor="admin", reason="spent")
     assert acquire(broker, "anna", devices=0).devices == ()
     assert acquire(broker, "anna", server="lab").rate == 0
 

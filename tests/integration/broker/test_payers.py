@@ -35,7 +35,7 @@ def terms(account: str = "", groups: frozenset[str] = frozenset({"course"}), **k
 def give(broker: Broker, account: str = COURSE, credits: int = 50) -> None:
     now = broker.clock()
     broker.store.run(lambda c: ledger_repository.open_account(c, account, now), write=True)
-    broker.grant(account, credits * MICRO, actor="root", reason="budget")
+    broker.ledger.grant(account, credits * MICRO, actor="root", reason="budget")
 
 
 def ask(broker: Broker, server: ServerRef = ANNA, asked: Terms | None = None) -> Lease:
@@ -47,13 +47,16 @@ def ask(broker: Broker, server: ServerRef = ANNA, asked: Terms | None = None) ->
 def test_the_account_that_a_member_names_pays(broker: Broker, clock: Clock) -> None:
     give(broker)
     lease = ask(broker, ANNA, terms(COURSE))
-    assert lease.account == COURSE and broker.account(COURSE).held > 0
+    assert lease.account == COURSE and broker.ledger.account(COURSE).held > 0
     broker.confirm(lease.id)
     clock.forward(hours=2)
-    broker.charge_all()
-    assert broker.account(COURSE).balance == 42 * MICRO and broker.member("anna").balance == 0
+    broker.ledger.charge_all()
+    assert (
+        broker.ledger.account(COURSE).balance == 42 * MICRO
+        and broker.ledger.member("anna").balance == 0
+    )
     broker.release(lease.id, ended_at=clock.now, reason="stopped")
-    assert broker.account(COURSE).balance == 42 * MICRO
+    assert broker.ledger.account(COURSE).balance == 42 * MICRO
     assert ask(broker).account == "member:anna", "without a word, their own"
 
 
@@ -62,21 +65,21 @@ def test_the_account_that_a_member_names_pays(broker: Broker, clock: Clock) -> N
 )
 def test_nobody_draws_on_an_account_of_others(broker: Broker, asked: str) -> None:
     give(broker, "group:other")
-    broker.open_account("bert")
-    before = broker.accounts()
+    broker.ledger.open_account("bert")
+    before = broker.ledger.accounts()
     for way in (broker.ask, broker.acquire):
         with pytest.raises(NotAllowed, match=r"field 'account' names .* may not draw on") as caught:
             way(ANNA, ONE, engine="docker", terms=terms(asked))
         assert "member:anna or group:course" in caught.value.message
         assert caught.value.fields["field"] == "account"
-    assert broker.accounts() == before and broker.open_leases() == []
+    assert broker.ledger.accounts() == before and broker.open_leases() == []
 
 
 def test_a_group_without_credits_is_no_group_with_a_debt(broker: Broker) -> None:
     """An account is opened by an admin, not by whoever names it."""
     with pytest.raises(NotAllowed, match="has no credits yet: an admin gives it some"):
         ask(broker, ANNA, terms(COURSE))
-    assert [account.name for account in broker.accounts()] == []
+    assert [account.name for account in broker.ledger.accounts()] == []
 
 
 def test_a_groups_budget_is_its_balance(broker: Broker, clock: Clock) -> None:
@@ -90,7 +93,7 @@ def test_a_groups_budget_is_its_balance(broker: Broker, clock: Clock) -> None:
 
 def test_a_server_without_a_gpu_needs_nobodys_budget(broker: Broker) -> None:
     give(broker)
-    broker.keep_payer("anna", COURSE, actor="anna", groups=["course"])
+    broker.ledger.keep_payer("anna", COURSE, actor="anna", groups=["course"])
     lease = broker.acquire(ANNA, Request(environment="plain"), engine="docker", terms=terms())
     assert lease.account == "member:anna"
 
@@ -100,10 +103,12 @@ def test_a_server_without_a_gpu_needs_nobodys_budget(broker: Broker) -> None:
 
 def test_a_member_keeps_a_usual_payer(broker: Broker) -> None:
     give(broker)
-    broker.keep_payer("anna", COURSE, actor="anna", groups=["course", "lab"])
-    payers = broker.payers("anna", ["course", "lab"])
+    broker.ledger.keep_payer("anna", COURSE, actor="anna", groups=["course", "lab"])
+    payers = broker.ledger.payers("anna", ["course", "lab"])
     assert [account.name for account in payers.accounts] == ["member:anna", COURSE]
-    assert payers.usual == COURSE and broker.payers("bert", ["course"]).usual == "member:bert"
+    assert (
+        payers.usual == COURSE and broker.ledger.payers("bert", ["course"]).usual == "member:bert"
+    )
     lease = ask(broker)
     assert lease.account == COURSE
     broker.release(lease.id, reason="stopped", failed=True)
@@ -113,18 +118,18 @@ def test_a_member_keeps_a_usual_payer(broker: Broker) -> None:
 
 def test_who_left_the_group_pays_for_themselves(broker: Broker) -> None:
     give(broker)
-    broker.keep_payer("anna", COURSE, actor="anna", groups=["course"])
+    broker.ledger.keep_payer("anna", COURSE, actor="anna", groups=["course"])
     assert ask(broker, ANNA, terms(groups=frozenset({"lab"}))).account == "member:anna"
-    assert broker.payers("anna", ["lab"]).usual == "member:anna"
+    assert broker.ledger.payers("anna", ["lab"]).usual == "member:anna"
 
 
 def test_an_admin_sets_who_pays_and_it_is_in_the_trail(broker: Broker) -> None:
     give(broker)
-    broker.keep_payer("anna", COURSE, actor="cli:root")
-    broker.keep_payer("anna", COURSE, actor="cli:root")
+    broker.ledger.keep_payer("anna", COURSE, actor="cli:root")
+    broker.ledger.keep_payer("anna", COURSE, actor="cli:root")
     assert ask(broker).account == COURSE
-    broker.keep_payer("anna", "member:anna", actor="cli:root")
-    assert broker.payers("anna", ["course"]).usual == "member:anna"
+    broker.ledger.keep_payer("anna", "member:anna", actor="cli:root")
+    assert broker.ledger.payers("anna", ["course"]).usual == "member:anna"
     assert changes(broker) == [
         ("cli:root", "member:anna", "member:anna pays for them"),
         ("cli:root", "member:anna", f"{COURSE} pays for them"),
@@ -144,10 +149,10 @@ def test_a_payer_that_cannot_be_is_not_kept(
     broker: Broker, account: str, groups: list[str] | None, error: type[Exception]
 ) -> None:
     give(broker)
-    broker.open_account("bert")
+    broker.ledger.open_account("bert")
     with pytest.raises(error):
-        broker.keep_payer("anna", account, actor="root", groups=groups)
-    assert broker.payers("anna", ["course"]).usual == "member:anna"
+        broker.ledger.keep_payer("anna", account, actor="root", groups=groups)
+    assert broker.ledger.payers("anna", ["course"]).usual == "member:anna"
     assert changes(broker) == []
 
 
@@ -197,19 +202,19 @@ def test_a_whole_session_can_be_set_aside(make: Make, clock: Clock) -> None:
     with pytest.raises(NoCredits, match=r"whole session of 6 h \(24.00\) must be there"):
         ask(broker, ANNA, terms(seconds=6 * 3600))
     lease = ask(broker, ANNA, terms(seconds=4 * 3600))
-    assert broker.member("anna").held == 16 * MICRO
+    assert broker.ledger.member("anna").held == 16 * MICRO
     broker.confirm(lease.id)
     clock.forward(hours=1)
-    broker.charge_all()
-    assert broker.member("anna").held == 12 * MICRO
+    broker.ledger.charge_all()
+    assert broker.ledger.member("anna").held == 12 * MICRO
     broker.release(lease.id, ended_at=clock.now, reason="stopped")
-    assert broker.member("anna").held == 0 and credits_of(broker) == 16
+    assert broker.ledger.member("anna").held == 0 and credits_of(broker) == 16
 
 
 def test_a_session_without_an_end_holds_the_minutes(make: Make) -> None:
     broker = make(gpu_rates={"*": 6}, hold_session=True)
     ask(broker)
-    assert broker.member("anna").held == MICRO
+    assert broker.ledger.member("anna").held == MICRO
 
 
 def test_what_waits_must_be_paid_whole_too(make: Make) -> None:
@@ -225,12 +230,15 @@ def test_a_longer_session_holds_more_or_is_refused(make: Make, clock: Clock) -> 
     lease = ask(broker, ANNA, terms(seconds=4 * 3600))
     broker.confirm(lease.id)
     clock.forward(hours=1)
-    broker.charge_all()
+    broker.ledger.charge_all()
     longer = broker.extend(lease.id, actor="anna")
     assert longer.ends_at == clock.now.replace(hour=17)
-    assert broker.member("anna").held == 16 * MICRO and broker.member("anna").available == 0
+    assert (
+        broker.ledger.member("anna").held == 16 * MICRO
+        and broker.ledger.member("anna").available == 0
+    )
     clock.forward(hours=1)
-    broker.charge_all()
+    broker.ledger.charge_all()
     with pytest.raises(CannotExtend, match=r"member:anna needs 4\.00 credits more, and has 0\.00"):
         broker.extend(lease.id, actor="anna")
     assert broker.lease(lease.id).ends_at == longer.ends_at

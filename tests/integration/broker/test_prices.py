@@ -50,7 +50,7 @@ def test_a_running_lease_keeps_its_price(broker: Broker, clock: Clock) -> None:
     lease = running(broker, "anna")
     broker.set_rate(40, model="A100", actor="kim")
     clock.forward(hours=1)
-    broker.charge_all()
+    broker.ledger.charge_all()
     settled = broker.release(lease.id, ended_at=clock.now, reason="stopped")
     assert (settled.rate, settled.charged) == (4 * MICRO, 4 * MICRO)
 

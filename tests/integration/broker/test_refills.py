@@ -29,8 +29,8 @@ def database_url(each_database_url: str) -> str:
 def broker(make: Make) -> Broker:
     """Anna and bert begin with nothing; a GPU costs one credit an hour."""
     broker = make(gpu_rates={"*": 1}, opening_grant=0)
-    broker.open_account("anna")
-    broker.open_account("bert")
+    broker.ledger.open_account("anna")
+    broker.ledger.open_account("bert")
     return broker
 
 
@@ -39,34 +39,34 @@ def refill(broker: Broker, rule: str = "FREQ=DAILY", credits: float = 10, **more
     if "BYHOUR" not in rule:
         more.setdefault("starts_at", broker.clock() + timedelta(days=1))
     amount = round(credits * MICRO)
-    return broker.add_refill(
-        broker.plan_refill(rule, amount=amount, actor="root", reason="term", **more)
+    return broker.refills.add_refill(
+        broker.refills.plan_refill(rule, amount=amount, actor="root", reason="term", **more)
     )
 
 
 def catch_up(broker: Broker, members: dict[str, list[str]] | None = None) -> int:
     """As the service does: every occurrence that has come; how many were given."""
     given = 0
-    while due := broker.due_refills():
+    while due := broker.refills.due_refills():
         for one in due:
-            given += broker.give_refill(one.id, members) is not None
+            given += broker.refills.give_refill(one.id, members) is not None
     return given
 
 
 def balances(broker: Broker) -> dict[str, float]:
-    return {account.name: account.balance / MICRO for account in broker.accounts()}
+    return {account.name: account.balance / MICRO for account in broker.ledger.accounts()}
 
 
 def test_an_occurrence_is_given_when_it_has_come(broker: Broker, clock: Clock) -> None:
     made = refill(broker)
-    assert made.next_at == T0 + timedelta(days=1) and broker.refills() == [made]
-    assert catch_up(broker) == 0 and broker.give_refill(made.id) is None
+    assert made.next_at == T0 + timedelta(days=1) and broker.refills.all_refills() == [made]
+    assert catch_up(broker) == 0 and broker.refills.give_refill(made.id) is None
     clock.forward(days=1)
     assert catch_up(broker) == 1 and catch_up(broker) == 0
     assert balances(broker) == {"member:anna": 10, "member:bert": 10}
-    line = broker.statement("member:anna")[0]
+    line = broker.ledger.statement("member:anna")[0]
     assert (line.kind, line.reason, line.actor) == ("grant", "term", "accounting")
-    (run,) = broker.refill_runs(made.id)
+    (run,) = broker.refills.refill_runs(made.id)
     assert (run.occurrence, run.at, run.accounts, run.total) == (clock.now,) * 2 + (2, 20 * MICRO)
     assert [change.action for change in broker.trail()] == ["refill", "refill_add"]
 
@@ -76,9 +76,9 @@ def test_a_service_that_was_down_gives_each_occurrence_once(broker: Broker, cloc
     clock.forward(days=1, minutes=1)
     assert catch_up(broker) == 5 and catch_up(broker) == 0
     assert credits_of(broker) == 5
-    occurrences = [run.occurrence for run in broker.refill_runs(made.id)]
+    occurrences = [run.occurrence for run in broker.refills.refill_runs(made.id)]
     assert occurrences == [T0 + timedelta(hours=hour) for hour in (24, 18, 12, 6, 0)]
-    assert {run.at for run in broker.refill_runs(made.id)} == {clock.now}
+    assert {run.at for run in broker.refills.refill_runs(made.id)} == {clock.now}
 
 
 def test_two_services_at_once_give_once(broker: Broker, clock: Clock) -> None:
@@ -127,13 +127,15 @@ def test_the_clock_goes_ahead_a_day_and_back_again(broker: Broker, clock: Clock)
 def test_a_day_of_23_hours_has_one_occurrence(make: Make, clock: Clock) -> None:
     clock.now = datetime(2027, 3, 26, 12, tzinfo=timezone.utc)
     broker = make(opening_grant=0)
-    broker.open_account("anna")
+    broker.ledger.open_account("anna")
     rule = "FREQ=DAILY;BYHOUR=2;BYMINUTE=30"
     made = refill(broker, rule, 1, zone="Europe/Vienna")
     for _ in range(4 * 24):
         clock.forward(hours=1)
         catch_up(broker)
-    moments = [f"{run.occurrence:%d %H:%M}" for run in reversed(broker.refill_runs(made.id))]
+    moments = [
+        f"{run.occurrence:%d %H:%M}" for run in reversed(broker.refills.refill_runs(made.id))
+    ]
     assert moments == ["27 01:30", "28 01:30", "29 00:30", "30 00:30"]
     assert credits_of(broker) == 4
 
@@ -143,9 +145,9 @@ def test_the_beginning_is_the_first_occurrence_if_the_rule_allows_it(
 ) -> None:
     clock.forward(seconds=20.5)
     amount = {"amount": MICRO, "audience": ["everybody"], "actor": "root", "reason": "term"}
-    first = broker.add_refill(broker.plan_refill("FREQ=DAILY;COUNT=2", **amount))
+    first = broker.refills.add_refill(broker.refills.plan_refill("FREQ=DAILY;COUNT=2", **amount))
     assert first.next_at == T0 + timedelta(minutes=1)
-    monday = broker.add_refill(broker.plan_refill("FREQ=WEEKLY;BYDAY=MO", **amount))
+    monday = broker.refills.add_refill(broker.refills.plan_refill("FREQ=WEEKLY;BYDAY=MO", **amount))
     assert monday.next_at == T0 + timedelta(days=2, minutes=1)
     clock.forward(minutes=1)
     assert catch_up(broker) == 1
@@ -155,12 +157,12 @@ def test_the_beginning_is_the_first_occurrence_if_the_rule_allows_it(
 
 def test_the_same_key_makes_it_once(broker: Broker) -> None:
     made = refill(broker, key="term-1")
-    assert refill(broker, key="term-1").id == made.id and len(broker.refills()) == 1
+    assert refill(broker, key="term-1").id == made.id and len(broker.refills.all_refills()) == 1
     with pytest.raises(InvalidRequest, match="with the same key, and is another one"):
         refill(broker, key="term-1", credits=11)
     with pytest.raises(InvalidRequest, match="another one"):
         refill(broker, key="term-1", zone="Europe/Vienna")
-    broker.end_refill(made.id, actor="root")
+    broker.refills.end_refill(made.id, actor="root")
     assert refill(broker, key="term-1").ended_at is not None, "what was ended stays so"
     assert refill(broker, key="term-2").id != made.id
     assert [change.action for change in broker.trail()] == [
@@ -183,25 +185,25 @@ def test_eight_make_it_with_one_key_at_once(broker: Broker) -> None:
     for thread in threads:
         thread.join(60)
     assert len(made) == 8 and len(set(made)) == 1
-    assert len(broker.refills()) == 1 and len(broker.trail()) == 1
+    assert len(broker.refills.all_refills()) == 1 and len(broker.trail()) == 1
 
 
 # How much.
 
 
 def test_a_balance_is_topped_up_to_the_amount(broker: Broker, clock: Clock) -> None:
-    broker.grant("member:anna", 7 * MICRO, actor="root", reason="before")
-    broker.grant("member:bert", 50 * MICRO, actor="root", reason="before")
+    broker.ledger.grant("member:anna", 7 * MICRO, actor="root", reason="before")
+    broker.ledger.grant("member:bert", 50 * MICRO, actor="root", reason="before")
     made = refill(broker, mode=Mode.TOP_UP)
     clock.forward(days=1)
     assert catch_up(broker) == 1
     assert balances(broker) == {"member:anna": 10, "member:bert": 50}
-    (run,) = broker.refill_runs(made.id)
+    (run,) = broker.refills.refill_runs(made.id)
     assert (run.accounts, run.total) == (1, 3 * MICRO)
 
 
 def test_a_debt_is_filled_up_too(broker: Broker, clock: Clock) -> None:
-    broker.grant("member:anna", -2 * MICRO, actor="root", reason="before")
+    broker.ledger.grant("member:anna", -2 * MICRO, actor="root", reason="before")
     refill(broker, mode=Mode.TOP_UP, audience=["member:anna"])
     clock.forward(days=1)
     catch_up(broker)
@@ -219,7 +221,7 @@ def test_credits_of_a_refill_can_end(broker: Broker, clock: Clock) -> None:
     refill(broker, "FREQ=DAILY;COUNT=2", keep=timedelta(days=1))
     clock.forward(days=1)
     catch_up(broker)
-    ((lot, left),) = broker.lots_of("member:anna")
+    ((lot, left),) = broker.ledger.lots_of("member:anna")
     assert (lot.ends_at, left) == (T0 + timedelta(days=2), 10 * MICRO)
     clock.forward(days=1)
     catch_up(broker)
@@ -228,7 +230,7 @@ def test_credits_of_a_refill_can_end(broker: Broker, clock: Clock) -> None:
 
 def test_what_comes_late_could_be_spent_in_time(broker: Broker, clock: Clock) -> None:
     """The service was down for days: who worked meanwhile has what they would have had."""
-    broker.grant("member:anna", 30 * MICRO, actor="root", reason="before")
+    broker.ledger.grant("member:anna", 30 * MICRO, actor="root", reason="before")
     refill(broker, "FREQ=DAILY;COUNT=3", 10, keep=timedelta(days=1))
     clock.forward(hours=23)
     lease = running(broker, "anna")
@@ -236,7 +238,7 @@ def test_what_comes_late_could_be_spent_in_time(broker: Broker, clock: Clock) ->
     broker.release(lease.id, ended_at=clock.now, reason="stopped")
     clock.forward(days=4)
     assert catch_up(broker) == 3
-    broker.end_lots()
+    broker.ledger.end_lots()
     # Of the five hours one was before the first refill, which paid for the other four.
     assert credits_of(broker) == 29 and credits_of(broker, "bert") == 0
 
@@ -245,7 +247,7 @@ def test_what_comes_late_could_be_spent_in_time(broker: Broker, clock: Clock) ->
 
 
 def test_groups_and_lists(broker: Broker, clock: Clock) -> None:
-    broker.open_account("eva")
+    broker.ledger.open_account("eva")
     now = clock.now
     broker.store.run(lambda c: ledger_repository.open_account(c, "group:lab", now), write=True)
     made = refill(broker, audience=["members:course", "group:lab", "member:eva"])
@@ -263,7 +265,7 @@ def test_groups_and_lists(broker: Broker, clock: Clock) -> None:
 def test_who_came_after_an_occurrence_gets_the_next(broker: Broker, clock: Clock) -> None:
     refill(broker)
     clock.forward(days=1, hours=1)
-    broker.open_account("late")
+    broker.ledger.open_account("late")
     assert catch_up(broker) == 1 and credits_of(broker, "late") == 0
     clock.forward(days=1)
     assert catch_up(broker) == 1 and credits_of(broker, "late") == 10
@@ -271,14 +273,14 @@ def test_who_came_after_an_occurrence_gets_the_next(broker: Broker, clock: Clock
 
 def test_a_preview_changes_nothing(broker: Broker, clock: Clock) -> None:
     made = refill(broker, "FREQ=WEEKLY;BYDAY=MO", mode=Mode.TOP_UP, audience=["members:course"])
-    broker.grant("member:anna", 4 * MICRO, actor="root", reason="before")
-    moments, gifts = broker.preview_refill(made, {"course": ["anna", "bert"]}, count=2)
+    broker.ledger.grant("member:anna", 4 * MICRO, actor="root", reason="before")
+    moments, gifts = broker.refills.preview_refill(made, {"course": ["anna", "bert"]}, count=2)
     assert [f"{moment:%a %d}" for moment in moments] == ["Mon 03", "Mon 10"]
     assert [(account.name, gift) for account, gift in gifts] == [
         ("member:anna", 6 * MICRO),
         ("member:bert", 10 * MICRO),
     ]
-    assert credits_of(broker) == 4 and broker.refills() == [made]
+    assert credits_of(broker) == 4 and broker.refills.all_refills() == [made]
 
 
 # Ends, and what is refused.
@@ -287,12 +289,12 @@ def test_a_preview_changes_nothing(broker: Broker, clock: Clock) -> None:
 def test_a_refill_that_was_ended_gives_nothing(broker: Broker, clock: Clock) -> None:
     made = refill(broker)
     clock.forward(days=1)
-    ended = broker.end_refill(made.id, actor="eva", reason="term over")
-    assert ended.ended_at == clock.now and broker.refills() == []
-    assert catch_up(broker) == 0 and broker.give_refill(made.id) is None
-    assert broker.refills(ended=True) == [ended]
+    ended = broker.refills.end_refill(made.id, actor="eva", reason="term over")
+    assert ended.ended_at == clock.now and broker.refills.all_refills() == []
+    assert catch_up(broker) == 0 and broker.refills.give_refill(made.id) is None
+    assert broker.refills.all_refills(ended=True) == [ended]
     with pytest.raises(InvalidRequest, match="ended already"):
-        broker.end_refill(made.id, actor="eva")
+        broker.refills.end_refill(made.id, actor="eva")
     assert broker.trail()[0].actor == "eva" and "term over" in broker.trail()[0].detail
 
 
@@ -300,16 +302,16 @@ def test_the_last_occurrence_ends_a_refill(broker: Broker, clock: Clock) -> None
     made = refill(broker, "FREQ=DAILY;COUNT=3")
     clock.forward(days=30)
     assert catch_up(broker) == 3
-    assert broker.refill(made.id[:4]).next_at is None
-    assert broker.preview_refill(broker.refill(made.id)) == ([], [])
+    assert broker.refills.refill(made.id[:4]).next_at is None
+    assert broker.refills.preview_refill(broker.refills.refill(made.id)) == ([], [])
 
 
 def test_a_refill_that_is_not_there(broker: Broker) -> None:
     for name in ("", "zzz"):
         with pytest.raises(UnknownRefill, match="`gpuspawner refills` lists them"):
-            broker.refill(name)
+            broker.refills.refill(name)
     with pytest.raises(UnknownRefill):
-        broker.give_refill("zzz")
+        broker.refills.give_refill("zzz")
 
 
 @pytest.mark.parametrize(
@@ -343,10 +345,10 @@ def test_a_refill_that_makes_no_sense_is_refused(
     values |= wrong
     amount = values.pop("credits") * MICRO
     with pytest.raises(InvalidRequest, match=words):
-        broker.add_refill(
-            broker.plan_refill(values.pop("rule"), amount=amount, actor="root", **values)
+        broker.refills.add_refill(
+            broker.refills.plan_refill(values.pop("rule"), amount=amount, actor="root", **values)
         )
-    assert broker.refills() == [] and broker.trail() == []
+    assert broker.refills.all_refills() == [] and broker.trail() == []
 
 
 def test_too_much_for_one_account_gives_nothing_to_anybody(broker: Broker, clock: Clock) -> None:
@@ -356,4 +358,4 @@ def test_too_much_for_one_account_gives_nothing_to_anybody(broker: Broker, clock
     clock.forward(days=2)
     with pytest.raises(LedgerError, match="more than an account can hold"):
         catch_up(broker)
-    assert len(broker.refill_runs(made.id)) >= 1 and problems(broker.store) == []
+    assert len(broker.refills.refill_runs(made.id)) >= 1 and problems(broker.store) == []

@@ -24,7 +24,7 @@ ANNA = "member:anna"
 def broker(make: Make) -> Broker:
     """Anna has 10 credits; a GPU costs one credit an hour."""
     broker = make(gpu_rates={"*": 1}, opening_grant=10)
-    broker.open_account("anna")
+    broker.ledger.open_account("anna")
     return broker
 
 
@@ -37,14 +37,14 @@ def over(broker: Broker, clock: Clock) -> Lease:
 def session(broker: Broker, clock: Clock) -> Lease:
     lease = running(broker, "anna")
     clock.forward(hours=2)
-    broker.charge_all()
+    broker.ledger.charge_all()
     clock.forward(hours=1)
     return broker.release(lease.id, ended_at=clock.now, reason="stopped")
 
 
 def refund(broker: Broker, lease: Lease, credits: float | None = None, key: str = "") -> Lease:
     amount = None if credits is None else round(credits * MICRO)
-    return broker.refund(lease.id, amount, actor="root", reason="a slow disk", key=key)
+    return broker.ledger.refund(lease.id, amount, actor="root", reason="a slow disk", key=key)
 
 
 def audited(broker: Broker) -> list[str]:
@@ -55,7 +55,7 @@ def test_a_part_and_then_the_rest(broker: Broker, over: Lease) -> None:
     part = refund(broker, over, 0.5)
     assert (part.charged, part.refunded, part.outcome) == (2_500_000, 500_000, "")
     assert credits_of(broker) == 7.5
-    line = broker.statement(ANNA, 1)[0]
+    line = broker.ledger.statement(ANNA, 1)[0]
     assert (line.kind, line.amount, line.reason) == ("refund", 500_000, "a slow disk")
     assert broker.trail()[0].detail == f"0.50 credits to {ANNA}: a slow disk"
     assert audited(broker) == []
@@ -90,13 +90,13 @@ def test_the_same_key_gives_back_once(broker: Broker, over: Lease) -> None:
 
 def test_refunds_and_reversals_together_give_back_no_more(broker: Broker, over: Lease) -> None:
     """Whatever comes first: what was charged is the most."""
-    last, first, _opening = broker.statement(ANNA)
-    broker.reverse(last.transfer_id, actor="root", reason="a slow disk")
+    last, first, _opening = broker.ledger.statement(ANNA)
+    broker.ledger.reverse(last.transfer_id, actor="root", reason="a slow disk")
     with pytest.raises(InvalidRequest, match=r"at most 2\.000000"):
         refund(broker, over, 3)
     refund(broker, over, 0.5)
     with pytest.raises(InvalidRequest, match=r"1\.500000 credits are left, and this charge is mo"):
-        broker.reverse(first.transfer_id, actor="root", reason="a slow disk")
+        broker.ledger.reverse(first.transfer_id, actor="root", reason="a slow disk")
     assert refund(broker, over).charged == MICRO, "what the reversal gave back stays charged"
     assert credits_of(broker) == 10
     with pytest.raises(InvalidRequest, match="came back already"):
@@ -106,10 +106,10 @@ def test_refunds_and_reversals_together_give_back_no_more(broker: Broker, over: 
 
 def test_a_refund_is_undone_by_its_opposite(broker: Broker, over: Lease) -> None:
     refund(broker, over, 2)
-    given = broker.statement(ANNA, 1)[0].transfer_id
-    undone = broker.reverse(given, actor="root", reason="the wrong session")
+    given = broker.ledger.statement(ANNA, 1)[0].transfer_id
+    undone = broker.ledger.reverse(given, actor="root", reason="the wrong session")
     assert credits_of(broker) == 7
-    broker.reverse(undone.id, actor="root", reason="it was right")
+    broker.ledger.reverse(undone.id, actor="root", reason="it was right")
     assert credits_of(broker) == 9
     assert audited(broker) == []
 
@@ -132,7 +132,7 @@ def test_twenty_admins_refund_parts_at_once(broker: Broker, over: Lease) -> None
         thread.join(120)
     assert len(said) == 20
     assert credits_of(broker) == 10
-    assert len([line for line in broker.statement(ANNA) if line.kind == "refund"]) == 3
+    assert len([line for line in broker.ledger.statement(ANNA) if line.kind == "refund"]) == 3
     assert broker.lease(over.id).outcome == "refunded"
     assert problems(broker.store) == [] == audited(broker)
 
@@ -143,7 +143,7 @@ def test_credits_that_ended_take_no_part_back(
 ) -> None:
     """What is refunded stays, whenever the service looks at the lots that ended meanwhile."""
     until = T0 + timedelta(hours=4)
-    broker.grant(ANNA, 5 * MICRO, actor="root", reason="course", until=until)
+    broker.ledger.grant(ANNA, 5 * MICRO, actor="root", reason="course", until=until)
     lease = session(broker, clock)
     clock.now = until + timedelta(hours=1)
     for step in order:
@@ -154,15 +154,15 @@ def test_credits_that_ended_take_no_part_back(
                 if broker.lease(lease.id).charged:
                     refund(broker, lease, 0.25)
             case "look":
-                broker.end_lots()
-    broker.end_lots()
+                broker.ledger.end_lots()
+    broker.ledger.end_lots()
     assert credits_of(broker) == 10 + 1.25
     assert audited(broker) == []
 
 
 def test_a_sessions_waiver_stays_in_its_books(make: Make, clock: Clock) -> None:
     broker = make(gpu_rates={"*": 1}, opening_grant=1, when_dry={"*": {"overdraft": 1}})
-    broker.open_account("anna")
+    broker.ledger.open_account("anna")
     lease = session(broker, clock)
     assert (lease.charged, lease.waived) == (2 * MICRO, MICRO)
     part = refund(broker, lease, 0.5)

@@ -346,7 +346,7 @@ def test_a_server_that_was_lost_before_its_member_came_costs_nothing(
     ticket, lease = granted(broker, "dan")
     broker.confirm(lease.id)
     clock.forward(minutes=5)
-    broker.charge_all()
+    broker.ledger.charge_all()
     assert broker.lease(lease.id).charged > 0
     ended = broker.release(lease.id, reason="the server was gone", lost=True)
     assert (ended.charged, ended.outcome) == (0, "lost") and broker.lease(lease.id) == ended

@@ -60,8 +60,10 @@ async def test_a_dry_account_is_told_then_stopped(
     ordered = broker.lease(lease.id)
     assert (ordered.outcome, ordered.end_reason) == ("credits", "the credits ran out")
     assert ordered.state is LeaseState.RUNNING, "until an engine proves the end"
-    broker.charge_all()
-    assert broker.member("ada").balance == -owed(RATE, START, START + timedelta(seconds=GRACE))
+    broker.ledger.charge_all()
+    assert broker.ledger.member("ada").balance == -owed(
+        RATE, START, START + timedelta(seconds=GRACE)
+    )
 
 
 async def test_the_stop_is_carried_out_with_those_of_sessions(
@@ -87,7 +89,7 @@ async def test_credits_in_time_take_the_warning_back(
     credits = make()
     clock.advance(1000)
     await credits.round()
-    broker.grant(member_account("ada"), MICRO, actor="admin", reason="more")
+    broker.ledger.grant(member_account("ada"), MICRO, actor="admin", reason="more")
     clock.advance(1)
     await credits.round()
     assert broker.lease(lease.id).warned_at is None
@@ -139,7 +141,7 @@ async def test_a_planned_session_ends_before_anything_is_stopped(
     assert [x.id for x in broker.due_sessions().over] == [lease.id]
     settled = broker.release(lease.id, ended_at=clock.now, reason="its time was over")
     assert (settled.charged, settled.waived) == (8 * MICRO, 0)
-    assert broker.member("ada").balance == -7 * MICRO
+    assert broker.ledger.member("ada").balance == -7 * MICRO
 
 
 def test_a_session_that_may_go_on_without_credits_is_not_extended_without(
@@ -151,7 +153,7 @@ def test_a_session_that_may_go_on_without_credits_is_not_extended_without(
     clock.advance(59)
     with pytest.raises(CannotExtend, match=r"member:ada has 0\.00 credits left, and needs 0\.06"):
         broker.extend(lease.id, actor="ada")
-    broker.grant("member:ada", MICRO, actor="kim", reason="more")
+    broker.ledger.grant("member:ada", MICRO, actor="kim", reason="more")
     assert broker.extend(lease.id, actor="ada").extended == 15 * MINUTE - 1
 
 
@@ -175,7 +177,7 @@ async def test_an_overdraft_ends_at_its_bound_to_the_microcredit(
     credits = make(warn_minutes=(10, 2))
     for at in (751, 900, 1231, 1349):  # 22.5 minutes in all
         clock.now = START + timedelta(seconds=at)
-        broker.charge_all()
+        broker.ledger.charge_all()
         await credits.round()
     assert titles(broker) == [
         "Your credits last",
@@ -194,10 +196,10 @@ async def test_an_overdraft_ends_at_its_bound_to_the_microcredit(
     assert broker.lease(lease.id).outcome == "credits", "no grace beyond the bound"
     clock.advance(86400)  # the Hub is down for a day
     for _ in range(3):
-        broker.charge_all()
-    assert broker.member("ada").balance == -MICRO // 2
+        broker.ledger.charge_all()
+    assert broker.ledger.member("ada").balance == -MICRO // 2
     settled = broker.release(lease.id, ended_at=clock.now, reason="stopped")
-    assert broker.member("ada").balance == -MICRO // 2
+    assert broker.ledger.member("ada").balance == -MICRO // 2
     assert settled.charged == 1_500_000
     assert settled.charged + settled.waived == owed(RATE, START, clock.now)
 
@@ -207,9 +209,9 @@ async def test_credits_in_the_overdraft_pay_for_what_was_used(
 ) -> None:
     lease = server(broker, "ada", "lab")
     clock.advance(1500)  # nobody was there to stop it at 1,350 seconds
-    broker.charge_all()
-    assert broker.member("ada").balance == -MICRO // 2
-    broker.grant("member:ada", 10 * MICRO, actor="kim", reason="more")
+    broker.ledger.charge_all()
+    assert broker.ledger.member("ada").balance == -MICRO // 2
+    broker.ledger.grant("member:ada", 10 * MICRO, actor="kim", reason="more")
     await make().round()
     assert broker.lease(lease.id).outcome == ""
     settled = broker.release(lease.id, ended_at=clock.now, reason="stopped")
@@ -223,7 +225,7 @@ async def test_two_servers_share_the_bound(broker: Broker, clock: Clock, make: M
     assert {broker.lease(x.id).outcome for x in some} == {"credits"}
     for lease in some:
         broker.release(lease.id, ended_at=clock.now, reason="stopped")
-    assert broker.member("ada").balance == -MICRO // 2
+    assert broker.ledger.member("ada").balance == -MICRO // 2
 
 
 @pytest.mark.parametrize("ticks", [[], [10], [1000], [10, 700, 1000, 2000]])
@@ -234,13 +236,13 @@ def test_who_of_two_is_let_off_is_a_matter_of_time_alone(
     some = [server(broker, "ada", "lab", name=name) for name in ("one", "two")]
     for at in ticks:
         clock.now = START + timedelta(seconds=at)
-        broker.charge_all()
+        broker.ledger.charge_all()
     clock.now = START + timedelta(seconds=3600)
     settled = [
         broker.release(lease.id, ended_at=clock.now, reason="stopped") for lease in reversed(some)
     ]
     assert [lease.charged for lease in settled] == [750_000, 750_000]
-    assert broker.member("ada").balance == -MICRO // 2
+    assert broker.ledger.member("ada").balance == -MICRO // 2
     assert problems(broker.store) == []
 
 
@@ -256,11 +258,11 @@ def test_servers_of_an_account_share_one_overdraft(
     assert first.overdraft == second.overdraft == MICRO // 2
     for at in ticks:
         clock.now = START + timedelta(seconds=at)
-        later.charge_portion(timedelta(seconds=MINUTE))
+        later.ledger.charge_portion(timedelta(seconds=MINUTE))
     clock.now = START + timedelta(seconds=3600)
     settled = [later.release(x.id, ended_at=clock.now, reason="stopped") for x in (first, second)]
     assert [lease.charged for lease in settled] == [750_000, 750_000]
-    later.grant("member:ada", 10 * MICRO, actor="kim", reason="more")
+    later.ledger.grant("member:ada", 10 * MICRO, actor="kim", reason="more")
     assert server(later, "ada", "lab", name="three").overdraft == 9 * MICRO
     assert problems(broker.store) == []
 
@@ -268,10 +270,10 @@ def test_servers_of_an_account_share_one_overdraft(
 async def test_a_failed_start_in_the_overdraft_gives_all_back(broker: Broker, clock: Clock) -> None:
     lease = server(broker, "ada", "lab")
     clock.advance(3600)
-    broker.charge_all()
+    broker.ledger.charge_all()
     settled = broker.release(lease.id, ended_at=clock.now, reason="it never was up", failed=True)
     assert (settled.charged, settled.waived) == (0, 0)
-    assert broker.member("ada").balance == MICRO
+    assert broker.ledger.member("ada").balance == MICRO
 
 
 # Whose policy it is.

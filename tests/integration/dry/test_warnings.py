@@ -58,7 +58,7 @@ async def test_credits_that_end_soon_do_not_count_as_lasting(
     """Six credits at four an hour, of which five end in half an hour: 45 minutes, and not 90."""
     running(broker, "ada")
     until = clock.now + timedelta(minutes=30)
-    broker.grant("member:ada", 5 * MICRO, actor="kim", reason="an hour", until=until)
+    broker.ledger.grant("member:ada", 5 * MICRO, actor="kim", reason="an hour", until=until)
     credits = make(warn_minutes=(20,))
     clock.advance(24 * MINUTE)
     await credits.round()
@@ -68,9 +68,9 @@ async def test_credits_that_end_soon_do_not_count_as_lasting(
     await credits.round()
     assert titles(broker) == ["Your credits last"]
     clock.advance(19 * MINUTE)
-    broker.end_lots()
-    broker.charge_all()
-    assert broker.member("ada").balance == 0
+    broker.ledger.end_lots()
+    broker.ledger.charge_all()
+    assert broker.ledger.member("ada").balance == 0
 
 
 async def test_two_services_at_once_tell_it_once(
@@ -99,7 +99,7 @@ async def test_a_warning_that_was_passed_on_the_way_up_comes_again(
     clock.advance(14 * MINUTE)
     await credits.round()
     assert len(titles(broker)) == 1, "the two minutes; the ten were missed"
-    broker.grant("member:ada", MICRO // 2, actor="kim", reason="a bit")
+    broker.ledger.grant("member:ada", MICRO // 2, actor="kim", reason="a bit")
     await credits.round()
     assert len(titles(broker)) == 1, "8 minutes are left: nothing new is due on the way up"
     clock.advance(7 * MINUTE)

@@ -21,7 +21,7 @@ def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
         database_url, clock, folder_source="/srv/folders/{id}", most_folders=3, folder_quota=1
     )
     for name in ("anna", "bert", "carl"):
-        made.open_account(name)
+        made.ledger.open_account(name)
     yield made
     assert problems(made.store) == []
     made.store.close()

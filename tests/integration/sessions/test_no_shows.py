@@ -29,8 +29,8 @@ def from_the_queue(broker: Broker, user: str) -> Lease:
 def test_nobody_connected_in_time(broker: Broker, clock: Clock) -> None:
     lease = from_the_queue(broker, "ada")
     clock.advance(599)
-    broker.charge_all()
-    assert broker.member("ada").balance < 1000 * MICRO
+    broker.ledger.charge_all()
+    assert broker.ledger.member("ada").balance < 1000 * MICRO
     assert broker.no_show(lease.id).outcome == ""
     clock.advance(1)
     assert broker.no_show(lease.id).outcome == "no_show"
@@ -41,7 +41,7 @@ def test_nobody_connected_in_time(broker: Broker, clock: Clock) -> None:
     assert (ended.outcome, ended.charged) == ("no_show", 0)
     assert ended.end_reason == "nobody connected within 10 min of its start"
     assert broker.lease(lease.id) == ended
-    assert broker.member("ada").balance == 1000 * MICRO
+    assert broker.ledger.member("ada").balance == 1000 * MICRO
     (notice,) = told(broker, "ada", NoticeKind.STOPPED)
     assert "Nothing was charged." in notice.body and "end of the line" not in notice.body
 
