@@ -30,19 +30,21 @@ from .devices.snapshots import InventoryCache, InventorySnapshot
 from .devices.source import DeviceSource, open_source
 from .leases import reconciliation
 from .leases import repository as leases_repository
-from .leases.gpu_loss import Restarts
+from .leases.gpu_loss import RestartService
 from .leases.models import Lease, LeasedDevice, LeaseState, ServerRef, Sighting
 from .leases.service import Grants
+from .leases.sessions import SessionService
 from .ledger import charges, lot_settlement
 from .ledger import repository as ledger_repository
 from .ledger import rules as ledger_rules
 from .ledger.credit_policy import CreditPolicies
-from .ledger.exhaustion import Dry
+from .ledger.exhaustion import ExhaustionService
 from .ledger.grants import BulkGrantService, RefillService
 from .ledger.reports import ReportService
 from .ledger.service import LedgerService, note, refund_lease, refundable
 from .members.renames import RenameService
-from .members.roster import Rosters
+from .members.roster import RosterService
+from .members.service import MemberService, MembershipSettings
 from .monitoring.health_service import Health
 from .monitoring.service import IdleService, IdleSettings, MonitoringService
 from .notifications.service import NotificationService
@@ -50,7 +52,7 @@ from .queue import repository as queue_repository
 from .queue.positions import Outlooks
 from .queue.state import QueueState
 from .slurm.job_billing import ClusterAudit
-from .storage.disk_limits import DiskLimits
+from .storage.disk_limits import DiskLimitService
 from .storage.service import FileSettings, SharedFolderService, StorageService
 
 T = TypeVar("T")
@@ -70,10 +72,8 @@ def utcnow() -> datetime:
 class Broker(
     Grants,
     Admin,
-    Rosters,
-    Restarts,
-    DiskLimits,
-    Dry,
+    SessionService,
+    MembershipSettings,
     Outlooks,
     FileSettings,
     IdleSettings,
@@ -91,16 +91,6 @@ class Broker(
         self.health_policy()
         self.store = Store.open(self.database_url)
         self.clock = clock or self.store.clock
-        self.ledger = LedgerService(self.store, self._now, self)
-        self.refills = RefillService(self.store, self._now, self.log)
-        self.bulk_grants = BulkGrantService(self.store, self._now, self.ledger)
-        self.notifications = NotificationService(self.store, self._now)
-        self.reports = ReportService(self.store, self._now)
-        self.monitoring = MonitoringService(self.store, self._now)
-        self.idle = IdleService(self.store, self._now, lambda: self.skew, self, self.log)
-        self.storage = StorageService(self.store, self._now, self, self.log)
-        self.shared_folders = SharedFolderService(self.store, self._now, self)
-        self.renames = RenameService(self.store, self._now, self.log)
         self.delegate = self.make_delegate()
         self.watch = InventoryCache(
             self.source(), self.store, timedelta(seconds=self.refresh_seconds)
@@ -109,6 +99,21 @@ class Broker(
         self.granter = Granter(self.store)
         self.engine_ids: dict[str, str] = {}
         """The identity of each engine as it last answered, by the name of the engine."""
+        self.ledger = LedgerService(self.store, self._now, self)
+        self.refills = RefillService(self.store, self._now, self.log)
+        self.bulk_grants = BulkGrantService(self.store, self._now, self.ledger)
+        self.exhaustion = ExhaustionService(self.store, self._now, self)
+        self.members = MemberService(self.store, self._now, self, self.line, self.log)
+        self.roster = RosterService(self.store, self._now, self, self.members)
+        self.restarts = RestartService(self.store, self._now, self.delegate, self.log)
+        self.disk_limits = DiskLimitService(self.store, self._now, self.log)
+        self.notifications = NotificationService(self.store, self._now)
+        self.reports = ReportService(self.store, self._now)
+        self.monitoring = MonitoringService(self.store, self._now)
+        self.idle = IdleService(self.store, self._now, lambda: self.skew, self, self.log)
+        self.storage = StorageService(self.store, self._now, self, self.log)
+        self.shared_folders = SharedFolderService(self.store, self._now, self)
+        self.renames = RenameService(self.store, self._now, self.log)
         self._outside = ThreadPoolExecutor(OUTSIDE, thread_name_prefix="gpuspawner-outside")
 
     def _now(self) -> datetime:

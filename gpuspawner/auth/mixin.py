@@ -245,7 +245,7 @@ class MemberMixin(Rules):
         if not self.roster:
             return None
         try:
-            asked = self.broker.read(self.broker.roster_member, username)
+            asked = self.broker.read(self.broker.roster.roster_member, username)
             said: OnRoster = await within(OPEN_ACCOUNT_SECONDS, asked)
         except (GPUSpawnerError, asyncio.TimeoutError) as failure:
             self.log.warning("The roster cannot be read: %s", failure or "it took too long")
@@ -279,7 +279,7 @@ class MemberMixin(Rules):
     async def _open_account(self, user: str, by_roster: bool) -> None:
         def opening() -> None:
             self.broker.ledger.open_account(user)
-            self.broker.membership_returned(user, actor=ACTOR, by_roster=by_roster)
+            self.broker.members.membership_returned(user, actor=ACTOR, by_roster=by_roster)
 
         await self._tell(
             lambda: self.broker.run(opening),
@@ -290,14 +290,14 @@ class MemberMixin(Rules):
     async def _tell_member(self, user: str, by_roster: bool) -> None:
         await self._tell(
             lambda: self.broker.run(
-                self.broker.membership_returned, user, actor=ACTOR, by_roster=by_roster
+                self.broker.members.membership_returned, user, actor=ACTOR, by_roster=by_roster
             ),
             f"That {user!r} is a member could not be written: %s",
         )
 
     async def _tell_ended(self, user: str, why: str) -> None:
         await self._tell(
-            lambda: self.broker.run(self.broker.membership_ended, user, why, actor=ACTOR),
+            lambda: self.broker.run(self.broker.members.membership_ended, user, why, actor=ACTOR),
             f"That {user!r} is no member could not be written: %s",
         )
 

@@ -93,7 +93,7 @@ class FirstWelcome(Welcome):
         _known(self.settings).add(name)
         broker = self.site.broker
         try:
-            await broker.run(broker.welcomed, name)
+            await broker.run(broker.members.welcomed, name)
         except GPUSpawnerError as error:  # then they see it again, after the hub's next start
             self.log.warning("That %r was welcomed could not be written: %s", name, error.message)
         await self._open_workspace(user)
@@ -111,7 +111,7 @@ class FirstWelcome(Welcome):
         """Whether somebody is still to be welcomed. Who cannot be told goes on."""
         broker = self.site.broker
         try:
-            return await broker.read(broker.welcome_due, user)
+            return await broker.read(broker.members.welcome_due, user)
         except GPUSpawnerError as error:
             self.log.warning("Whether %r is new cannot be told: %s", user, error.message)
             return False

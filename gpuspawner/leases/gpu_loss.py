@@ -7,18 +7,22 @@ opens the devices. What becomes of none of that within some minutes is opened to
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from ..core.errors import CannotRestart
+from ..db.engine import Store
 from ..devices import closures
 from ..devices.closures import GRANTING, Closure
 from ..notifications import repository as notifications_repository
 from ..notifications.models import Notice, NoticeKind
+from ..queue.models import Delegate
 from . import repository
 from .models import Lease, LeaseState, ServerRef
 from .repository import LEAST_SECONDS, OUTCOME
-from .sessions import SessionService, goes_on
+from .sessions import goes_on, note_lease, order_end
 
 KEPT = timedelta(minutes=5)
 """How long devices are kept after the end of the server that they were leased to."""
@@ -40,8 +44,20 @@ class Restart:
     """Whether the server has stopped, so that it can be started."""
 
 
-class Restarts(SessionService):
-    """The part of the broker that knows them."""
+class RestartService:
+    """Knows servers that lost their devices, and those that start again."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        delegate: Delegate | None,
+        log: logging.Logger,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.delegate = delegate
+        self.log = log
 
     def tell_lost(self, lease_id: str) -> bool:
         """Tell a member that their server does not reach its devices any more. False when they
@@ -85,10 +101,10 @@ class Restarts(SessionService):
                     raise CannotRestart(why=f"GPU {device.index} is drained{because}")
                 who = closures.keeper(lease.server)
                 closures.close(connection, Closure(device.uuid, now, who, _REASON))
-            self._note_lease(connection, lease, OUTCOME, actor, _WHY, now)
-            return self._order(connection, lease, OUTCOME, _WHY, _restarts(lease, now))
+            note_lease(connection, lease, OUTCOME, actor, _WHY, now)
+            return order_end(connection, lease, OUTCOME, _WHY, _restarts(lease, now), self.log)
 
-    def restarts(self) -> list[Restart]:
+    def all_restarts(self) -> list[Restart]:
         """Every restart that goes on."""
         with self.store.read() as connection:
             found = []

@@ -6,6 +6,7 @@ until it is gone. So every order is in the store, with its reason, before anythi
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -178,7 +179,7 @@ class SessionService(Queue):
                     connection, lease_id, extended=longer, hold=hold, told_minutes=None
                 )
                 if actor != lease.server.user:
-                    self._note_lease(connection, lease, "extend", actor, _until(extended, now), now)
+                    note_lease(connection, lease, "extend", actor, _until(extended, now), now)
         self.log.info("Lease %s of %s ends at %s", lease_id, lease.server, extended.ends_at)
         return extended
 
@@ -204,7 +205,9 @@ class SessionService(Queue):
                 return lease
             twice = queue_repository.no_shows_in_a_row(connection, lease.server.user) >= 1
             reason = f"nobody connected within {_minutes(lease.claim_seconds or 0)} of its start"
-            return self._order(connection, lease, "no_show", reason, _no_show(lease, twice, now))
+            return order_end(
+                connection, lease, "no_show", reason, _no_show(lease, twice, now), self.log
+            )
 
     def stop(self, lease_id: str, *, actor: str, reason: str) -> Lease:
         """Have a member's server stopped, for a reason that the member reads.
@@ -269,7 +272,7 @@ class SessionService(Queue):
             ended_at = _until(lease, now)
             told = _stopped(lease, "its time is over", f"It was to end at {ended_at}. {_KEPT}", now)
             reason = f"its time was over at {ended_at}"
-            return self._order(connection, lease, "session_end", reason, told)
+            return order_end(connection, lease, "session_end", reason, told, self.log)
 
     # Steps of the above.
 
@@ -324,32 +327,36 @@ class SessionService(Queue):
         now: datetime,
     ) -> Lease:
         if actor:
-            self._note_lease(connection, lease, "stop", actor, reason, now)
+            note_lease(connection, lease, "stop", actor, reason, now)
         told = _stopped(lease, "an admin stopped it", f"{_sentence(reason)} {_KEPT}", now)
-        return self._order(connection, lease, outcome, reason, told)
+        return order_end(connection, lease, outcome, reason, told, self.log)
 
-    def _order(
-        self, connection: sa.Connection, lease: Lease, outcome: str, reason: str, told: Notice
-    ) -> Lease:
-        changes: dict[str, Any] = {"outcome": outcome, "end_reason": reason}
-        repository.update(connection, lease.id, **changes)
-        notifications_repository.add(connection, told)
-        self.log.info("Lease %s of %s is to end: %s", lease.id, lease.server, reason)
-        return replace(lease, **changes)
 
-    def _note_lease(
-        self,
-        connection: sa.Connection,
-        lease: Lease,
-        action: str,
-        actor: str,
-        detail: str,
-        now: datetime,
-    ) -> None:
-        subject = f"lease {lease.id} of {lease.server}"
-        closures.note(
-            connection, at=now, actor=actor, action=action, subject=subject, detail=detail
-        )
+def order_end(
+    connection: sa.Connection,
+    lease: Lease,
+    outcome: str,
+    reason: str,
+    told: Notice,
+    log: logging.Logger,
+) -> Lease:
+    """Order the end of a lease, and tell its member. In the caller's transaction.
+
+    ``outcome`` as in :attr:`gpuspawner.leases.models.Lease.outcome`.
+    """
+    changes: dict[str, Any] = {"outcome": outcome, "end_reason": reason}
+    repository.update(connection, lease.id, **changes)
+    notifications_repository.add(connection, told)
+    log.info("Lease %s of %s is to end: %s", lease.id, lease.server, reason)
+    return replace(lease, **changes)
+
+
+def note_lease(
+    connection: sa.Connection, lease: Lease, action: str, actor: str, detail: str, now: datetime
+) -> None:
+    """Write in the audit trail what was done with a lease."""
+    subject = f"lease {lease.id} of {lease.server}"
+    closures.note(connection, at=now, actor=actor, action=action, subject=subject, detail=detail)
 
 
 def warning_due(lease: Lease, now: datetime, warn_minutes: Sequence[float]) -> float | None:

@@ -215,7 +215,7 @@ class RestartPage(FormPage):
             self._ask(found)
             return
         try:
-            await self.broker.run(self.broker.restart, lease_id, actor=self.user)
+            await self.broker.run(self.broker.restarts.restart, lease_id, actor=self.user)
         except GPUSpawnerError as refusal:
             raise web.HTTPError(refusal.status_code) from refusal
         self.context.poke()
@@ -252,7 +252,7 @@ class RestartAPI(APIHandler):
         self.answer(lease(told))
 
     def _restart(self, lease_id: str) -> Lease:
-        return self.broker.restart(lease_id, actor=self.actor)
+        return self.broker.restarts.restart(lease_id, actor=self.actor)
 
 
 GPU_LOSS_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
@@ -348,7 +348,7 @@ def look(
         minutes=tuple(minutes),
         ending=view_models.ends_soon(told, now, session_warn_minutes),
         resting=next((r for r in broker.idle.resting(user) if r.lease.id == it.id), None),
-        lost=any(lease.id == it.id for lease in broker.lost_of(user)),
+        lost=any(lease.id == it.id for lease in broker.restarts.lost_of(user)),
         sick=any(found.lease.id == it.id for found in broker.sick_of(user)),
     )
 

@@ -7,15 +7,15 @@ here has told and ordered all of it, or nothing, and the next one goes on from t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ..base_service import Core
 from ..core.units import format_credits
+from ..db.engine import Store
 from ..devices.snapshots import clock
 from ..leases import repository as leases_repository
 from ..leases.models import Lease
@@ -23,6 +23,9 @@ from ..notifications import repository as notifications_repository
 from ..notifications.models import Notice, NoticeKind
 from . import credit_policy, credit_repository, lot_settlement, rules
 from .credit_policy import OVERDRAFT, SESSION, PolicyStep, Purse
+
+if TYPE_CHECKING:
+    from ..base_service import BrokerSettings
 
 
 def first_of_each(leases: Collection[Lease]) -> dict[str, Lease]:
@@ -149,13 +152,20 @@ class Happened:
     """When the server is stopped; None when it is not known or not going to be."""
 
 
-class Dry(Core):
-    """The part of the broker that sees to accounts that run dry."""
+class ExhaustionService:
+    """Sees to accounts whose credits run out: warns, waits and orders the end of servers."""
+
+    def __init__(
+        self, store: Store, clock: Callable[[], datetime], settings: BrokerSettings
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.settings = settings
 
     @property
     def grace(self) -> timedelta:
         """How long a server goes on after its member was told that nothing is left."""
-        return timedelta(seconds=self.grace_seconds)
+        return timedelta(seconds=self.settings.grace_seconds)
 
     def accounts_to_see_to(self, warn_minutes: Sequence[float]) -> list[str]:
         """The accounts about whose leases something is due; :meth:`see_to` does it."""
@@ -195,7 +205,12 @@ class Dry(Core):
             for lease in first_of_each(low).values():
                 several = sum(x.server.user == lease.server.user for x in paid_for) > 1
                 notice = credits_low(
-                    lease, purse, lease.told_dry or 0.0, now, self.credits_help, several=several
+                    lease,
+                    purse,
+                    lease.told_dry or 0.0,
+                    now,
+                    self.settings.credits_help,
+                    several=several,
                 )
                 notifications_repository.add(connection, notice)
         return happened
@@ -234,10 +249,12 @@ class Dry(Core):
             now if step.event == "stop" else credit_policy.stops_at(lease, purse, now, self.grace)
         )
         if step.event == "dry":
-            notice = ran_dry(lease, purse, now, stops_at, self.credits_help)
+            notice = ran_dry(lease, purse, now, stops_at, self.settings.credits_help)
             notifications_repository.add(connection, notice)
         elif step.event == "stop":
-            notifications_repository.add(connection, stopped(lease, now, self.credits_help))
+            notifications_repository.add(
+                connection, stopped(lease, now, self.settings.credits_help)
+            )
         if step.event == "quiet":
             return None
         return Happened(step.event, lease, purse, step.minutes, stops_at)

@@ -38,7 +38,7 @@ def roster(settings: Settings, former: bool) -> None:
     if former:
         _show_former(broker)
         return
-    entries = broker.roster()
+    entries = broker.roster.entries()
     headers = ("NAME", "COURSE", "GROUPS", "STARTS", "ENDS", "MAIL", "NOW")
     rows = [(*_cells(broker, entry), _now(broker, entry)) for entry in entries]
     text = table(headers, rows) if rows else "Nobody is on the roster."
@@ -61,7 +61,7 @@ roster.add_same("show", "List who is on the roster, and until when.")
 def take(settings: Settings, file: str, dry_run: bool, whole: bool) -> int:
     """Write what a CSV says: all of it, or nothing."""
     broker = settings.open_broker()
-    done = broker.import_roster(
+    done = broker.roster.import_roster(
         read_input(file, MOST_BYTES),
         actor=actor(),
         dry_run=dry_run,
@@ -87,7 +87,7 @@ def take(settings: Settings, file: str, dry_run: bool, whole: bool) -> int:
 def end(settings: Settings, member_name: str, course: str | None, reason: str) -> None:
     """End a member's time on the roster now; files and credits stay."""
     broker = settings.open_broker()
-    ended = broker.end_on_roster(member_name, actor=actor(), reason=reason, course=course)
+    ended = broker.roster.end_on_roster(member_name, actor=actor(), reason=reason, course=course)
     name = ended[0].user
     where = f" for {course}" if course else ""
     grace = f"{broker.membership_grace_minutes:g} min"
@@ -114,7 +114,7 @@ def plain_entry(broker: Broker, entry: RosterEntry) -> dict[str, Any]:
 
 
 def _show_former(broker: Broker) -> None:
-    found = broker.former_members()
+    found = broker.members.former_members()
     headers = ("NAME", "SINCE", "WHY", "BY")
     rows = [(each.user, local(each.ended_at), each.reason, each.actor) for each in found]
     text = table(headers, rows) if rows else "Everybody who was a member still is."
@@ -135,8 +135,8 @@ def _cells(broker: Broker, entry: RosterEntry) -> tuple[str, ...]:
         entry.user,
         entry.course or "-",
         ", ".join(entry.groups) or "-",
-        broker.roster_day(entry.starts_at) or "-",
-        broker.roster_day(entry.ends_at, end=True) or "-",
+        broker.roster.roster_day(entry.starts_at) or "-",
+        broker.roster.roster_day(entry.ends_at, end=True) or "-",
         entry.mail or "-",
     )
 

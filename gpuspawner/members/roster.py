@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 
 from ..core.errors import InvalidRequest, LedgerError
+from ..db.engine import Store
 from ..devices import closures
 from ..devices.service import checked_reason
 from ..ledger.grant_files import Problem, by_column, cells_of, decoded
 from ..ledger.models import check_account, group_account, member_account
+from ..ledger.prices import PriceSettings
 from ..ledger.pricing import open_zone, parse_moment
 from ..ledger.rules import ACTOR_ACCOUNTING
 from . import repository
 from .repository import RosterEntry
-from .service import Memberships
+from .service import MemberService
 
 LONGEST = 200
 """Characters of a name, a course, a group or an address."""
@@ -222,10 +224,22 @@ class Import:
         return sum(change.event == event for change in self.changes)
 
 
-class Rosters(Memberships):
-    """The part of the broker that keeps the roster."""
+class RosterService:
+    """Keeps the roster."""
 
-    def roster(self) -> list[RosterEntry]:
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        settings: PriceSettings,
+        members: MemberService,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.settings = settings
+        self.members = members
+
+    def entries(self) -> list[RosterEntry]:
         """The whole roster, by name and course, what is over included."""
         return self.store.run(repository.whole_roster)
 
@@ -244,7 +258,7 @@ class Rosters(Memberships):
         it end now. Others stay as they are, for the file may be one course of many.
         """
         now = self.clock()
-        listed, problems = parse(data, self.rate_zone)
+        listed, problems = parse(data, self.settings.rate_zone)
         if dry_run or problems:
             with self.store.read() as connection:
                 changes = _changes(connection, listed, whole, now)
@@ -304,9 +318,11 @@ class Rosters(Memberships):
         for known, entries in found:
             said = self._verdict(entries, now)
             if known.ended_at is None and not said.member:
-                changed += self.membership_ended(known.user, said.why, actor=ACTOR_ACCOUNTING)
+                changed += self.members.membership_ended(
+                    known.user, said.why, actor=ACTOR_ACCOUNTING
+                )
             elif known.ended_at and known.actor == ACTOR_ACCOUNTING and said.member:
-                changed += self.membership_returned(
+                changed += self.members.membership_returned(
                     known.user, actor=ACTOR_ACCOUNTING, by_roster=True
                 )
         return changed
@@ -354,7 +370,7 @@ class Rosters(Memberships):
         time of day unless that is midnight. An ``end`` at midnight is of the day before."""
         if moment is None:
             return ""
-        local = moment.astimezone(open_zone(self.rate_zone))
+        local = moment.astimezone(open_zone(self.settings.rate_zone))
         if (local.hour, local.minute, local.second) != (0, 0, 0):
             return f"{local:%Y-%m-%d %H:%M %Z}"
         return f"{local - timedelta(days=1) if end else local:%Y-%m-%d}"

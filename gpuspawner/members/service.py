@@ -7,6 +7,8 @@ there when they come back.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -14,17 +16,19 @@ import sqlalchemy as sa
 from traitlets import Float
 from traitlets.config import LoggingConfigurable
 
+from ..db.engine import Store
 from ..devices import closures
 from ..devices.service import LONGEST_REASON, checked_reason
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState
-from ..leases.sessions import SessionService, end_clock
+from ..leases.sessions import end_clock, order_end
 from ..ledger import repository as ledger_repository
 from ..ledger.models import member_account
 from ..notifications import repository as notifications_repository
 from ..notifications.models import Notice, NoticeKind
 from ..queue import repository as queue_repository
 from ..queue.models import Ticket
+from ..queue.state import QueueState
 from . import repository
 from .repository import Membership
 
@@ -58,13 +62,27 @@ class EndedMembership:
     """When what still runs is stopped."""
 
 
-class Memberships(SessionService, MembershipSettings):
-    """The part of the broker that knows who is a member."""
+class MemberService:
+    """Knows who is a member, and sees to what former members have."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        settings: MembershipSettings,
+        line: QueueState,
+        log: logging.Logger,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.settings = settings
+        self.line = line
+        self.log = log
 
     @property
     def membership_grace(self) -> timedelta:
         """How long what runs goes on after its member is a member no more."""
-        return timedelta(minutes=self.membership_grace_minutes)
+        return timedelta(minutes=self.settings.membership_grace_minutes)
 
     def membership(self, user: str) -> Membership | None:
         """What is known of somebody; None of who never signed in as a member."""
@@ -207,7 +225,7 @@ class Memberships(SessionService, MembershipSettings):
                 )
             else:
                 reason = f"the membership of {user} ended: {known.reason}"
-                self._order(connection, lease, GONE, reason, _stopped(lease, known, now))
+                order_end(connection, lease, GONE, reason, _stopped(lease, known, now), self.log)
                 told = True
         return [ticket.id for ticket in waiting], told
 

@@ -267,7 +267,7 @@ class Lost:
                 await self._tell(lease)
 
     async def _tell(self, lease: Lease) -> None:
-        if await self.broker.run(self.broker.tell_lost, lease.id):
+        if await self.broker.run(self.broker.restarts.tell_lost, lease.id):
             self.poke()
         try:
             why = await asyncio.to_thread(cause_and_remedy, self.engine, lease.engine_ref)
@@ -292,7 +292,7 @@ class Restarting:
 
     async def round(self) -> None:
         """Start who has stopped; give up who did not come back. Raises Unavailable."""
-        going_on = await self.broker.run(self.broker.restarts)
+        going_on = await self.broker.run(self.broker.restarts.all_restarts)
         self._forget_all_but({each.server for each in going_on})
         for each in going_on:
             if not each.is_gone:
@@ -318,7 +318,7 @@ class Restarting:
             await self._give_up(restart, "the Hub does not start it any more")
 
     async def _give_up(self, restart: Restart, why: str) -> None:
-        await self.broker.run(self.broker.end_restart, restart.server, why)
+        await self.broker.run(self.broker.restarts.end_restart, restart.server, why)
         self.tick.log.warning("%s does not start again: %s", restart.server, why)
 
     def _forget_all_but(self, servers: Collection[ServerRef]) -> None:

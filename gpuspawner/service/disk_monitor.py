@@ -181,12 +181,12 @@ class Disk:
         told["folders"] = container.folders
         said = f"{size(written)} of {size(limit)} in its own container (lease {lease.id})"
         if verdict == "over":
-            if await self.broker.run(self.broker.stop_for_disk, lease.id, **told):
+            if await self.broker.run(self.broker.disk_limits.stop_for_disk, lease.id, **told):
                 self.tick.log.warning("%s is to be stopped: %s", lease.server, said)
                 self._poke()
         elif verdict == "near" and lease.id not in self._warned:
             told["is_enforced"] = container.is_enforced
-            if await self.broker.run(self.broker.warn_of_disk, lease.id, **told):
+            if await self.broker.run(self.broker.disk_limits.warn_of_disk, lease.id, **told):
                 self.tick.log.info("%s was warned: %s", lease.server, said)
                 self._poke()
             self._warned.add(lease.id)

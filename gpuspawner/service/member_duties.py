@@ -48,7 +48,9 @@ class CreditDuty:
 
     async def round(self) -> None:
         """See to every account about whose servers something is due."""
-        for account in await self.broker.run(self.broker.accounts_to_see_to, self.warn_minutes):
+        for account in await self.broker.run(
+            self.broker.exhaustion.accounts_to_see_to, self.warn_minutes
+        ):
             try:
                 await self._see_to(account)
             except Exception as error:  # nobody else's credits are less looked after
@@ -58,7 +60,7 @@ class CreditDuty:
                 self.tick.well(f"Credits of {account}")
 
     async def _see_to(self, account: str) -> None:
-        happened = await self.broker.run(self.broker.see_to, account, self.warn_minutes)
+        happened = await self.broker.run(self.broker.exhaustion.see_to, account, self.warn_minutes)
         for each in happened:
             self._log(each)
             self.hook.start(told(each, self.broker.clock()))
@@ -120,11 +122,11 @@ class Members:
 
     async def round(self) -> None:
         """End memberships whose time is over, and see to the servers of who is none any more."""
-        told = await self.broker.run(self.broker.see_to_roster)
-        for user in await self.broker.run(self.broker.former_holding):
+        told = await self.broker.run(self.broker.roster.see_to_roster)
+        for user in await self.broker.run(self.broker.members.former_holding):
             part = f"Membership of {user}"
             try:
-                told += await self.broker.run(self.broker.see_to_former, user)
+                told += await self.broker.run(self.broker.members.see_to_former, user)
             except GPUSpawnerError as error:
                 self.tick.trouble(part, error)
             else:

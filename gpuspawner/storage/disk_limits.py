@@ -5,21 +5,28 @@ As with every other order, the accounting service has the Hub stop the server un
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
+from ..db.engine import Store
 from ..engines.disk_usage import size
 from ..leases import repository as leases_repository
 from ..leases.models import Lease
-from ..leases.sessions import SessionService, goes_on
+from ..leases.sessions import goes_on, order_end
 from ..notifications import repository as notifications_repository
 from ..notifications.models import Notice, NoticeKind
 
 OUTCOME = "disk"
 
 
-class DiskLimits(SessionService):
-    """The part of the broker that tells members of their containers' size."""
+class DiskLimitService:
+    """Tells members of their containers' size, and orders the end of those that are too large."""
+
+    def __init__(self, store: Store, clock: Callable[[], datetime], log: logging.Logger) -> None:
+        self.store = store
+        self.clock = clock
+        self.log = log
 
     def warn_of_disk(
         self,
@@ -62,7 +69,7 @@ class DiskLimits(SessionService):
             reason = f"it wrote {size(written_bytes)} into its own container, and may write "
             reason += size(limit_bytes)
             told = _too_full(lease, written_bytes, limit_bytes, folders, now)
-            self._order(connection, lease, OUTCOME, reason, told)
+            order_end(connection, lease, OUTCOME, reason, told, self.log)
         return True
 
 

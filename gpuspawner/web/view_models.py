@@ -236,7 +236,7 @@ def lease_figures(
     broker: Broker, leases: Collection[Lease], now: datetime
 ) -> tuple[LeaseFigures, ...]:
     """Leases with their cost up to ``now``."""
-    stops = broker.dry_stops(leases)
+    stops = broker.exhaustion.dry_stops(leases)
     return tuple(
         LeaseFigures(
             lease=lease,
@@ -465,10 +465,14 @@ def look(
         tickets = broker.tickets_of(user, TICKETS)
         past = credits_of_account(broker, member_account(user))
         had, offered = folders_of(broker, user)
-        ended = broker.membership_end(user)
+        ended = broker.members.membership_end(user)
         spaces = broker.storage.workspaces_of(user)
         payers = broker.ledger.payers(user, groups)
-        resting, sick, lost = broker.idle.resting(user), broker.sick_of(user), broker.lost_of(user)
+        resting, sick, lost = (
+            broker.idle.resting(user),
+            broker.sick_of(user),
+            broker.restarts.lost_of(user),
+        )
         drawn = of_leases(broker, [some.lease for some in mine.running])
     return MemberView(
         mine=mine,

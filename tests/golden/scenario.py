@@ -34,11 +34,11 @@ def fill(site: Any) -> None:
     clock: Clock = site.clock
     for user in ("ada", "bob", "cleo", "dan", "eve", "admin"):  # the Hub opens none later
         clock.forward(seconds=1)
-        broker.membership_returned(user, actor="sign-in")
+        broker.members.membership_returned(user, actor="sign-in")
         broker.ledger.open_account(user)
     _give_credits(broker, clock)
     clock.forward(minutes=1)
-    broker.import_roster(ROSTER.encode(), actor="kim")
+    broker.roster.import_roster(ROSTER.encode(), actor="kim")
     clock.forward(minutes=1)
     folder = broker.shared_folders.make_folder("results", actor="ada")
     clock.forward(minutes=1)
@@ -77,7 +77,7 @@ def fill(site: Any) -> None:
         minute(broker, clock, bobs, 0)
         clock.forward(minutes=1)
     broker.idle.judge_idle({lease.server: None for lease in (adas, bobs)})
-    broker.tell_lost(adas.id)
+    broker.restarts.tell_lost(adas.id)
     find_sick(broker, clock, cleos)
     broker.ledger.charge_all()
     clock.forward(minutes=1)
@@ -184,15 +184,15 @@ def _credits(fresh: Open) -> Iterator[tuple[str, Broker]]:
         start(broker, clock, "ada", seconds=6 * HOUR, groups=frozenset({group} - {""}))
         clock.forward(minutes=40)
         broker.ledger.charge_all()
-        broker.see_to("member:ada", [30])
+        broker.exhaustion.see_to("member:ada", [30])
         yield f"credits low, then {name}", broker
         clock.forward(minutes=25)
         broker.ledger.charge_all()
-        broker.see_to("member:ada", [30])
+        broker.exhaustion.see_to("member:ada", [30])
         yield f"no credits left, {name}", broker
         clock.forward(hours=1)
         broker.ledger.charge_all()
-        broker.see_to("member:ada", [30])
+        broker.exhaustion.see_to("member:ada", [30])
         yield f"stopped without credits, {name}", broker
     broker, clock = fresh(gpu_rates={"*": 4})
     broker.ledger.open_group_account("ml", actor="kim")
@@ -201,7 +201,7 @@ def _credits(fresh: Open) -> Iterator[tuple[str, Broker]]:
         start(broker, clock, "ada", server, account="group:ml")
     clock.forward(minutes=45)
     broker.ledger.charge_all()
-    broker.see_to("group:ml", [30])
+    broker.exhaustion.see_to("group:ml", [30])
     yield "a group's credits low, two servers", broker
 
 
@@ -267,12 +267,12 @@ def _idle(fresh: Open) -> Iterator[tuple[str, Broker]]:
 def _lost(fresh: Open) -> Iterator[tuple[str, Broker]]:
     broker, clock = fresh()
     lease = start(broker, clock, "ada", "night")
-    broker.tell_lost(lease.id)
+    broker.restarts.tell_lost(lease.id)
     yield "a GPU is lost", broker
-    broker.restart(lease.id, actor="ada")
+    broker.restarts.restart(lease.id, actor="ada")
     yield "it starts again", broker
     broker.release(lease.id, ended_at=clock(), reason="stopped")
-    broker.end_restart(lease.server, "its start failed 3 times")
+    broker.restarts.end_restart(lease.server, "its start failed 3 times")
     yield "it did not start again", broker
 
 
@@ -280,15 +280,15 @@ def _disk(fresh: Open) -> Iterator[tuple[str, Broker]]:
     broker, clock = fresh()
     lease = start(broker, clock, "ada")
     sizes = {"written_bytes": 9 * 10**9, "limit_bytes": 10**10}
-    broker.warn_of_disk(lease.id, **sizes, is_enforced=False)
+    broker.disk_limits.warn_of_disk(lease.id, **sizes, is_enforced=False)
     yield "its container is nearly full", broker
-    broker.stop_for_disk(lease.id, written_bytes=11 * 10**9, limit_bytes=10**10)
+    broker.disk_limits.stop_for_disk(lease.id, written_bytes=11 * 10**9, limit_bytes=10**10)
     yield "its container was too full", broker
     lease = start(broker, clock, "bob", "night")
     folders = ["/home/jovyan/work", "/srv/results"]
-    broker.warn_of_disk(lease.id, **sizes, is_enforced=True, folders=folders)
+    broker.disk_limits.warn_of_disk(lease.id, **sizes, is_enforced=True, folders=folders)
     yield "its container is nearly full, with a limit and folders", broker
-    broker.stop_for_disk(
+    broker.disk_limits.stop_for_disk(
         lease.id, written_bytes=11 * 10**9, limit_bytes=10**10, folders=folders[:1]
     )
     yield "its container was too full, with a folder", broker
@@ -303,16 +303,16 @@ def _sick(fresh: Open) -> Iterator[tuple[str, Broker]]:
 
 def _membership(fresh: Open) -> Iterator[tuple[str, Broker]]:
     broker, clock = fresh()
-    broker.membership_returned("ada", actor="sign-in")
+    broker.members.membership_returned("ada", actor="sign-in")
     start(broker, clock, "ada", devices=2)
     wait(broker, clock, "ada", "night")
-    broker.membership_ended("ada", "the course is over", actor="kim")
+    broker.members.membership_ended("ada", "the course is over", actor="kim")
     yield "a membership ended", broker
     clock.forward(seconds=5)
-    broker.membership_returned("ada", actor="sign-in")
+    broker.members.membership_returned("ada", actor="sign-in")
     yield "a member came back", broker
     clock.forward(seconds=5)
-    broker.membership_ended("ada", "the course is over", actor="kim")
+    broker.members.membership_ended("ada", "the course is over", actor="kim")
     clock.forward(days=2)
-    broker.see_to_former("ada")
+    broker.members.see_to_former("ada")
     yield "stopped, for a membership ended", broker

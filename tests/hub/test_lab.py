@@ -251,7 +251,7 @@ def test_the_item_the_warnings_and_the_panel(
     expect(refused).to_be_visible()
 
     # GPUs that it does not reach any more, or that are sick: the restart is on the service's page.
-    hub.broker.tell_lost(lease.id)
+    hub.broker.restarts.tell_lost(lease.id)
     sick = SickLease(lease.id, lease.uuids[0], "hot", "too hot", utcnow(), utcnow())
     with hub.broker.store.write() as connection:
         devices_repository.note_sick_lease(connection, sick)

@@ -43,7 +43,7 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
 
 def put_on_roster(hub: PayingHub, *lines: str) -> None:
     text = "\n".join(("name,ends", *lines))
-    assert hub.broker.import_roster(text.encode(), actor="eva").done
+    assert hub.broker.roster.import_roster(text.encode(), actor="eva").done
 
 
 def told(hub: PayingHub, user: str, kind: NoticeKind) -> list[str]:
@@ -113,7 +113,7 @@ def test_whose_time_is_over_is_warned_and_stopped_and_comes_back_to_all_they_had
     lease = hub.start_server("cara", gpus=1)
     work = Path(hub.folder) / "workspaces" / "cara" / "work"
     (work / "thesis.txt").write_text("mine", encoding="utf-8")
-    hub.broker.end_on_roster("cara", actor="eva", reason="the term is over")
+    hub.broker.roster.end_on_roster("cara", actor="eva", reason="the term is over")
     wait_for(lambda: told(hub, "cara", NoticeKind.SESSION_ENDS), "the warning", timeout=60)
     hub.kill_service()  # the next one goes on
     assert ended(hub, lease).outcome == "member_gone"
@@ -121,7 +121,7 @@ def test_whose_time_is_over_is_warned_and_stopped_and_comes_back_to_all_they_had
         "Your server is stopped: your membership has ended"
     ]
     assert len(told(hub, "cara", NoticeKind.SESSION_ENDS)) == 1
-    assert hub.broker.membership_end("cara") is not None
+    assert hub.broker.members.membership_end("cara") is not None
     answer = hub.spawn("cara", {"gpus": 0})
     assert not answer.ok and hub.server("cara") is None
     answer = session.get(f"{hub.url}/hub/spawn?opt-gpus=0", timeout=60)
@@ -133,7 +133,7 @@ def test_whose_time_is_over_is_warned_and_stopped_and_comes_back_to_all_they_had
     assert "Your files and your credits are kept; nothing new can be started." in said
 
     put_on_roster(hub, "cara,")
-    wait_for(lambda: not hub.broker.former_members(), "the return", timeout=60)
+    wait_for(lambda: not hub.broker.members.former_members(), "the return", timeout=60)
     assert hub.broker.ledger.member("cara").balance == balance
     hub.login("cara")
     hub.start_server("cara", gpus=1)

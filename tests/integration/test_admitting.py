@@ -47,7 +47,7 @@ def test_members_are_known_by_the_group_that_they_count_on(people: Broker) -> No
     with people.store.write() as connection:
         put_roster(connection, [RosterEntry("bert", groups=("research",))], T0)
     people.note_groups({"research": ["anna"], "course": ["anna", "Ann Lee"]})
-    people.membership_ended("Ann Lee", "it is over", actor="admin")
+    people.members.membership_ended("Ann Lee", "it is over", actor="admin")
     found = {each.member: each for each in people.people()}
     assert (found["anna"].group, found["anna"].priority) == ("course", "course")
     assert found["bert"].group == ""  # the hub's word goes before the roster's

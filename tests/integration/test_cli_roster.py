@@ -25,7 +25,7 @@ def test_a_roster_is_tried_imported_shown_and_ended(
     assert rows[0] == ["LINE", "NAME", "COURSE", "GROUPS", "STARTS", "ENDS", "MAIL", "WHAT"]
     assert rows[1][:2] == ["2", "ada"] and rows[1][-1] == "new"
     assert tried.endswith("Would write 2 new lines, 0 changed, 0 ended.\n")
-    assert broker.roster() == []
+    assert broker.roster.entries() == []
 
     done = cli.json("roster", "import", "-", answer=TABLE)
     assert done["done"] and [line["what"] for line in done["lines"]] == ["new", "new"]
@@ -61,7 +61,7 @@ def test_a_roster_is_tried_imported_shown_and_ended(
 
 def test_who_is_no_member_any_more_is_listed(cli: Command, broker: Broker) -> None:
     assert cli("roster", "--former").stdout == "Everybody who was a member still is.\n"
-    broker.membership_ended("ada", "the group lab is not theirs any more", actor="sign-in")
+    broker.members.membership_ended("ada", "the group lab is not theirs any more", actor="sign-in")
     (former,) = cli.json("roster", "show", "--former")
     assert (former["name"], former["actor"]) == ("ada", "sign-in")
     assert "the group lab is not theirs any more" in cli("roster", "show", "--former").stdout

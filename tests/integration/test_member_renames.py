@@ -171,7 +171,7 @@ def test_what_the_new_name_got_at_its_first_sign_in_is_no_history(broker: Broker
     """Who is renamed at the Hub signs in there before an admin types anything."""
     give_everything(broker, OLD, [])
     balance = broker.ledger.member(OLD).balance
-    broker.membership_returned(NEW, actor="hub")
+    broker.members.membership_returned(NEW, actor="hub")
     broker.ledger.open_account(NEW)
     broker.renames.rename_member(OLD, NEW, actor="root")
     assert broker.ledger.member(NEW).balance == balance, (

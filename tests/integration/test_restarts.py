@@ -46,8 +46,8 @@ def asked(broker: Broker, user: str, devices: int = 1, **terms: Any) -> Lease | 
 def restarted(broker: Broker, devices: int = 2) -> Lease:
     """A server of Ada's that lost its devices, and was stopped to start again with them."""
     lease = running(broker, "ada", devices)
-    broker.tell_lost(lease.id)
-    broker.restart(lease.id, actor="ada")
+    broker.restarts.tell_lost(lease.id)
+    broker.restarts.restart(lease.id, actor="ada")
     return broker.release(lease.id, reason="stopped")
 
 
@@ -56,16 +56,16 @@ def test_the_same_devices_and_nobody_between(broker: Broker) -> None:
         running(broker, name)
     lease = running(broker, "ada")
     broker.release(running_of(broker, "b").id, reason="stopped")
-    assert broker.tell_lost(lease.id)
-    assert not broker.tell_lost(lease.id)  # once
-    ordered = broker.restart(lease.id, actor="ada")
+    assert broker.restarts.tell_lost(lease.id)
+    assert not broker.restarts.tell_lost(lease.id)  # once
+    ordered = broker.restarts.restart(lease.id, actor="ada")
     assert ordered.outcome == "restart"
     assert broker.due_sessions().stop == (broker.lease(lease.id),)  # the service has it stopped
-    (going_on,) = broker.restarts()
+    (going_on,) = broker.restarts.all_restarts()
     assert (going_on.server, going_on.is_gone) == (ADA, False)
     acquire(broker, "eve")  # what b left
     broker.release(lease.id, reason="stopped")
-    assert broker.restarts()[0].is_gone
+    assert broker.restarts.all_restarts()[0].is_gone
     assert "drained" in states(broker)
     assert "kept for ada, which starts again" in [x.detail for x in broker.overview().devices]
     with pytest.raises(NoDeviceFree):
@@ -74,7 +74,7 @@ def test_the_same_devices_and_nobody_between(broker: Broker) -> None:
     assert isinstance(again, Lease)
     assert again.uuids == lease.uuids
     assert again.id != lease.id
-    assert broker.restarts() == []
+    assert broker.restarts.all_restarts() == []
     assert broker.closures() == {}
     (change,) = [x for x in broker.trail() if x.action == "restart"]
     assert (change.actor, change.subject) == ("ada", f"lease {lease.id} of ada")
@@ -101,8 +101,8 @@ def test_who_waits_does_not_come_before(broker: Broker) -> None:
     lease = running(broker, "ada", 2)
     ticket = asked(broker, "eve", wait=True)
     assert isinstance(ticket, Ticket)
-    broker.tell_lost(lease.id)
-    broker.restart(lease.id, actor="ada")
+    broker.restarts.tell_lost(lease.id)
+    broker.restarts.restart(lease.id, actor="ada")
     broker.release(lease.id, reason="stopped")
     assert broker.turns(frozenset({ticket.id})) == []
     again = asked(broker, "ada", 2, wait=True)
@@ -134,8 +134,8 @@ def test_the_session_ends_when_it_would_have(broker: Broker) -> None:
     assert isinstance(got, Lease)
     broker.confirm(got.id)
     clock(broker).forward(minutes=50)
-    broker.tell_lost(got.id)
-    ends_at = broker.restart(got.id, actor="ada").ends_at
+    broker.restarts.tell_lost(got.id)
+    ends_at = broker.restarts.restart(got.id, actor="ada").ends_at
     clock(broker).forward(seconds=20)
     broker.release(got.id, reason="stopped")
     again = asked(broker, "ada", seconds=7200)
@@ -170,8 +170,8 @@ def test_a_restart_gains_no_time_for_who_rests(broker: Broker) -> None:
 
     assert rest(lease, 3) == ["warn"]
     stops_at = broker.idle.resting("ada")[0].stops_at
-    broker.tell_lost(lease.id)
-    broker.restart(lease.id, actor="ada")
+    broker.restarts.tell_lost(lease.id)
+    broker.restarts.restart(lease.id, actor="ada")
     assert rest(lease, 1) == []
     broker.release(lease.id, reason="stopped")
     assert rest(lease, 1) == []
@@ -215,70 +215,70 @@ def test_another_server_of_the_same_member_is_another(broker: Broker) -> None:
 
 def test_what_does_not_come_back_is_opened_to_all(broker: Broker) -> None:
     lease = restarted(broker)
-    (going_on,) = broker.restarts()
+    (going_on,) = broker.restarts.all_restarts()
     assert going_on.since == lease.ended_at
     clock(broker).forward(seconds=KEPT.total_seconds() + 1)
     assert broker.clock() - going_on.since > KEPT
-    broker.end_restart(ADA, "its start failed 3 times")
-    assert broker.restarts() == []
+    broker.restarts.end_restart(ADA, "its start failed 3 times")
+    assert broker.restarts.all_restarts() == []
     assert states(broker) == ["free"] * 4
     newest = broker.notifications.notices_of("ada")[0]
     assert newest.title == "Your server did not start again"
     assert "Its start failed 3 times" in newest.body
-    broker.end_restart(ADA, "its start failed 3 times")  # twice is once
+    broker.restarts.end_restart(ADA, "its start failed 3 times")  # twice is once
     assert len([x for x in broker.notifications.notices_of("ada") if "did not" in x.title]) == 1
 
 
 def test_when_it_cannot_be(broker: Broker) -> None:
     lease = acquire(broker, "ada")
     with pytest.raises(CannotRestart, match="it does not run"):
-        broker.restart(lease.id, actor="ada")
+        broker.restarts.restart(lease.id, actor="ada")
     broker.confirm(lease.id)
     with pytest.raises(CannotRestart, match="it reaches them"):
-        broker.restart(lease.id, actor="ada")
-    broker.tell_lost(lease.id)
-    assert broker.lost_of("ada") == [broker.lease(lease.id)]
-    assert broker.lost_of("bob") == []
+        broker.restarts.restart(lease.id, actor="ada")
+    broker.restarts.tell_lost(lease.id)
+    assert broker.restarts.lost_of("ada") == [broker.lease(lease.id)]
+    assert broker.restarts.lost_of("bob") == []
     broker.drain(lease.uuids[0], actor="admin", reason="a new fan")
     with pytest.raises(CannotRestart, match="GPU 0 is drained: a new fan"):
-        broker.restart(lease.id, actor="ada")
+        broker.restarts.restart(lease.id, actor="ada")
     broker.undrain(lease.uuids[0], actor="admin")
     broker.pause(actor="admin", reason="an upgrade")
     with pytest.raises(CannotRestart, match="no GPUs are given out"):
-        broker.restart(lease.id, actor="ada")
+        broker.restarts.restart(lease.id, actor="ada")
     broker.resume(actor="admin")
     assert broker.closures() == {}
     broker.stop(lease.id, actor="admin", reason="a test")
     with pytest.raises(CannotRestart, match="being stopped already"):
-        broker.restart(lease.id, actor="ada")
-    assert broker.lost_of("ada") == []
+        broker.restarts.restart(lease.id, actor="ada")
+    assert broker.restarts.lost_of("ada") == []
     broker.release(lease.id, reason="stopped")
-    assert not broker.tell_lost(lease.id)
+    assert not broker.restarts.tell_lost(lease.id)
     with pytest.raises(CannotRestart, match="does not run"):
-        broker.restart(lease.id, actor="ada")
+        broker.restarts.restart(lease.id, actor="ada")
 
 
 def test_a_session_that_ends_anyway_is_not_restarted(broker: Broker) -> None:
     got = asked(broker, "ada", seconds=3600)
     assert isinstance(got, Lease)
     broker.confirm(got.id)
-    broker.tell_lost(got.id)
+    broker.restarts.tell_lost(got.id)
     clock(broker).forward(minutes=59, seconds=10)
     with pytest.raises(CannotRestart, match="ends within a minute"):
-        broker.restart(got.id, actor="ada")
+        broker.restarts.restart(got.id, actor="ada")
 
 
 def test_what_the_member_is_told(broker: Broker) -> None:
     lease = running(broker, "ada", 2, server="a b/ç")
-    broker.tell_lost(lease.id)
+    broker.restarts.tell_lost(lease.id)
     (told,) = broker.notifications.notices_of("ada")
     assert told.title == "Your server a b/ç cannot reach its GPUs any more"
     assert "Failed to initialize NVML: Unknown Error" in told.body
-    broker.restart(lease.id, actor="ada")
+    broker.restarts.restart(lease.id, actor="ada")
     told = broker.notifications.notices_of("ada")[0]
     assert told.kind is NoticeKind.STOPPED
     assert told.title == "Your server a b/ç starts again with the same GPUs"
-    (going_on,) = broker.restarts()
+    (going_on,) = broker.restarts.all_restarts()
     assert going_on.server == lease.server  # whatever its name has in it
     assert broker.release(lease.id, reason="stopped").state is LeaseState.ENDED
     assert broker.lease(lease.id).end_reason == "it starts again with the same GPUs"
@@ -287,7 +287,7 @@ def test_what_the_member_is_told(broker: Broker) -> None:
 def test_a_clock_that_is_set_back_keeps_it(broker: Broker) -> None:
     restarted(broker)
     clock(broker).forward(hours=-3)
-    (going_on,) = broker.restarts()
+    (going_on,) = broker.restarts.all_restarts()
     assert broker.clock() - going_on.since < timedelta(0)
     again = asked(broker, "ada", 2)
     assert isinstance(again, Lease)

@@ -100,11 +100,11 @@ def test_an_empty_account_keeps_gpu_jobs_waiting_and_no_others(
 def test_who_has_left_hands_in_nothing_any_more(books: Books, cluster: SlurmCluster) -> None:
     user = member(books, "gsfay")
     books.sync()
-    books.broker.membership_ended("gsfay", "the course is over", actor="admin")
+    books.broker.members.membership_ended("gsfay", "the course is over", actor="admin")
     books.sync()
     with pytest.raises(RuntimeError, match="AssocMaxSubmitJobLimit"):
         cluster.hold(user, "--account=gpuspawner-members")
-    books.broker.membership_returned("gsfay", actor="admin", by_roster=False)
+    books.broker.members.membership_returned("gsfay", actor="admin", by_roster=False)
     books.sync()
     cluster.hold(user, "--account=gpuspawner-members", script=QUICK)
 

@@ -44,8 +44,8 @@ def broker_of(url: str, clock: Clock) -> Broker:
 def give_everything(broker: Broker, user: str, sources: list[str]) -> None:
     """Make rows of every kind that name this member, whose workspaces these are."""
     clock, account = Clock.of(broker), f"member:{user}"
-    broker.membership_returned("friend", actor="hub")
-    broker.membership_returned(user, actor="hub", by_roster=True)
+    broker.members.membership_returned("friend", actor="hub")
+    broker.members.membership_returned(user, actor="hub", by_roster=True)
     broker.ledger.open_account(user)
     broker.ledger.open_group_account("lab", actor="root")
     broker.ledger.grant(

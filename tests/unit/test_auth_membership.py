@@ -123,12 +123,12 @@ def test_the_roster_lets_in_for_its_time_with_its_groups(broker: Broker) -> None
     enrol(broker, days=10, groups=("course",))
     model = asyncio.run(authenticator.get_authenticated_user(None, who("", "staff")))
     assert model["groups"] == ["course", "staff"]
-    known = broker.membership("ada")
+    known = broker.members.membership("ada")
     assert known is not None and known.by_roster and known.ended_at is None
 
     enrol(broker, days=-0.5)
     assert "the time on the roster (ml) ended on" in sign_in(authenticator, {"sub": "ada"})
-    known = broker.membership("ada")
+    known = broker.members.membership("ada")
     assert known is not None and known.ended_at is not None
 
 
@@ -138,7 +138,7 @@ def test_who_is_a_member_by_something_else_too_does_not_end_with_the_roster(
     enrol(broker, days=10)
     authenticator = make(Claims, {**MAIL, "roster": True}, broker=broker)
     assert sign_in(authenticator, who("ada@lab.example")) == "in"
-    known = broker.membership("ada")
+    known = broker.members.membership("ada")
     assert known is not None and not known.by_roster
 
 
@@ -146,7 +146,7 @@ def test_all_rules_and_the_roster_end_with_the_roster(broker: Broker) -> None:
     enrol(broker, days=10)
     authenticator = make(Claims, {**MAIL, "roster": True, "membership": "all"}, broker=broker)
     assert sign_in(authenticator, who("ada@lab.example")) == "in"
-    known = broker.membership("ada")
+    known = broker.members.membership("ada")
     assert known is not None and known.by_roster
 
 
@@ -167,19 +167,19 @@ def test_out_and_in_again_is_written_once_each(broker: Broker) -> None:
     assert sign_in(member, ADA) == "in"
     for _ in range(2):
         assert sign_in(nobody, ADA).startswith("403")
-    known = broker.membership("ada")
+    known = broker.members.membership("ada")
     assert known is not None and known.actor == "sign-in"
     assert known.reason == "this account is not on the list of members"
     assert sign_in(member, ADA) == "in"
 
-    known = broker.membership("ada")
+    known = broker.members.membership("ada")
     assert known is not None and known.ended_at is None
     assert accounts(broker) == {"member:ada": 25 * MICRO}
 
 
 def test_a_stranger_leaves_no_trace(broker: Broker) -> None:
     assert sign_in(make(Plain, {}, broker=broker), ADA).startswith("403")
-    assert broker.membership("ada") is None and accounts(broker) == {}
+    assert broker.members.membership("ada") is None and accounts(broker) == {}
 
 
 def test_no_token_gets_into_the_log(caplog: pytest.LogCaptureFixture) -> None:

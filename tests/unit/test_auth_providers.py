@@ -248,13 +248,13 @@ def test_a_refresh_asks_for_a_new_id_token(there: Vendor, broker: Broker) -> Non
     there.token(**{**CLAIMS, "groups": ["other"]})
     assert asyncio.run(authenticator.refresh_user(user)) is False
 
-    known = broker.membership("ada@lab.example")
+    known = broker.members.membership("ada@lab.example")
     assert known is not None and known.ended_at is not None
     assert known.reason.endswith("it is in no group that may use this hub")
 
     there.token(**CLAIMS)
     assert isinstance(asyncio.run(authenticator.refresh_user(user)), dict)
-    known = broker.membership("ada@lab.example")
+    known = broker.members.membership("ada@lab.example")
     assert known is not None and known.ended_at is None
 
 

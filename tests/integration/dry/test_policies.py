@@ -137,7 +137,7 @@ async def test_a_planned_session_ends_before_anything_is_stopped(
         server(broker, "ada", "course", seconds=60, name="another")
     clock.advance(7200 - 1200)
     await make().round()
-    assert broker.dry_stops([broker.lease(lease.id)]) == {lease.id: clock.now}
+    assert broker.exhaustion.dry_stops([broker.lease(lease.id)]) == {lease.id: clock.now}
     assert [x.id for x in broker.due_sessions().over] == [lease.id]
     settled = broker.release(lease.id, ended_at=clock.now, reason="its time was over")
     assert (settled.charged, settled.waived) == (8 * MICRO, 0)
@@ -187,7 +187,7 @@ async def test_an_overdraft_ends_at_its_bound_to_the_microcredit(
     low, out, _ = broker.notifications.notices_of("ada")
     assert "credits are left with the overdraft of 0.50" in low.body
     assert "goes on until the overdraft of 0.50 credits is used up, about " in out.body
-    (stop,) = broker.dry_stops([broker.lease(lease.id)]).values()
+    (stop,) = broker.exhaustion.dry_stops([broker.lease(lease.id)]).values()
     assert round((stop - START).total_seconds(), 2) == 1350
     with pytest.raises(NoCredits):
         server(broker, "ada", "lab", name="another")

@@ -64,7 +64,7 @@ async def test_credits_that_end_soon_do_not_count_as_lasting(
     await credits.round()
     assert broker.notifications.notices_of("ada") == []
     clock.advance(2 * MINUTE)
-    assert broker.accounts_to_see_to((20,)) == ["member:ada"]
+    assert broker.exhaustion.accounts_to_see_to((20,)) == ["member:ada"]
     await credits.round()
     assert titles(broker) == ["Your credits last"]
     clock.advance(19 * MINUTE)
