@@ -19,6 +19,7 @@ from .queue.models import Ticket
 from .queue.state import QueueState
 
 if TYPE_CHECKING:
+    from .devices.service import MachineService
     from .ledger.service import LedgerService
     from .queue.models import Delegate
     from .queue.scheduler import Scheduler
@@ -194,6 +195,7 @@ class Core(BrokerSettings, PriceService, DryPolicies):
     delegate: Delegate | None = None
     engine_ids: dict[str, str]
     ledger: LedgerService
+    machines: MachineService
 
     if TYPE_CHECKING:
 

@@ -25,7 +25,7 @@ from .db.clock import SteadyClock
 from .db.engine import Store
 from .db.leader import Granter, identity_file, make_identity
 from .devices import closures, snapshots
-from .devices.service import Admin
+from .devices.service import DeviceService, LeakService, MachineService
 from .devices.snapshots import InventoryCache, InventorySnapshot
 from .devices.source import DeviceSource, open_source
 from .leases import reconciliation
@@ -45,7 +45,7 @@ from .ledger.service import LedgerService, note, refund_lease, refundable
 from .members.renames import RenameService
 from .members.roster import RosterService
 from .members.service import MemberService, MembershipSettings
-from .monitoring.health_service import Health
+from .monitoring.health_service import HealthService, HealthSettings
 from .monitoring.service import IdleService, IdleSettings, MonitoringService
 from .notifications.service import NotificationService
 from .queue import repository as queue_repository
@@ -71,13 +71,12 @@ def utcnow() -> datetime:
 
 class Broker(
     Grants,
-    Admin,
     SessionService,
     MembershipSettings,
     Outlooks,
     FileSettings,
     IdleSettings,
-    Health,
+    HealthSettings,
     ClusterAudit,
 ):
     """Grants leases, charges them and releases them."""
@@ -99,6 +98,12 @@ class Broker(
         self.granter = Granter(self.store)
         self.engine_ids: dict[str, str] = {}
         """The identity of each engine as it last answered, by the name of the engine."""
+        self.machines = MachineService(self.store, self.delegate, self.log)
+        self.devices = DeviceService(self.store, self._now, self.watch, self.machines)
+        self.leaks = LeakService(self.store, self._now, self.look, self.log)
+        self.health = HealthService(
+            self.store, self._now, self, self.watch, self.machines, self.log
+        )
         self.ledger = LedgerService(self.store, self._now, self)
         self.refills = RefillService(self.store, self._now, self.log)
         self.bulk_grants = BulkGrantService(self.store, self._now, self.ledger)
@@ -231,7 +236,7 @@ class Broker(
         with self.store.read() as connection:
             taken, closed = leases_repository.taken(connection), closures.load(connection)
             waiting, rates = queue_repository.count_tickets(connection), self.rates_in(connection)
-        views = self.on_machines(snapshots.device_views(look.devices, taken, closed))
+        views = self.devices.on_machines(snapshots.device_views(look.devices, taken, closed))
         return snapshots.Overview(
             devices=views,
             models=snapshots.count_models(views, rates.card(self.clock())),

@@ -256,7 +256,7 @@ def _devices(settings: Settings, readable: bool) -> tuple[CheckFinding, Inventor
     name = "devices"
     try:
         broker = settings.open_broker() if readable else None
-        seen, health = look(settings, broker), broker.health() if broker else {}
+        seen, health = look(settings, broker), broker.health.device_states() if broker else {}
     except GPUSpawnerError as error:
         nothing = Inventory(devices=(), observed_at=utcnow())
         remedy = "Set c.Broker.device_source." if isinstance(error, ConfigError) else ""

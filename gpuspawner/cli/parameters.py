@@ -14,10 +14,10 @@ import click
 
 from ..core.errors import InvalidRequest
 from ..core.units import parse_credits
-from ..devices.service import LAST_POSITION
 from ..ledger.grant_files import MOST
 from ..ledger.models import check_account, member_account
 from ..ledger.pricing import parse_moment
+from ..queue.service import LAST_POSITION
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

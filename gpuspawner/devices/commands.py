@@ -30,7 +30,7 @@ def devices(settings: Settings) -> int:
     if (missing := settings.missing_database()) is None:
         broker = settings.open_broker()
         rates, leases, use = broker.all_rates(), broker.open_leases(), broker.monitoring.use_now()
-        overview, health = _overview(look(settings, broker), rates), broker.health()
+        overview, health = _overview(look(settings, broker), rates), broker.health.device_states()
     else:
         note(f"There is no database at {missing} yet: what is leased is not known.")
         overview = _overview(look(settings, None), settings.broker.read_rates())
@@ -74,7 +74,7 @@ def look(settings: Settings, broker: Broker | None) -> DevicesReport:
         known = repository.load_devices(connection, inventory.source)
         seen = repository.as_seen(known, inventory)
         taken, closed = leases_repository.taken(connection), closures.load(connection)
-        views = broker.on_machines(device_views(seen, taken, closed))
+        views = broker.devices.on_machines(device_views(seen, taken, closed))
         return DevicesReport(inventory, views)
 
     return broker.store.run(read)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 from functools import lru_cache
+from typing import Protocol
 
 
 class DeviceStatus(str, Enum):
@@ -101,3 +102,26 @@ def model_matches(pattern: str, model: str) -> bool:
     no L40S.
     """
     return set(model_words(pattern)) <= set(model_words(model))
+
+
+class MachineScheduler(Protocol):
+    """Whoever gives out the devices of several machines. Its methods block."""
+
+    def machine_of(self, uuid: str) -> str:
+        """The name of the machine that a device is in; empty for one that nobody knows."""
+
+    def on_machine(self, uuid: str) -> tuple[str, ...]:
+        """All devices of the machine that a device is in: they are closed together."""
+
+    def close(self, uuid: str, reason: str) -> None:
+        """Give out nothing more of a device's machine; one that is closed there stays as it is.
+        Raises Refused or Unavailable."""
+
+    def keep_closed(self, closed: Mapping[str, str]) -> list[str]:
+        """The same for all these devices, each with the reason, where it is not so; those of the
+        machines that were closed now. Cheap when nothing changed. What is refused, or nobody
+        answers to, is tried again the next time, and not given to who is handed over meanwhile."""
+
+    def reopen(self, uuid: str) -> None:
+        """Give out again what :meth:`close` closed. Raises Refused, also for a machine that was
+        closed by somebody else, or Unavailable."""

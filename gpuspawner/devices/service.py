@@ -10,26 +10,34 @@ trail too, and keeps the device closed also for whoever sees less of the machine
 
 from __future__ import annotations
 
+import logging
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any
 
-from ..base_service import Core
-from ..core.errors import GPUSpawnerError, InvalidRequest, TicketEnded
+from ..core.errors import GPUSpawnerError, InvalidRequest
+from ..db.engine import Store
 from ..leases import repository as leases_repository
-from ..queue import repository as queue_repository
-from ..queue.models import Ticket
 from . import closures, repository
 from .closures import GRANTING, HEALTH, LEAK, Closure, kept_for
-from .models import Device
+from .models import Device, MachineScheduler
 from .placement import leasable
-from .snapshots import DeviceView
+from .snapshots import DeviceView, InventoryCache, InventorySnapshot
 
 
-class Machines(Core):
-    """The part of the broker that has machines closed and opened with their devices."""
+class MachineService:
+    """Has machines closed and opened with their devices, where another scheduler gives these out.
+
+    Without one, a device is its own machine.
+    """
+
+    def __init__(
+        self, store: Store, delegate: MachineScheduler | None, log: logging.Logger
+    ) -> None:
+        self.store = store
+        self.delegate = delegate
+        self.log = log
 
     def on_machine(self, uuid: str) -> tuple[str, ...]:
         """The devices that are drained together with a device, itself among them."""
@@ -49,14 +57,14 @@ class Machines(Core):
         # Somebody may have opened one between the question and the answer.
         still = closed_devices(self.store.run(closures.load)) if told else {}
         for uuid in told:
-            if not self._closed_on(uuid, still):
-                self._open_there(uuid)
+            if not self.closed_on(uuid, still):
+                self.open_there(uuid)
 
-    def _closed_on(self, uuid: str, closed: Collection[str]) -> list[str]:
+    def closed_on(self, uuid: str, closed: Collection[str]) -> list[str]:
         """What is closed of the machine that a device is in."""
         return [each for each in self.on_machine(uuid) if each in closed]
 
-    def _open_there(self, uuid: str) -> None:
+    def open_there(self, uuid: str) -> None:
         """Give the machine of a device out again, now that nothing of it is closed here."""
         if self.delegate is None:
             return
@@ -87,10 +95,21 @@ ENDING = timedelta(seconds=20)
 """So long what ran may take to let go of a device after its server ended."""
 
 
-class Leaks(Core):
-    """The part of the broker that knows which free devices are not empty."""
+class LeakService:
+    """Knows which free devices are not empty, and puts them in quarantine."""
 
-    _leaked_since: dict[str, datetime] | None = None
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        look: Callable[[], InventorySnapshot],
+        log: logging.Logger,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.look = look
+        self.log = log
+        self._leaked_since: dict[str, datetime] = {}
 
     def judge_leaks(self) -> list[Closure]:
         """Put in quarantine what is not empty for a while though nobody has it, and lift it where
@@ -100,7 +119,7 @@ class Leaks(Core):
         with self.store.read() as connection:
             closed = closures.load(connection)
             held = {place.uuid for place in leases_repository.taken(connection)}
-        before, self._leaked_since = self._leaked_since or {}, {}
+        before, self._leaked_since = self._leaked_since, {}
         begun = []
         for device in look.devices:
             uuid = device.uuid
@@ -159,23 +178,24 @@ def who_holds(device: Device) -> str:
     return f"{device.held_bytes / 2**30:.1f} GB of its memory are held, and by no process in sight"
 
 
-MOST_POINTS = 1_000_000
-"""The greatest boost either way."""
-
-LAST_POSITION = 1_000_000
-"""The greatest place of an admin's own."""
-
 LONGEST_REASON = 300
 """Characters."""
 
 
-class Admin(Machines):
-    """The part of the broker that changes what the scheduler goes by."""
+class DeviceService:
+    """Takes devices out of service and gives them back, for an admin."""
 
-    @property
-    def hours_a_point(self) -> float:
-        """How long a ticket waits for one point more."""
-        return self.line.scheduler.policy.waiting_point_seconds / 3600
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        inventory: InventoryCache,
+        machines: MachineService,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.inventory = inventory
+        self.machines = machines
 
     def pause(self, *, actor: str, reason: str = "") -> bool:
         """Give out no devices until :meth:`resume`; what runs goes on, who waits waits on.
@@ -196,9 +216,11 @@ class Admin(Machines):
         :meth:`on_machine`.
         """
         uuid, reason = self.find_device(device).uuid, checked_reason(reason)
-        if self.delegate is not None:
-            self.delegate.close(uuid, reason or f"drained by {actor}")
-        done = [self._close(each, "drain", actor, reason) for each in self.on_machine(uuid)]
+        if self.machines.delegate is not None:
+            self.machines.delegate.close(uuid, reason or f"drained by {actor}")
+        done = [
+            self._close(each, "drain", actor, reason) for each in self.machines.on_machine(uuid)
+        ]
         return any(done)
 
     def undrain(self, device: str, *, actor: str, reason: str = "") -> bool:
@@ -210,71 +232,40 @@ class Admin(Machines):
         drained = self.store.run(closures.load).keys() - {GRANTING}
         uuid = device if device in drained else self.find_device(device).uuid
         reason = checked_reason(reason)
-        if self.delegate is not None:
-            self.delegate.reopen(uuid)
-        done = [self._reopen(each, "undrain", actor, reason) for each in self.on_machine(uuid)]
-        if self.delegate is not None and any(done):
-            self._open_there(uuid)  # it may have been closed once more before this was written
+        if self.machines.delegate is not None:
+            self.machines.delegate.reopen(uuid)
+        done = [
+            self._reopen(each, "undrain", actor, reason) for each in self.machines.on_machine(uuid)
+        ]
+        if self.machines.delegate is not None and any(done):
+            self.machines.open_there(
+                uuid
+            )  # it may have been closed once more before this was written
         return any(done)
 
     def on_machines(self, views: Sequence[DeviceView]) -> tuple[DeviceView, ...]:
         """The same, each with the name of its machine."""
-        return tuple(replace(each, machine=self.machine_of(each.device.uuid)) for each in views)
-
-    def boost(self, ticket_id: str, points: float, *, actor: str, reason: str = "") -> Ticket:
-        """Set the points that an admin adds to a ticket's score; 0 takes them away.
-
-        Raises UnknownTicket, TicketEnded, or InvalidRequest for what is no number of points.
-        """
-        if not _is_number(points) or not abs(points) <= MOST_POINTS:  # so, NaN is refused too
-            raise InvalidRequest(
-                f"{_short(points)} is no number of points: write one from {-MOST_POINTS} "
-                f"to {MOST_POINTS}; one is worth {self.hours_a_point:g} hours of waiting.",
-                field="points",
-            )
-        return self._change(ticket_id, "boost", f"{points:+g} points", actor, reason, boost=points)
-
-    def move(self, ticket_id: str, position: int | None, *, actor: str, reason: str = "") -> Ticket:
-        """Put a ticket at a place of the admin's own: 1 goes before 2, both before all others.
-
-        None gives it back to the order. Raises UnknownTicket, TicketEnded or InvalidRequest.
-        """
-        whole = _is_number(position) and isinstance(position, int)
-        if position is not None and not (whole and 1 <= position <= LAST_POSITION):
-            raise InvalidRequest(
-                f"{_short(position)} is no position in line: write 1 for next, 2 for the one "
-                "after it.",
-                field="position",
-            )
-        detail = f"to place {position}" if position is not None else "back to the order"
-        return self._change(ticket_id, "move", detail, actor, reason, position=position)
-
-    def cancel(self, ticket_id: str, *, actor: str, reason: str) -> Ticket:
-        """Take a ticket out of the line; its member is told the reason.
-
-        Raises UnknownTicket, TicketEnded, or InvalidRequest without a reason.
-        """
-        why = f"an admin cancelled it: {checked_reason(reason, needed=True)}"
-        if (ticket := self.store.run(lambda c: queue_repository.get_ticket(c, ticket_id))).outcome:
-            raise TicketEnded(_has_ended(ticket))
-        ended = self.end_ticket(ticket_id, "cancelled", why, actor=actor)
-        if ended.end_reason != why:  # its turn came, or somebody was quicker
-            raise TicketEnded(_has_ended(ended))
-        return ended
+        return tuple(
+            replace(each, machine=self.machines.machine_of(each.device.uuid)) for each in views
+        )
 
     def find_device(self, device: str) -> Device:
         """A device by UUID or, as people read it, by index. Raises InvalidRequest.
 
         The store's own: whoever asks may see less of the machine than the hub does.
         """
-        source = self.watch.source.name
+        source = self.inventory.source.name
         known = self.store.run(lambda connection: repository.load_devices(connection, source))
-        named = [d for d in known or self.look().devices if device in (d.uuid, str(d.index))]
+        named = [
+            d
+            for d in known or self.inventory.look(self.clock()).devices
+            if device in (d.uuid, str(d.index))
+        ]
         if len(named) == 1:
             return named[0]
         what = f"{len(named)} devices have" if named else "No device has"
         raise InvalidRequest(
-            f"{what} the UUID or index {_short(device)}; `gpuspawner devices` lists them.",
+            f"{what} the UUID or index {short_text(device)}; `gpuspawner devices` lists them.",
             field="device",
         )
 
@@ -314,25 +305,6 @@ class Admin(Machines):
                 )
         return done
 
-    def _change(
-        self, ticket_id: str, action: str, detail: str, actor: str, reason: str, **values: Any
-    ) -> Ticket:
-        reason = checked_reason(reason)
-        with self.store.write() as connection:
-            ticket = queue_repository.get_ticket(connection, ticket_id, lock=True)
-            if ticket.outcome:
-                raise TicketEnded(_has_ended(ticket))
-            queue_repository.update_ticket(connection, ticket_id, **values)
-            closures.note(
-                connection,
-                at=self.clock(),
-                actor=actor,
-                action=action,
-                subject=f"ticket {ticket_id} of {ticket.server}",
-                detail=f"{detail}: {reason}" if reason else detail,
-            )
-            return queue_repository.get_ticket(connection, ticket_id)
-
 
 def checked_reason(reason: str, *, needed: bool = False) -> str:
     """An admin's reason on one line. Raises InvalidRequest for what is not one."""
@@ -350,18 +322,7 @@ def checked_reason(reason: str, *, needed: bool = False) -> str:
     return text
 
 
-def _has_ended(ticket: Ticket) -> str:
-    return (
-        f"The ticket of {ticket.server} does not wait any more ({ticket.outcome}: "
-        f"{ticket.end_reason.rstrip('.')}). Nothing was changed."
-    )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _short(value: object) -> str:
+def short_text(value: object) -> str:
     """What somebody sent, as a sentence can name it."""
     if isinstance(value, int) and abs(value) > 10**40:  # Python itself refuses to write some
         return "That"

@@ -349,7 +349,7 @@ def look(
         ending=view_models.ends_soon(told, now, session_warn_minutes),
         resting=next((r for r in broker.idle.resting(user) if r.lease.id == it.id), None),
         lost=any(lease.id == it.id for lease in broker.restarts.lost_of(user)),
-        sick=any(found.lease.id == it.id for found in broker.sick_of(user)),
+        sick=any(found.lease.id == it.id for found in broker.health.sick_of(user)),
     )
 
 

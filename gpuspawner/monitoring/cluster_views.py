@@ -464,7 +464,7 @@ class ClusterPage(Watching, Page):
             uuid = tile.device.uuid
             if uuid in own:
                 told["who"] = mine(own[uuid])
-            tiles.append((tile.device, self.broker.machine_of(uuid), told, uuid in own))
+            tiles.append((tile.device, self.broker.machines.machine_of(uuid), told, uuid in own))
         self.show(
             "cluster.html",
             user=self.user,

@@ -7,20 +7,24 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 from traitlets import Dict, Enum, Float, Integer
+from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, Refused
+from ..db.engine import Store
 from ..devices import closures
 from ..devices import repository as devices_repository
 from ..devices.closures import HEALTH, KEEPER, LEAK, Closure
 from ..devices.models import Device
 from ..devices.repository import SickLease, StoredHealth
-from ..devices.service import Leaks, Machines, closed_devices
+from ..devices.service import MachineService, closed_devices
+from ..devices.snapshots import InventoryCache
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeasedDevice
 from ..leases.sessions import end_clock
@@ -82,8 +86,8 @@ class OnSick:
         return next(each for each in self.lease.devices if each.uuid == self.sick.uuid)
 
 
-class Health(Leaks, Machines):
-    """The part of the broker that knows which devices are sick."""
+class HealthSettings(LoggingConfigurable):
+    """What an admin can set of sick devices, as ``c.Broker.NAME``."""
 
     when_sick = Dict(
         {},
@@ -155,13 +159,33 @@ class Health(Leaks, Machines):
             raise ConfigError(what=f"c.Broker.when_sick: {error}") from None
         return HealthPolicy(actions, timedelta(minutes=self.sick_quiet_minutes), self.sick_most)
 
-    def health(self) -> dict[str, StoredHealth]:
+
+class HealthService:
+    """Knows which devices are sick: drains them, tells who has them, and gives back credits."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        settings: HealthSettings,
+        inventory: InventoryCache,
+        machines: MachineService,
+        log: logging.Logger,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.settings = settings
+        self.inventory = inventory
+        self.machines = machines
+        self.log = log
+
+    def device_states(self) -> dict[str, StoredHealth]:
         """How each device is that was ever judged, by UUID."""
         return self.store.run(devices_repository.load_health)
 
     def judge_health(self, found: Mapping[str, FoundSymptoms]) -> list[HealthChange]:
         """Go on by what was found of devices; what changed, and which are to be probed now."""
-        now, policy = self.clock(), self.health_policy()
+        now, policy = self.clock(), self.settings.health_policy()
         with self.store.read() as connection:
             known = devices_repository.load_health(connection)
             held = {place.uuid for place in leases_repository.taken(connection)}
@@ -175,7 +199,7 @@ class Health(Leaks, Machines):
             elif verdict.state != before.state:
                 changes += self._judged(uuid, it, policy, now)
         if any(change.event == "sick" for change in changes):
-            self.keep_closed()
+            self.machines.keep_closed()
         return [*changes, *probes]
 
     def probed(self, uuid: str, failure: str = "") -> bool:
@@ -203,9 +227,11 @@ class Health(Leaks, Machines):
             if closed is not None and closed.actor == HEALTH:
                 closures.reopen(connection, uuid)
                 note(connection, HEALTH, "undrain", uuid, "the probe passed", now)
-            left = self._closed_on(uuid, closed_devices(closures.load(connection)))
+            left = self.machines.closed_on(uuid, closed_devices(closures.load(connection)))
         if opened and not left:
-            self._open_there(uuid)  # it may have been closed once more before this was written
+            self.machines.open_there(
+                uuid
+            )  # it may have been closed once more before this was written
         return True
 
     def sick_of(self, user: str) -> list[OnSick]:
@@ -237,15 +263,15 @@ class Health(Leaks, Machines):
     def _opened_there(self, uuid: str) -> bool:
         """Before a device is open here: its machine is given out again, if nothing else of it is
         closed. False when that was refused: whoever closed it opens it. Raises Unavailable."""
-        if self.delegate is None:
+        if self.machines.delegate is None:
             return False
         closed = closed_devices(self.store.run(closures.load))
-        if closed.get(uuid) is None or self._closed_on(uuid, closed.keys() - {uuid}):
+        if closed.get(uuid) is None or self.machines.closed_on(uuid, closed.keys() - {uuid}):
             return True
         if closed[uuid].actor != HEALTH:
             return True
         try:
-            self.delegate.reopen(uuid)
+            self.machines.delegate.reopen(uuid)
         except Refused as error:
             self.log.warning("Device %s is well, and %s", uuid, error.message)
             return False
@@ -291,7 +317,7 @@ class Health(Leaks, Machines):
         fault_at = state.fault_at or now
         known = {
             each.uuid: each
-            for each in devices_repository.load_devices(connection, self.watch.source.name)
+            for each in devices_repository.load_devices(connection, self.inventory.source.name)
         }
         told = devices_repository.holders_of_device(connection, uuid, fault_at)
         for lease in told:
@@ -326,11 +352,11 @@ class Health(Leaks, Machines):
 
     def sick_promise(self, sick: SickLease, now: datetime) -> str:
         """What comes back to the member, as a sentence; empty when nothing does."""
-        if self.sick_refund == "none" or not self.sick_refund_minutes:
+        if self.settings.sick_refund == "none" or not self.settings.sick_refund_minutes:
             return ""
-        until = sick.fault_at + timedelta(minutes=self.sick_refund_minutes)
+        until = sick.fault_at + timedelta(minutes=self.settings.sick_refund_minutes)
         upto = f"{end_clock(until, now)} ({until.astimezone():%Z})"
-        what = "since then" if self.sick_refund == "since_fault" else "from its start"
+        what = "since then" if self.settings.sick_refund == "since_fault" else "from its start"
         return f"What the server costs {what}, up to {upto}, comes back when it has stopped."
 
     def _settle_one(self, connection: sa.Connection, lease_id: str) -> None:
@@ -348,11 +374,17 @@ class Health(Leaks, Machines):
 
     def _owed_back(self, lease: Lease, sick: SickLease) -> int:
         """Microcredits that the rule gives back, whatever was charged."""
-        if self.sick_refund == "none" or lease.started_at is None or lease.ended_at is None:
+        if (
+            self.settings.sick_refund == "none"
+            or lease.started_at is None
+            or lease.ended_at is None
+        ):
             return 0
-        until = min(lease.ended_at, sick.fault_at + timedelta(minutes=self.sick_refund_minutes))
+        until = min(
+            lease.ended_at, sick.fault_at + timedelta(minutes=self.settings.sick_refund_minutes)
+        )
         whole = ledger_rules.owed(lease.rate, lease.started_at, max(until, lease.started_at))
-        if self.sick_refund == "session":
+        if self.settings.sick_refund == "session":
             return whole
         before = max(lease.started_at, min(sick.fault_at, until))
         return max(0, whole - ledger_rules.owed(lease.rate, lease.started_at, before))

@@ -291,7 +291,7 @@ class HubCollector(Collector):
         yield _gauge("gpuspawner_devices_seen", "1 when the GPUs can be seen", not overview.error)
         devices = [view.device for view in overview.devices]
         yield from of_devices(devices, self.broker.monitoring.use_now(), opened)
-        yield from of_health(devices, self.broker.health())
+        yield from of_health(devices, self.broker.health.device_states())
         yield of_drains(self.broker.closures())
 
     def _line(self, used: TotalUse, now: datetime) -> Iterator[Metric]:

@@ -313,7 +313,7 @@ def _show_change(broker: Broker, ticket: Ticket, what: str) -> None:
 def pause(settings: Settings, reason: str) -> None:
     """Give out no devices until ``resume``."""
     broker = line_broker(settings)
-    done = broker.pause(actor=actor(), reason=reason)
+    done = broker.devices.pause(actor=actor(), reason=reason)
     closure = broker.closures().get(GRANTING)
     text = "Granting is paused: what runs goes on, and who waits waits on."
     if not done and closure:
@@ -328,7 +328,7 @@ def pause(settings: Settings, reason: str) -> None:
 def resume(settings: Settings, reason: str) -> None:
     """Give out devices again."""
     broker = line_broker(settings)
-    done = broker.resume(actor=actor(), reason=reason)
+    done = broker.devices.resume(actor=actor(), reason=reason)
     waiting = len(broker.waiting())
     text = f"Granting goes on: {count(waiting, 'ticket')} in line."
     if not done:
@@ -342,8 +342,8 @@ def resume(settings: Settings, reason: str) -> None:
 def drain(settings: Settings, device_name: str, reason: str) -> None:
     """Give a device to nobody new."""
     broker = line_broker(settings)
-    device = broker.find_device(device_name)
-    done = broker.drain(device.uuid, actor=actor(), reason=reason)
+    device = broker.devices.find_device(device_name)
+    done = broker.devices.drain(device.uuid, actor=actor(), reason=reason)
     closure = broker.closures().get(device.uuid)
     text = f"{_named(device)} is drained: nobody new gets it."
     if not done and closure:
@@ -363,9 +363,9 @@ def drain(settings: Settings, device_name: str, reason: str) -> None:
 def undrain(settings: Settings, device_name: str, reason: str) -> None:
     """Give a device out again."""
     broker = line_broker(settings)
-    done = broker.undrain(device_name, actor=actor(), reason=reason)
+    done = broker.devices.undrain(device_name, actor=actor(), reason=reason)
     text = f"Device {device_name} is given out again."
-    if machine := done and broker.machine_of(broker.find_device(device_name).uuid):
+    if machine := done and broker.machines.machine_of(broker.devices.find_device(device_name).uuid):
         text = f"The whole machine {machine} is given out again."
     if not done:
         text = f"Nothing changed: device {device_name} was not drained."
@@ -402,9 +402,9 @@ def _named(device: Device) -> str:
 
 def _with_it(broker: Broker, device: Device) -> str:
     """What was drained beside it; empty where a device is drained by itself."""
-    if not (machine := broker.machine_of(device.uuid)):
+    if not (machine := broker.machines.machine_of(device.uuid)):
         return ""
-    beside = len(broker.on_machine(device.uuid)) - 1
+    beside = len(broker.machines.on_machine(device.uuid)) - 1
     others = f" and {count(beside, 'other device')} with it" if beside else ""
     return f" The whole machine {machine} is drained{others}: a GPU of it cannot be by itself."
 

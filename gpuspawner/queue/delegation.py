@@ -16,10 +16,11 @@ import sqlalchemy as sa
 from traitlets import Bool, Unicode
 from traitlets.config import LoggingConfigurable
 
+from ..base_service import Core
 from ..core.errors import GPUSpawnerError, GrantingPaused, NoDeviceFree, Refused, Unavailable
 from ..devices import closures
 from ..devices.placement import Fleet, texts
-from ..devices.service import Machines, closed_devices
+from ..devices.service import closed_devices
 from ..engines.base import Engine
 from ..engines.images import Connect
 from ..leases import repository as leases_repository
@@ -101,7 +102,7 @@ ROUND = 5.0
 serves all of it."""
 
 
-class Delegating(Machines, Controllers):
+class Delegating(Core, Controllers):
     """The part of the broker that knows a scheduler beside its own. ``delegate`` is None where
     there is none, and nothing here is called then."""
 
@@ -201,7 +202,7 @@ class Delegating(Machines, Controllers):
             closed = self.line.closed
         paused = closures.GRANTING in closed
         self._said = said = delegate.turns()
-        self.keep_closed(closed)
+        self.machines.keep_closed(closed)
         delegate.tend(waiting, paused=paused)
         if paused:
             return []
@@ -231,7 +232,7 @@ class Delegating(Machines, Controllers):
         with self.line.lock:
             if ticket.id not in self.line.tickets:
                 return  # it was granted before that was closed
-        where = self.machine_of(turn.uuids[0])
+        where = self.machines.machine_of(turn.uuids[0])
         self.log.warning("Ticket %s got GPUs of %s, which is closed: it waits on", ticket.id, where)
         self._other().decline(ticket.id)
 

@@ -14,7 +14,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Protocol
 
-from ..devices.models import Inventory
+from ..devices.models import Inventory, MachineScheduler
 from ..leases.models import Request, ServerRef
 
 
@@ -283,7 +283,7 @@ class Turn:
     """When it is expected to start."""
 
 
-class Delegate(Protocol):
+class Delegate(MachineScheduler, Protocol):
     """A scheduler beside ours, to which requests for devices are handed. Its methods block."""
 
     @property
@@ -333,24 +333,5 @@ class Delegate(Protocol):
         """Bring the order in line with what admins decided of these tickets, and give out nothing
         while granting is paused. Goes by the last :meth:`turns`. Raises Unavailable."""
 
-    def machine_of(self, uuid: str) -> str:
-        """The name of the machine that a device is in; empty for one that nobody knows."""
-
-    def on_machine(self, uuid: str) -> tuple[str, ...]:
-        """All devices of the machine that a device is in: they are closed together."""
-
     def drained(self) -> frozenset[str]:
         """The devices of all machines that are closed there, by whomever, as it said last."""
-
-    def close(self, uuid: str, reason: str) -> None:
-        """Give out nothing more of a device's machine; one that is closed there stays as it is.
-        Raises Refused or Unavailable."""
-
-    def keep_closed(self, closed: Mapping[str, str]) -> list[str]:
-        """The same for all these devices, each with the reason, where it is not so; those of the
-        machines that were closed now. Cheap when nothing changed. What is refused, or nobody
-        answers to, is tried again the next time, and not given to who is handed over meanwhile."""
-
-    def reopen(self, uuid: str) -> None:
-        """Give out again what :meth:`close` closed. Raises Refused, also for a machine that was
-        closed by somebody else, or Unavailable."""

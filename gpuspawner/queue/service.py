@@ -17,6 +17,7 @@ import sqlalchemy as sa
 
 from ..core.errors import (
     GrantingPaused,
+    InvalidRequest,
     MembershipEnded,
     NoDeviceFree,
     Refused,
@@ -27,6 +28,7 @@ from ..core.errors import (
 )
 from ..devices import closures
 from ..devices.placement import asks_for, must_run, texts
+from ..devices.service import checked_reason, short_text
 from ..devices.snapshots import InventorySnapshot
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, Request, ServerRef, Slot
@@ -44,6 +46,13 @@ from .state import kind_of, model_of
 
 CHANGEABLE = ("seconds", "account", "when_dry", "overdraft")
 """What a member may ask for anew without losing the place in line."""
+
+
+MOST_POINTS = 1_000_000
+"""The greatest boost either way."""
+
+LAST_POSITION = 1_000_000
+"""The greatest place of an admin's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +193,74 @@ class Queue(Places, QueueSettings):
             repository.update_ticket(connection, ticket_id, **changes)
             return repository.get_ticket(connection, ticket_id)
 
+    # What an admin changes.
+
+    @property
+    def hours_a_point(self) -> float:
+        """How long a ticket waits for one point more."""
+        return self.line.scheduler.policy.waiting_point_seconds / 3600
+
+    def boost(self, ticket_id: str, points: float, *, actor: str, reason: str = "") -> Ticket:
+        """Set the points that an admin adds to a ticket's score; 0 takes them away.
+
+        Raises UnknownTicket, TicketEnded, or InvalidRequest for what is no number of points.
+        """
+        if not _is_number(points) or not abs(points) <= MOST_POINTS:  # so, NaN is refused too
+            raise InvalidRequest(
+                f"{short_text(points)} is no number of points: write one from {-MOST_POINTS} "
+                f"to {MOST_POINTS}; one is worth {self.hours_a_point:g} hours of waiting.",
+                field="points",
+            )
+        return self._change(ticket_id, "boost", f"{points:+g} points", actor, reason, boost=points)
+
+    def move(self, ticket_id: str, position: int | None, *, actor: str, reason: str = "") -> Ticket:
+        """Put a ticket at a place of the admin's own: 1 goes before 2, both before all others.
+
+        None gives it back to the order. Raises UnknownTicket, TicketEnded or InvalidRequest.
+        """
+        whole = _is_number(position) and isinstance(position, int)
+        if position is not None and not (whole and 1 <= position <= LAST_POSITION):
+            raise InvalidRequest(
+                f"{short_text(position)} is no position in line: write 1 for next, 2 for the one "
+                "after it.",
+                field="position",
+            )
+        detail = f"to place {position}" if position is not None else "back to the order"
+        return self._change(ticket_id, "move", detail, actor, reason, position=position)
+
+    def cancel(self, ticket_id: str, *, actor: str, reason: str) -> Ticket:
+        """Take a ticket out of the line; its member is told the reason.
+
+        Raises UnknownTicket, TicketEnded, or InvalidRequest without a reason.
+        """
+        why = f"an admin cancelled it: {checked_reason(reason, needed=True)}"
+        if (ticket := self.store.run(lambda c: repository.get_ticket(c, ticket_id))).outcome:
+            raise TicketEnded(_has_ended(ticket))
+        ended = self.end_ticket(ticket_id, "cancelled", why, actor=actor)
+        if ended.end_reason != why:  # its turn came, or somebody was quicker
+            raise TicketEnded(_has_ended(ended))
+        return ended
+
     # Steps of the above.
+
+    def _change(
+        self, ticket_id: str, action: str, detail: str, actor: str, reason: str, **values: Any
+    ) -> Ticket:
+        reason = checked_reason(reason)
+        with self.store.write() as connection:
+            ticket = repository.get_ticket(connection, ticket_id, lock=True)
+            if ticket.outcome:
+                raise TicketEnded(_has_ended(ticket))
+            repository.update_ticket(connection, ticket_id, **values)
+            closures.note(
+                connection,
+                at=self.clock(),
+                actor=actor,
+                action=action,
+                subject=f"ticket {ticket_id} of {ticket.server}",
+                detail=f"{detail}: {reason}" if reason else detail,
+            )
+            return repository.get_ticket(connection, ticket_id)
 
     def _nobody_is_before(self, server: ServerRef, terms: Terms) -> bool:
         """Whether a request may go straight to the devices: no line, and no limit to count."""
@@ -367,6 +443,17 @@ def _must_be_within(limit: QueueLimits, ticket: Ticket) -> None:
             "Ask for fewer GPUs, or for fewer hours.",
             asked=asked,
         )
+
+
+def _has_ended(ticket: Ticket) -> str:
+    return (
+        f"The ticket of {ticket.server} does not wait any more ({ticket.outcome}: "
+        f"{ticket.end_reason.rstrip('.')}). Nothing was changed."
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _ticket_ended(ticket: Ticket, reason: str, now: datetime) -> Notice:

@@ -121,7 +121,7 @@ class GrantingForm(QueuePage):
         reason = self.field("reason")
         try:
             action = "pause" if self.yes("paused") else "resume"
-            work = self.broker.pause if action == "pause" else self.broker.resume
+            work = self.broker.devices.pause if action == "pause" else self.broker.devices.resume
             done = await self.change(work, reason=reason)
         except GPUSpawnerError as refusal:
             await self.show_line(refusal, granting=reason[: 2 * LONGEST_REASON])
@@ -141,12 +141,12 @@ class DrainForm(QueuePage):
         device, reason = self.field("device"), self.field("reason")
         try:
             action = "drain" if self.yes("drained") else "undrain"
-            work = self.broker.drain if action == "drain" else self.broker.undrain
+            work = self.broker.devices.drain if action == "drain" else self.broker.devices.undrain
             done = await self.change(work, device, reason=reason)
         except GPUSpawnerError as refusal:
             await self.show_line(refusal, device=device, drain=reason[: 2 * LONGEST_REASON])
             return
-        whole = "-machine" if self.broker.machine_of(device) else ""
+        whole = "-machine" if self.broker.machines.machine_of(device) else ""
         self.say(f"{action}{whole}" if done else "nothing")
 
 
@@ -366,7 +366,7 @@ class GrantingAPI(ChangingAPI):
         paused = sent.get("paused")
         if not isinstance(paused, bool):
             raise _refused("The field 'paused' is true or false.", "paused")
-        work = self.broker.pause if paused else self.broker.resume
+        work = self.broker.devices.pause if paused else self.broker.devices.resume
         changed = await self.change(work, reason=sent["reason"])
         closure = (await self.read(self.broker.closures)).get(GRANTING)
         self.answer({"changed": changed, "paused": closure_json(closure) if closure else None})
@@ -379,7 +379,7 @@ class DrainAPI(ChangingAPI):
     async def post(self, device: str, action: str) -> None:
         self.need_admin()
         reason = self.sent("reason")["reason"]
-        work = self.broker.drain if action == "drain" else self.broker.undrain
+        work = self.broker.devices.drain if action == "drain" else self.broker.devices.undrain
         try:
             changed = await self.change(work, device, reason=reason)
         except web.HTTPError as error:
@@ -395,12 +395,12 @@ class DrainAPI(ChangingAPI):
                 "uuid": uuid,
                 "changed": changed,
                 "drained": closure_json(closure) if closure else None,
-                "whole_machine": self.broker.machine_of(uuid),
+                "whole_machine": self.broker.machines.machine_of(uuid),
             }
         )
 
     def _uuid(self, device: str) -> str:
-        return self.broker.find_device(device).uuid
+        return self.broker.devices.find_device(device).uuid
 
 
 # Values to JSON.

@@ -132,7 +132,7 @@ class HealthDuty:
         signs = self._new()
         found = {uuid: FoundSymptoms(its.look(), its.going_on) for uuid, its in signs.items()}
         if found:
-            for change in await self.broker.run(self.broker.judge_health, found):
+            for change in await self.broker.run(self.broker.health.judge_health, found):
                 if change.event == "sick":
                     what = "Device %s is sick: %s. Nobody new gets it; told: %s"
                     told = ", ".join(str(lease.server) for lease in change.told) or "nobody has it"
@@ -141,9 +141,9 @@ class HealthDuty:
                     self._begin_probe(change.uuid)
             for its in signs.values():
                 its.judged()
-        await self.broker.run(self.broker.settle_sick)
+        await self.broker.run(self.broker.health.settle_sick)
         if self._rounds % LEAKS_EVERY == 0:
-            await self.broker.run(self.broker.judge_leaks)
+            await self.broker.run(self.broker.leaks.judge_leaks)
         self._rounds += 1
         self.tick.well("Sick GPUs")
 
@@ -175,7 +175,7 @@ class HealthDuty:
         part = f"Probe of {uuid}"
         try:
             found = await asyncio.to_thread(self._probe, uuid)
-            done = await self.broker.run(self.broker.probed, uuid, found.failure)
+            done = await self.broker.run(self.broker.health.probed, uuid, found.failure)
         except Untried as reason:
             said = f"it stays out and is tried again, for it could not be tried: {reason}"
             self.tick.trouble(part, Unavailable(said))

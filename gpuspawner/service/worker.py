@@ -260,7 +260,7 @@ class Tick:
         that it gives out nothing that is closed."""
         try:
             await self.broker.run(self.broker.end_deserted)
-            await self.broker.run(self.broker.keep_closed)
+            await self.broker.run(self.broker.machines.keep_closed)
         except Unavailable as error:
             self.trouble("Scheduler", error)
         else:

@@ -470,7 +470,7 @@ def look(
         payers = broker.ledger.payers(user, groups)
         resting, sick, lost = (
             broker.idle.resting(user),
-            broker.sick_of(user),
+            broker.health.sick_of(user),
             broker.restarts.lost_of(user),
         )
         drawn = of_leases(broker, [some.lease for some in mine.running])

@@ -70,7 +70,7 @@ def fill(site: Any) -> None:
     assert first.id != second.id
     free = next(view for view in broker.overview().devices if view.state == "free")
     clock.forward(minutes=1)
-    broker.drain(free.device.uuid, actor="kim", reason="A new fan")
+    broker.devices.drain(free.device.uuid, actor="kim", reason="A new fan")
 
     for _ in range(35):  # Ada works, Bob's GPU rests
         minute(broker, clock, adas, 80)
@@ -157,7 +157,7 @@ def minute(broker: Broker, clock: Clock, lease: Lease, use: int) -> None:
 def find_sick(broker: Broker, clock: Clock, lease: Lease) -> None:
     """A device of a lease falls sick."""
     symptom = Symptom("ecc", "2 new memory errors that ECC could not correct", clock())
-    broker.judge_health({lease.uuids[0]: Found((symptom,))})
+    broker.health.judge_health({lease.uuids[0]: Found((symptom,))})
 
 
 # What members are told.

@@ -107,5 +107,5 @@ def test_a_gpu_falls_sick_and_comes_back(scene: Scene, browser: Browser) -> None
     scene.play()
     wait_for(lambda: scene.lease("bob"), "the GPU's return", timeout=90)
     assert not any(finding.problem for finding in hub.broker.audit()[0])
-    known = hub.broker.health()[lease.uuids[0]]
+    known = hub.broker.health.device_states()[lease.uuids[0]]
     assert (known.state.verdict, known.state.falls) == ("watch", 1)

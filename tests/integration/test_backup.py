@@ -48,8 +48,8 @@ def used(database_url: str) -> Iterator[Broker]:
     clock.forward(hours=1)
     broker.ledger.charge_all()
     broker.release(gone.id, ended_at=clock.now, reason="stopped")
-    broker.pause(actor="admin", reason="new cables")
-    broker.resume(actor="admin")
+    broker.devices.pause(actor="admin", reason="new cables")
+    broker.devices.resume(actor="admin")
     broker.overview()
     yield broker
     broker.store.close()
@@ -106,7 +106,7 @@ def test_a_copy_is_put_back_and_life_goes_on(
         broker.release(anna.id, reason="stopped")
         running(broker, "carl")  # new numbers do not collide with those that were carried over
         broker.ledger.grant("member:anna", 5, actor="admin", reason="gift")
-        broker.pause(actor="admin")
+        broker.devices.pause(actor="admin")
         assert problems(broker.store) == []
         findings, _ = broker.audit()
         assert [finding.problem for finding in findings if finding.problem] == []

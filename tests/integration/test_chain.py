@@ -37,8 +37,8 @@ def broker(each_database_url: str) -> Iterator[Broker]:
     free = running(broker, "carl", 0)
     broker.release(free.id, ended_at=clock.forward(minutes=1), reason="stopped")
     uuid = broker.look().devices[0].uuid
-    broker.drain(uuid, actor="root", reason="new fan")
-    broker.undrain(uuid, actor="root")
+    broker.devices.drain(uuid, actor="root", reason="new fan")
+    broker.devices.undrain(uuid, actor="root")
     broker.ledger.grant("member:anna", MICRO, actor="root", reason="prize")
     running(broker, "dora")
     clock.forward(minutes=1)
@@ -314,7 +314,7 @@ def test_a_write_that_fails_leaves_no_gap(broker: Broker) -> None:
         note(connection, "root", "drain", "GPU-x", "", Clock.of(broker).now)
         raise ZeroDivisionError
     broker.ledger.grant("member:anna", MICRO, actor="root", reason="later")
-    broker.pause(actor="root", reason="new fans")
+    broker.devices.pause(actor="root", reason="new fans")
     assert broken(broker) == {}
 
 
@@ -322,7 +322,7 @@ def test_a_head_that_was_noted_proves_what_was_before_it(broker: Broker) -> None
     noted = broker.chain_head()
     assert broker.chain_head() == noted
     broker.ledger.grant("member:anna", MICRO, actor="root", reason="later")
-    broker.pause(actor="root", reason="new fans")
+    broker.devices.pause(actor="root", reason="new fans")
     assert broker.chain_head() != noted
     assert broker.knows_head(noted) and broker.knows_head(broker.chain_head())
     for wrong in ("", "x", "1.2", "1.2.3", noted[:-1], "9" * 40 + ".1.x", "-1.-1.x"):

@@ -15,7 +15,7 @@ from tests.support.command import ADA, Command, grant
 def find(broker: Broker, index: int, cause: str, said: str) -> str:
     """Find this of a device; its UUID."""
     uuid = broker.look().devices[index].uuid
-    broker.judge_health({uuid: FoundSymptoms((Symptom(cause, said, broker.clock()),))})
+    broker.health.judge_health({uuid: FoundSymptoms((Symptom(cause, said, broker.clock()),))})
     return uuid
 
 
@@ -34,7 +34,7 @@ def test_who_types_sees_what_is_sick_and_gives_it_out_again(cli: Command, broker
     assert "1 device sick" in checked
     assert "Sick devices come back after a probe, or by gpuspawner undrain. 0 (" in checked
 
-    broker.probed(lease.uuids[0], "memory changed by itself")
+    broker.health.probed(lease.uuids[0], "memory changed by itself")
     assert "its last probe failed: memory changed by itself" in cli("devices").stdout
     cli("undrain", "0", "--reason", "a new cable")
     assert cli.json("devices")["devices"][0]["health"]["verdict"] == "watch"
@@ -46,7 +46,7 @@ def test_who_types_sees_what_is_sick_and_gives_it_out_again(cli: Command, broker
 def test_prometheus_hears_how_devices_are(broker: Broker) -> None:
     sick = find(broker, 0, "ecc", "3 memory errors that ECC could not correct")
     watched = find(broker, 2, "slowed", "slowed down: power brake")
-    broker.drain("1", actor="root")
+    broker.devices.drain("1", actor="root")
     told = {
         (sample.name, sample.labels.get("UUID", "") or sample.labels.get("reason", "")): sample
         for family in text_string_to_metric_families(HubCollector(broker).text().decode())

@@ -52,15 +52,15 @@ def test_from_the_fault_to_the_return(broker: Broker) -> None:
     (body,) = told(broker, "ada")
     assert "GPU 0 (T4) is not well since 12:19" in body and "it is lost" in body
     assert "up to 13:19 (UTC), comes back when it has stopped" in body
-    (mine,) = broker.sick_of("ada")
-    assert (mine.lease.id, mine.device.uuid, broker.sick_of("bob")) == (lease.id, uuid, [])
+    (mine,) = broker.health.sick_of("ada")
+    assert (mine.lease.id, mine.device.uuid, broker.health.sick_of("bob")) == (lease.id, uuid, [])
     assert states(broker) == ["draining", "free"]
 
     clock(broker).forward(minutes=10)  # they go on for a while, and then stop
-    assert broker.settle_sick() == 0
+    assert broker.health.settle_sick() == 0
     broker.release(lease.id, ended_at=clock(broker)(), reason="stopped")
     assert credits_of(broker, "ada") == 970
-    assert (broker.settle_sick(), broker.settle_sick()) == (1, 0)
+    assert (broker.health.settle_sick(), broker.health.settle_sick()) == (1, 0)
     assert credits_of(broker, "ada") == 981
     assert broker.lease(lease.id).refunded == 11_000_000
     assert states(broker) == ["drained", "free"]
@@ -69,12 +69,12 @@ def test_from_the_fault_to_the_return(broker: Broker) -> None:
         acquire(broker, "cleo")
 
     assert find(broker, uuid) == "probe"
-    assert broker.probed(uuid, "It computes wrongly.")
+    assert broker.health.probed(uuid, "It computes wrongly.")
     assert find(broker, uuid) == ""
     clock(broker).forward(minutes=10)
     assert find(broker, uuid) == "probe"
-    assert broker.probed(uuid)
-    assert not broker.probed(uuid)
+    assert broker.health.probed(uuid)
+    assert not broker.health.probed(uuid)
     assert acquire(broker, "cleo").uuids == (uuid,)
     assert trail(broker) == [
         ("health", "drain", "it is lost"),
@@ -82,7 +82,7 @@ def test_from_the_fault_to_the_return(broker: Broker) -> None:
         ("health", "probe", "failed: It computes wrongly."),
         ("health", "undrain", "the probe passed"),
     ]
-    assert broker.health()[uuid].state.verdict == "watch"
+    assert broker.health.device_states()[uuid].state.verdict == "watch"
 
 
 def test_it_is_not_probed_while_somebody_has_it(broker: Broker) -> None:
@@ -117,7 +117,7 @@ def test_what_comes_back(database_url: str, rule: str, minutes: int, back: int) 
     assert ("comes back" in told(broker, "ada")[0]) is bool(back)
     clock(broker).forward(minutes=10)
     broker.release(lease.id, ended_at=clock(broker)(), reason="stopped")
-    broker.settle_sick()
+    broker.health.settle_sick()
     assert credits_of(broker, "ada") == 970 + back
     assert problems(broker.store) == []
     broker.store.close()
@@ -129,7 +129,7 @@ def test_no_more_comes_back_than_is_left(broker: Broker) -> None:
     find(broker, lease.uuids[0], "xid link", ago=900)
     broker.release(lease.id, ended_at=clock(broker)(), reason="stopped")
     broker.ledger.refund(lease.id, 12_000_000, actor="root", reason="sorry")
-    broker.settle_sick()
+    broker.health.settle_sick()
     assert credits_of(broker, "ada") == 1000
     assert broker.lease(lease.id).outcome == "refunded"
 
@@ -141,21 +141,21 @@ def test_who_stopped_just_before_it_was_noticed_is_told_too(broker: Broker) -> N
     clock(broker).forward(seconds=5)
     find(broker, lease.uuids[0], "xid link", ago=65)
     assert len(told(broker, "ada")) == 1
-    broker.settle_sick()
+    broker.health.settle_sick()
     assert credits_of(broker, "ada") == 981
 
 
 def test_what_an_admin_drains_or_takes_back_stays_so(broker: Broker) -> None:
     uuid = uuids(broker)[0]
     find(broker, uuid, "remap pending", lasting=True)
-    assert broker.undrain("0", actor="root", reason="it will do")
+    assert broker.devices.undrain("0", actor="root", reason="it will do")
     assert find(broker, uuid, "remap pending", lasting=True) == ""
     assert states(broker) == ["free", "free"]
     assert find(broker, uuid, "ecc") == "sick"
-    assert broker.drain("0", actor="root", reason="to be replaced")
+    assert broker.devices.drain("0", actor="root", reason="to be replaced")
     clock(broker).forward(minutes=10)
     assert find(broker, uuid) == "probe"
-    broker.probed(uuid)
+    broker.health.probed(uuid)
     assert states(broker) == ["drained", "free"]
     assert broker.closures()[uuid].actor == "root"
 
@@ -166,7 +166,7 @@ def test_a_device_that_comes_and_goes_waits_for_an_admin(broker: Broker) -> None
         assert find(broker, uuid, "lost") == "sick"
         clock(broker).forward(minutes=minutes)
         if find(broker, uuid) == "probe":
-            broker.probed(uuid)
+            broker.health.probed(uuid)
     assert broker.closures()[uuid].reason == "it is lost; it fell sick 3 times within a day"
     clock(broker).forward(days=30)
     assert find(broker, uuid) == ""
@@ -192,7 +192,7 @@ def test_several_services_tell_and_give_back_once(broker: Broker, database_url: 
 
     def end(other: Broker) -> int:
         gate.wait(120)
-        return other.settle_sick()
+        return other.health.settle_sick()
 
     with ThreadPoolExecutor(len(others)) as pool:
         assert sorted(pool.map(work, others)) == ["", "", "", "sick"]
@@ -223,13 +223,13 @@ def test_services_killed_in_the_midst_of_it_do_all_or_nothing(
         time.sleep(chance.uniform(0.0, 0.3))
         os.kill(victim.pid or 0, signal.SIGKILL)
         victim.join(timeout=120)
-        known = broker.health().get(uuid)
+        known = broker.health.device_states().get(uuid)
         sick = known is not None and known.state.verdict == "sick"
         assert sick == (uuid in broker.closures())
         assert len(told(broker, "ada")) == len(sick_leases(broker))
     for lease in broker.open_leases():
         broker.release(lease.id, reason="stopped")
-    broker.settle_sick()
+    broker.health.settle_sick()
     found = sick_leases(broker)
     for each in found:
         assert broker.lease(each.lease_id).refunded == each.refunded

@@ -53,9 +53,9 @@ def test_what_holds_a_free_gpu_keeps_it_out_until_it_is_gone(
     broker.release(lease.id, ended_at=clock(broker)(), reason="stopped")
     with pytest.raises(NoDeviceFree, match="2 are used by programs outside the hub"):
         acquire(broker, "bob")  # at once: the very look that grants sees it
-    assert broker.judge_leaks() == []  # what ran may take a moment to end
+    assert broker.leaks.judge_leaks() == []  # what ran may take a moment to end
     clock(broker).forward(seconds=30)
-    first, _ = broker.judge_leaks()
+    first, _ = broker.leaks.judge_leaks()
     assert first.reason == "python3 (pid 4711) of no server of this hub"
     details = [view.detail for view in broker.overview().devices]
     assert details == [
@@ -65,7 +65,7 @@ def test_what_holds_a_free_gpu_keeps_it_out_until_it_is_gone(
     script.write_text('{"1": {"held_bytes": 6442450944}}')
     clock(broker).forward(seconds=30)
     assert states(broker)[0] == "drained"  # until it is lifted, whoever looks
-    assert broker.judge_leaks() == []
+    assert broker.leaks.judge_leaks() == []
     assert states(broker) == ["free", "occupied"]
     assert [(who, what) for who, what, _ in trail(broker)] == [
         ("leak", "quarantine"),
@@ -80,16 +80,16 @@ def test_a_quarantine_is_no_drain_of_an_admin_s(
     script = tmp_path / "script.json"
     monkeypatch.setenv("GPUSPAWNER_SIMULATION", str(script))
     script.write_text('{"0": {"held_bytes": 6442450944}}')
-    broker.judge_leaks()
+    broker.leaks.judge_leaks()
     clock(broker).forward(seconds=30)
-    assert len(broker.judge_leaks()) == 1
-    assert broker.drain("0", actor="root", reason="I look at it")
+    assert len(broker.leaks.judge_leaks()) == 1
+    assert broker.devices.drain("0", actor="root", reason="I look at it")
     script.write_text('{"0": {"error": "It fell off the bus."}}')
     clock(broker).forward(seconds=30)
-    assert (broker.judge_leaks(), states(broker)) == ([], ["unknown", "free"])
+    assert (broker.leaks.judge_leaks(), states(broker)) == ([], ["unknown", "free"])
     script.unlink()
     clock(broker).forward(seconds=30)
-    assert (broker.judge_leaks(), states(broker)) == ([], ["drained", "free"])
+    assert (broker.leaks.judge_leaks(), states(broker)) == ([], ["drained", "free"])
     assert broker.closures()[uuids(broker)[0]].actor == "root"
 
 
@@ -162,7 +162,7 @@ def test_a_lost_gpu_that_comes_back_under_another_index_is_the_same(
                 its = signs.setdefault(sample["uuid"], Signs())
                 its.add([Sample(at=machine.now, **values)])
         found = {uuid: FoundSymptoms(its.take(), its.going_on) for uuid, its in signs.items()}
-        return {change.uuid: change.event for change in broker.judge_health(found)}
+        return {change.uuid: change.event for change in broker.health.judge_health(found)}
 
     first, second = gpus(2)
     try:

@@ -52,7 +52,7 @@ def test_its_figures_are_of_one_moment_while_others_write(broker: Broker) -> Non
     def write() -> None:
         nonlocal writes
         broker.ledger.grant(ADA, MICRO, actor="root", reason=f"gift {writes}")
-        broker.drain(uuids[writes % 4], actor="root", reason=f"fan {writes}")
+        broker.devices.drain(uuids[writes % 4], actor="root", reason=f"fan {writes}")
         writes += 1
 
     with ThreadPoolExecutor(1) as other:

@@ -220,25 +220,25 @@ class LineMachine(RuleBasedStateMachine):
 
     @rule(elsewhere=st.booleans())
     def granting_is_paused(self, elsewhere: bool) -> None:
-        assert self.either(elsewhere).pause(actor="kim", reason="fans") is not self.paused
+        assert self.either(elsewhere).devices.pause(actor="kim", reason="fans") is not self.paused
         self.paused = True
 
     @rule(elsewhere=st.booleans())
     def granting_goes_on(self, elsewhere: bool) -> None:
-        assert self.either(elsewhere).resume(actor="kim") is self.paused
+        assert self.either(elsewhere).devices.resume(actor="kim") is self.paused
         self.paused = False
 
     @rule(number=st.integers(0, DEVICES - 1), elsewhere=st.booleans())
     def a_device_is_drained(self, number: int, elsewhere: bool) -> None:
         uuid = self.uuids[number]
-        done = self.either(elsewhere).drain(uuid, actor="kim")
+        done = self.either(elsewhere).devices.drain(uuid, actor="kim")
         assert done is (uuid not in self.drained)
         self.drained.add(uuid)
 
     @rule(number=st.integers(0, DEVICES - 1), elsewhere=st.booleans())
     def a_device_is_undrained(self, number: int, elsewhere: bool) -> None:
         uuid = self.uuids[number]
-        done = self.either(elsewhere).undrain(uuid, actor="kim")
+        done = self.either(elsewhere).devices.undrain(uuid, actor="kim")
         assert done is (uuid in self.drained)
         self.drained.discard(uuid)
 
@@ -288,10 +288,10 @@ class LineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """When all is open again and everybody stops, everybody who waits gets their turn."""
         try:
-            self.broker.resume(actor="kim")
+            self.broker.devices.resume(actor="kim")
             self.paused = False
             for uuid in list(self.drained):
-                self.broker.undrain(uuid, actor="kim")
+                self.broker.devices.undrain(uuid, actor="kim")
                 self.drained.discard(uuid)
             for _ in range(3 * len(self.waiting) + 1):
                 for lease in list(self.leases.values()):

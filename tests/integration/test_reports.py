@@ -222,8 +222,8 @@ def test_leases_are_paged_by_member_and_by_account(past: Broker) -> None:
 
 def test_the_trail_is_searched_and_paged(broker: Broker) -> None:
     for number in range(5):
-        broker.pause(actor="kim", reason=f"Fan {number}")
-        broker.resume(actor="lee")
+        broker.devices.pause(actor="kim", reason=f"Fan {number}")
+        broker.devices.resume(actor="lee")
     whole = broker.reports.find_changes(limit=100)
     assert len(whole.changes) == 10
     assert whole.older is None

@@ -239,14 +239,14 @@ def test_when_it_cannot_be(broker: Broker) -> None:
     broker.restarts.tell_lost(lease.id)
     assert broker.restarts.lost_of("ada") == [broker.lease(lease.id)]
     assert broker.restarts.lost_of("bob") == []
-    broker.drain(lease.uuids[0], actor="admin", reason="a new fan")
+    broker.devices.drain(lease.uuids[0], actor="admin", reason="a new fan")
     with pytest.raises(CannotRestart, match="GPU 0 is drained: a new fan"):
         broker.restarts.restart(lease.id, actor="ada")
-    broker.undrain(lease.uuids[0], actor="admin")
-    broker.pause(actor="admin", reason="an upgrade")
+    broker.devices.undrain(lease.uuids[0], actor="admin")
+    broker.devices.pause(actor="admin", reason="an upgrade")
     with pytest.raises(CannotRestart, match="no GPUs are given out"):
         broker.restarts.restart(lease.id, actor="ada")
-    broker.resume(actor="admin")
+    broker.devices.resume(actor="admin")
     assert broker.closures() == {}
     broker.stop(lease.id, actor="admin", reason="a test")
     with pytest.raises(CannotRestart, match="being stopped already"):

@@ -34,7 +34,7 @@ def broker(tmp_path: Path, cluster: SlurmCluster) -> Iterator[Broker]:
 
 def fall_sick(broker: Broker, uuid: str) -> None:
     symptom = Symptom("lost", GONE, broker.clock())
-    (change,) = broker.judge_health({uuid: FoundSymptoms((symptom,))})
+    (change,) = broker.health.judge_health({uuid: FoundSymptoms((symptom,))})
     assert change.event == "sick"
 
 
@@ -54,13 +54,13 @@ def test_a_sick_gpu_closes_its_machine_until_all_of_it_is_well(
     (seen,) = [x for x in broker.look(fresh=True).devices if x.uuid == two]
     assert seen.reason == f"drained: {one} is sick: {GONE}"
     fall_sick(broker, two)
-    assert broker.probed(one) and one not in broker.closures()
+    assert broker.health.probed(one) and one not in broker.closures()
     assert why(cluster, node), "the other one is still sick"
-    assert broker.probed(two) and not why(cluster, node)
+    assert broker.health.probed(two) and not why(cluster, node)
 
     # Whoever looked before that was written closes it, and opens it again.
     stale = {two: Closure(two, broker.clock(), HEALTH, GONE)}
-    broker.keep_closed(stale)
+    broker.machines.keep_closed(stale)
     assert not why(cluster, node)
 
 
@@ -71,13 +71,13 @@ def test_what_slurm_was_not_told_it_is_told_later(broker: Broker, cluster: Slurm
     cluster.kill("slurmctld")
     fall_sick(broker, one)
     with pytest.raises(SlurmUnavailable):
-        broker.probed(other)
+        broker.health.probed(other)
     assert broker.closures().keys() == {one, other}
-    assert broker.health()[other].state.verdict == "sick", "it is probed again"
+    assert broker.health.device_states()[other].state.verdict == "sick", "it is probed again"
     cluster.restart("slurmctld")
-    broker.keep_closed()
+    broker.machines.keep_closed()
     assert one in why(cluster, first)
-    assert broker.probed(other) and broker.closures().keys() == {one}
+    assert broker.health.probed(other) and broker.closures().keys() == {one}
     assert not why(cluster, second)
 
 
@@ -92,11 +92,11 @@ def test_what_others_drained_they_open(
     cluster.wait_state(job, "RUNNING")
     cluster.run("scancel", str(job))
     wait_for(lambda: why(cluster, node), "the epilog to fail")
-    assert broker.drain(uuid, actor="admin", reason="a look at it")
+    assert broker.devices.drain(uuid, actor="admin", reason="a look at it")
     assert why(cluster, node) == "Epilog error", "Slurm's own reason stays"
 
     with pytest.raises(InvalidRequest, match=r"Epilog error \(by slurm\)") as refused:
-        broker.undrain(uuid, actor="admin")
+        broker.devices.undrain(uuid, actor="admin")
     assert why(cluster, node) and uuid in broker.closures()
     assert "undrain" not in [change.action for change in broker.trail()]
     command = re.search(r"type: (scontrol .*=RESUME)\.", refused.value.message)
@@ -104,10 +104,10 @@ def test_what_others_drained_they_open(
     cluster.run(*command[1].split())  # as the sentence says
     assert not why(cluster, node)
 
-    opened(tmp_path, cluster).keep_closed()  # what is closed here is still closed
+    opened(tmp_path, cluster).machines.keep_closed()  # what is closed here is still closed
     assert why(cluster, node) == "gpuspawner: a look at it"
-    assert broker.undrain(uuid, actor="admin") and not why(cluster, node)
-    assert not broker.undrain(uuid, actor="admin")
+    assert broker.devices.undrain(uuid, actor="admin") and not why(cluster, node)
+    assert not broker.devices.undrain(uuid, actor="admin")
 
 
 def running_on(broker: Broker, cluster: SlurmCluster, node: Node) -> Ticket:

@@ -54,7 +54,7 @@ def test_the_end_of_a_pause_releases_what_it_held(
     def says(ticket: Ticket, *reasons: str) -> bool:
         return has_job(cluster, ticket, "%r") in reasons
 
-    broker.pause(actor="admin", reason="new fans")
+    broker.devices.pause(actor="admin", reason="new fans")
     until(broker, tickets, lambda _: says(mine, "JobHeldAdmin") and says(own, "JobHeldAdmin"))
     for job in (other, batch):
         assert cluster.run("squeue", "-h", "-j", str(job), "-o", "%Q").strip() != "0"
@@ -63,7 +63,7 @@ def test_the_end_of_a_pause_releases_what_it_held(
 
     anew = opened(tmp_path, cluster)
     until(anew, tickets, lambda turns: turns == [])
-    assert anew.resume(actor="admin")
+    assert anew.devices.resume(actor="admin")
     until(anew, tickets, lambda _: says(mine, "Priority", "Resources", "None"))
     until(anew, tickets, lambda _: MARK not in cluster.run("scontrol", "show", "job"))
     assert says(held, "JobHeldAdmin") and says(own, "JobHeldUser")
@@ -75,7 +75,7 @@ def test_who_uses_sbatch_goes_on_in_a_pause(
 ) -> None:
     ticket = asked(broker, "ann")
     batch = cluster.hold("ann", "--gres=gpu:h100:1")
-    broker.pause(actor="admin")
+    broker.devices.pause(actor="admin")
     until(broker, [ticket], lambda _: has_job(cluster, ticket, "%r") == "JobHeldAdmin")
     cluster.run("scancel", "--state=running", "--user=ann")
     cluster.wait_state(batch, "RUNNING")
@@ -152,7 +152,7 @@ def _hangs(broker: Broker, cluster: SlurmCluster) -> None:
     delegate = SlurmDelegate(
         read_cluster(broker.cluster), Slurm(conf=str(cluster.conf), seconds=300)
     )
-    broker.delegate = broker.watch.source = delegate
+    broker.delegate = broker.machines.delegate = broker.watch.source = delegate
     leaves = asked(broker, "ann", "leaves")
     until_in_line(broker, leaves)  # it reads its settings anew, and may take nothing meanwhile
     with frozen(cluster, "slurmctld"), ThreadPoolExecutor(4) as threads:

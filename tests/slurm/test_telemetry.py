@@ -100,7 +100,7 @@ def test_a_sick_gpu_is_tried_on_its_own_machine(
     (gpu,) = works(cluster.nodes[1])
 
     def verdict() -> str:
-        known = hub.broker.health().get(gpu.uuid)
+        known = hub.broker.health.device_states().get(gpu.uuid)
         return known.state.verdict if known else ""
 
     def fall_sick() -> bool:
@@ -150,7 +150,10 @@ def test_a_silent_machine_is_named_and_takes_no_other_along(
     shows(page, other.uuid, "71 %")
     page.close()
     # Nobody was blamed for the silence, and what was told is remembered.
-    assert {known.state.verdict for known in hub.broker.health().values()} <= {"fine", "watch"}
+    assert {known.state.verdict for known in hub.broker.health.device_states().values()} <= {
+        "fine",
+        "watch",
+    }
     hub.shut_down()
     since = utcnow() - timedelta(hours=1)
     broker = Broker(database_url=hub.database_url)

@@ -30,7 +30,7 @@ def find(broker: Broker, uuid: str, *causes: str, lasting: bool = False, ago: fl
     symptoms = tuple(Symptom(cause, f"it is {cause}", at, lasting) for cause in causes)
     going_on = frozenset(causes if lasting else ())
     return " ".join(
-        each.event for each in broker.judge_health({uuid: FoundSymptoms(symptoms, going_on)})
+        each.event for each in broker.health.judge_health({uuid: FoundSymptoms(symptoms, going_on)})
     )
 
 
@@ -56,13 +56,13 @@ def fall_sick_and_recover(ready: Connection, url: str, clock: Clock) -> None:
             broker.release(lease.id, reason="stopped")
         if uuid in broker.closures():
             clock.forward(days=2)
-            broker.settle_sick()
-            broker.probed(uuid)
+            broker.health.settle_sick()
+            broker.health.probed(uuid)
             continue
         lease = broker.confirm(acquire(broker, "ada").id)
         clock.forward(minutes=10)
         seen = Symptom("ecc", "it is sick", clock())
-        broker.judge_health({uuid: FoundSymptoms((seen,))})
+        broker.health.judge_health({uuid: FoundSymptoms((seen,))})
         clock.forward(minutes=5)
         broker.release(lease.id, ended_at=clock(), reason="stopped")
-        broker.settle_sick()
+        broker.health.settle_sick()

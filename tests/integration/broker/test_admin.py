@@ -74,8 +74,8 @@ def trail(broker: Broker) -> list[tuple[str, str, str, str]]:
 
 
 def test_while_paused_nobody_gets_a_device_and_who_asks_waits(broker: Broker) -> None:
-    assert broker.pause(actor=KIM, reason="new fans")
-    assert not broker.pause(actor="other", reason="something else")
+    assert broker.devices.pause(actor=KIM, reason="new fans")
+    assert not broker.devices.pause(actor="other", reason="something else")
     ticket = wait(broker, "anna")
     assert broker.turns(frozenset({ticket.id})) == []
     with pytest.raises(GrantingPaused, match="new fans"):
@@ -86,8 +86,8 @@ def test_while_paused_nobody_gets_a_device_and_who_asks_waits(broker: Broker) ->
     assert broker.standings()[ticket.id].why == "the GPUs to be given out again (new fans)"
     assert broker.closures()[closures.GRANTING].actor == KIM
 
-    assert broker.resume(actor=KIM, reason="they turn")
-    assert not broker.resume(actor=KIM)
+    assert broker.devices.resume(actor=KIM, reason="they turn")
+    assert not broker.devices.resume(actor=KIM)
     assert broker.turns(frozenset({ticket.id})) == [ticket.id]
     assert broker.start_ticket(ticket.id).ticket_id == ticket.id
     assert trail(broker) == [
@@ -99,8 +99,8 @@ def test_while_paused_nobody_gets_a_device_and_who_asks_waits(broker: Broker) ->
 def test_a_drained_device_ends_its_session_and_gets_nobody_new(broker: Broker) -> None:
     lease = acquire(broker, "anna")
     (uuid,) = lease.uuids
-    assert broker.drain(uuid, actor=KIM, reason="a fan")
-    assert not broker.drain(uuid, actor=KIM)
+    assert broker.devices.drain(uuid, actor=KIM, reason="a fan")
+    assert not broker.devices.drain(uuid, actor=KIM)
     assert states(broker).count("draining") == 1
     assert broker.lease(lease.id).ended_at is None, "its session goes on"
     broker.release(lease.id, reason="stopped")
@@ -113,8 +113,8 @@ def test_a_drained_device_ends_its_session_and_gets_nobody_new(broker: Broker) -
     assert broker.turns(frozenset({ticket.id})) == []
     with pytest.raises(NoDeviceFree):
         broker.start_ticket(ticket.id)
-    assert broker.undrain(uuid, actor=KIM)
-    assert not broker.undrain(uuid, actor=KIM)
+    assert broker.devices.undrain(uuid, actor=KIM)
+    assert not broker.devices.undrain(uuid, actor=KIM)
     assert broker.turns(frozenset({ticket.id})) == [ticket.id]
     assert broker.start_ticket(ticket.id).uuids == (uuid,)
     assert [(action, subject) for _, action, subject, _ in trail(broker)] == [
@@ -126,22 +126,24 @@ def test_a_drained_device_ends_its_session_and_gets_nobody_new(broker: Broker) -
 def test_devices_are_named_by_index_or_uuid(make: Make) -> None:
     broker = make(device_source="simulated:2xT4")
     devices = [view.device for view in broker.overview().devices]
-    assert broker.find_device("1") == broker.find_device(devices[1].uuid) == devices[1]
+    assert (
+        broker.devices.find_device("1") == broker.devices.find_device(devices[1].uuid) == devices[1]
+    )
     for name in ("2", "", "GPU-0", "\x00", "granting"):
         with pytest.raises(InvalidRequest, match="No device has the UUID or index"):
-            broker.drain(name, actor=KIM)
+            broker.devices.drain(name, actor=KIM)
     with pytest.raises(InvalidRequest):
-        broker.undrain("granting", actor=KIM)
+        broker.devices.undrain("granting", actor=KIM)
     assert trail(broker) == []
 
 
 def test_a_device_that_is_gone_can_be_undrained(make: Make) -> None:
     before = make(device_source="simulated:2xT4")
     gone = before.overview().devices[1].device.uuid
-    before.drain(gone, actor=KIM)
+    before.devices.drain(gone, actor=KIM)
     after = make(device_source="simulated:1xA100-80GB")
     after.overview()
-    assert after.undrain(gone, actor=KIM)
+    assert after.devices.undrain(gone, actor=KIM)
     assert after.closures() == {}
 
 
@@ -208,10 +210,10 @@ def test_a_reason_that_nobody_could_read_changes_nothing(
     ticket = wait(full, "anna")
     uuid = full.overview().devices[0].device.uuid
     for change in (
-        lambda: full.pause(actor=KIM, reason=reason),
-        lambda: full.resume(actor=KIM, reason=reason),
-        lambda: full.drain(uuid, actor=KIM, reason=reason),
-        lambda: full.undrain(uuid, actor=KIM, reason=reason),
+        lambda: full.devices.pause(actor=KIM, reason=reason),
+        lambda: full.devices.resume(actor=KIM, reason=reason),
+        lambda: full.devices.drain(uuid, actor=KIM, reason=reason),
+        lambda: full.devices.undrain(uuid, actor=KIM, reason=reason),
         lambda: full.boost(ticket.id, 1, actor=KIM, reason=reason),
         lambda: full.move(ticket.id, 1, actor=KIM, reason=reason),
         lambda: full.cancel(ticket.id, actor=KIM, reason=reason),
@@ -282,15 +284,15 @@ def test_what_another_process_changed_is_seen_at_the_next_look(
     service.cancel(first.id, actor=KIM, reason="x")
     assert line(full) == ["cara", "bert"]
     assert set(full.standings()) == {second.id, third.id}
-    service.pause(actor=KIM)
+    service.devices.pause(actor=KIM)
     present = frozenset({second.id, third.id})
     for lease in full.open_leases():
         full.release(lease.id, reason="stopped")
     assert full.turns(present) == []
-    service.resume(actor=KIM)
-    service.drain("0", actor=KIM)
+    service.devices.resume(actor=KIM)
+    service.devices.drain("0", actor=KIM)
     assert full.turns(present) == [third.id, second.id]
-    drained = service.find_device("0").uuid
+    drained = service.devices.find_device("0").uuid
     got = [full.start_ticket(ticket_id) for ticket_id in (third.id, second.id)]
     assert drained not in {uuid for lease in got for uuid in lease.uuids}
 
@@ -299,7 +301,7 @@ def test_what_another_process_changed_is_seen_at_the_next_look(
 
 
 def test_nothing_in_the_trail_can_be_changed_or_removed(broker: Broker) -> None:
-    broker.pause(actor=KIM)
+    broker.devices.pause(actor=KIM)
     before = broker.trail()
     for statement in ("UPDATE audit SET actor = 'me'", "DELETE FROM audit"):
         with pytest.raises(sa.exc.DBAPIError), broker.store.engine.begin() as connection:

@@ -124,9 +124,9 @@ def test_nobody_is_promised_anything_while_granting_is_paused(make: Make, clock:
     running(broker, "ada")
     ticket = ask(broker, "bob")
     assert broker.standings()[ticket.id].start(clock.now)
-    broker.pause(actor="root", reason="new disks")
+    broker.devices.pause(actor="root", reason="new disks")
     assert broker.standings()[ticket.id].start(clock.now) == ""
-    broker.resume(actor="root")
+    broker.devices.resume(actor="root")
     assert broker.standings()[ticket.id].start(clock.now)
 
 

@@ -68,9 +68,9 @@ def test_the_ends_of_sessions_say_how_long_at_most(make: Make, clock: Clock) -> 
 
 def test_while_granting_is_paused_nothing_is_promised(make: Make, clock: Clock) -> None:
     broker = make(device_source="simulated:1xT4")
-    broker.pause(actor="root", reason="new fans")
+    broker.devices.pause(actor="root", reason="new fans")
     assert outlook(broker, clock, ONE) == Outlook(1, 1, at_once=False)
-    broker.resume(actor="root")
+    broker.devices.resume(actor="root")
     assert outlook(broker, clock, ONE).at_once
 
 

@@ -115,10 +115,10 @@ def test_what_cannot_be_extended_says_why(broker: Broker, clock: Clock, actor: s
     clock.advance(60)
     for some in (endless, free):
         assert broker.extend(some.id, actor=actor) == some
-    broker.drain(lease.devices[0].uuid, actor="kim", reason="a new fan")
+    broker.devices.drain(lease.devices[0].uuid, actor="kim", reason="a new fan")
     assert "needed for maintenance after this session (a new fan)" in refused(lease.id)
-    broker.undrain(lease.devices[0].uuid, actor="kim")
-    broker.pause(actor="kim", reason="a new rack")
+    broker.devices.undrain(lease.devices[0].uuid, actor="kim")
+    broker.devices.pause(actor="kim", reason="a new rack")
     assert broker.extend(lease.id, actor=actor).extended == 60, "what runs goes on"
     clock.advance(HOUR)
     assert "its server is being stopped" in refused(lease.id)
