@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .queue.models import Delegate
     from .queue.scheduler import Scheduler
     from .queue.service import Terms
+    from .slurm.service import ClusterMemberService
 
 
 class BrokerSettings(PriceSettings):
@@ -181,7 +182,7 @@ class DryPolicies(LoggingConfigurable):
         return self.policies.of(account, groups)
 
 
-class Core(BrokerSettings, PriceService, DryPolicies):
+class Core(BrokerSettings, DryPolicies):
     """The broker, as its parts see it; :class:`gpuspawner.services.Broker` has all of it.
 
     What one part needs of another is declared here for the type checker alone, and defined in the
@@ -196,6 +197,8 @@ class Core(BrokerSettings, PriceService, DryPolicies):
     engine_ids: dict[str, str]
     ledger: LedgerService
     machines: MachineService
+    prices: PriceService
+    cluster_members: ClusterMemberService
 
     if TYPE_CHECKING:
 
@@ -227,8 +230,6 @@ class Core(BrokerSettings, PriceService, DryPolicies):
             self, ticket_id: str, outcome: str, reason: str, *, actor: str = "", tell: bool = True
         ) -> Ticket:
             """Take a ticket out of the line, for a reason that stays written."""
-
-        def admit_to_cluster(self, ticket: Ticket) -> str: ...
 
         def _enqueue(self, ticket: Ticket) -> Ticket: ...
 

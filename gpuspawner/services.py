@@ -40,6 +40,7 @@ from .ledger import rules as ledger_rules
 from .ledger.credit_policy import CreditPolicies
 from .ledger.exhaustion import ExhaustionService
 from .ledger.grants import BulkGrantService, RefillService
+from .ledger.prices import PriceService
 from .ledger.reports import ReportService
 from .ledger.service import LedgerService, note, refund_lease, refundable
 from .members.renames import RenameService
@@ -51,7 +52,8 @@ from .notifications.service import NotificationService
 from .queue import repository as queue_repository
 from .queue.positions import Outlooks
 from .queue.state import QueueState
-from .slurm.job_billing import ClusterAudit
+from .slurm.job_billing import ClusterAuditService, JobBillingService
+from .slurm.service import ClusterMemberService
 from .storage.disk_limits import DiskLimitService
 from .storage.service import FileSettings, SharedFolderService, StorageService
 
@@ -77,19 +79,21 @@ class Broker(
     FileSettings,
     IdleSettings,
     HealthSettings,
-    ClusterAudit,
 ):
     """Grants leases, charges them and releases them."""
 
     def __init__(self, *, clock: Callable[[], datetime] | None = None, **kwargs: Any) -> None:
         """``clock``: tests put their own in the place of the store's."""
         super().__init__(**kwargs)
-        self.configured = self.read_rates()
         self.policies = CreditPolicies.from_config(self.when_dry)
         self.read_idle_policies()  # a mistake is said at the start
         self.health_policy()
         self.store = Store.open(self.database_url)
         self.clock = clock or self.store.clock
+        self.prices = PriceService(self.store, self._now, self, self.log)
+        self.cluster_members = ClusterMemberService(
+            self.store, self._now, self, self.cluster, self.prices, self.log
+        )
         self.delegate = self.make_delegate()
         self.watch = InventoryCache(
             self.source(), self.store, timedelta(seconds=self.refresh_seconds)
@@ -119,6 +123,12 @@ class Broker(
         self.storage = StorageService(self.store, self._now, self, self.log)
         self.shared_folders = SharedFolderService(self.store, self._now, self)
         self.renames = RenameService(self.store, self._now, self.log)
+        self.job_billing = JobBillingService(
+            self.store, self._now, self.cluster_members, self.prices, self.log
+        )
+        self.cluster_audit = ClusterAuditService(
+            self.store, self._now, self.cluster_members, self.job_billing, self.log
+        )
         self._outside = ThreadPoolExecutor(OUTSIDE, thread_name_prefix="gpuspawner-outside")
 
     def _now(self) -> datetime:
@@ -235,7 +245,10 @@ class Broker(
         look = self.look()
         with self.store.read() as connection:
             taken, closed = leases_repository.taken(connection), closures.load(connection)
-            waiting, rates = queue_repository.count_tickets(connection), self.rates_in(connection)
+            waiting, rates = (
+                queue_repository.count_tickets(connection),
+                self.prices.rates_in(connection),
+            )
         views = self.devices.on_machines(snapshots.device_views(look.devices, taken, closed))
         return snapshots.Overview(
             devices=views,

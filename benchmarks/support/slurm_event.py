@@ -267,7 +267,9 @@ def greatest_difference(hub: SlurmHub, leases: list[Lease], since: datetime) -> 
     def look() -> dict[str, int] | None:
         until = datetime.now(timezone.utc) + timedelta(minutes=1)
         wanted = {lease.ticket_id for lease in leases if lease.ticket_id}
-        runs = read_holders(hub.broker.slurm(), wanted, since - timedelta(minutes=1), until)
+        runs = read_holders(
+            hub.broker.cluster_members.slurm(), wanted, since - timedelta(minutes=1), until
+        )
         found = {name: [run for run in some if run.uses_devices] for name, some in runs.items()}
         if any(not some or any(run.ended_at is None for run in some) for some in found.values()):
             return None  # the database hears of it a little later

@@ -85,7 +85,7 @@ class Command(click.Command):
         return ctx.invoke(self.callback, settings, **ctx.params)
 
 
-class Group(click.Group, Command):
+class CommandGroup(click.Group, Command):
     """A command with subcommands. Its own function runs when none is named."""
 
     command_class = Command
@@ -112,6 +112,6 @@ def command(
 
 def group(
     name: str | None = None, **attributes: Any
-) -> Callable[[Callable[..., int | None]], Group]:
+) -> Callable[[Callable[..., int | None]], CommandGroup]:
     """Make a group of the function that runs when no subcommand is named."""
-    return click.group(name, cls=Group, **attributes)
+    return click.group(name, cls=CommandGroup, **attributes)

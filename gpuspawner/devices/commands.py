@@ -29,7 +29,11 @@ def devices(settings: Settings) -> int:
     """List the devices."""
     if (missing := settings.missing_database()) is None:
         broker = settings.open_broker()
-        rates, leases, use = broker.all_rates(), broker.open_leases(), broker.monitoring.use_now()
+        rates, leases, use = (
+            broker.prices.all_rates(),
+            broker.open_leases(),
+            broker.monitoring.use_now(),
+        )
         overview, health = _overview(look(settings, broker), rates), broker.health.device_states()
     else:
         note(f"There is no database at {missing} yet: what is leased is not known.")

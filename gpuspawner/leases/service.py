@@ -256,7 +256,8 @@ class Grants(Queue, Reads):
                 )
             places = look.fleet.choose(request, taken | kept if kept else taken)
         devices = tuple(_leased(place, look.fleet.by_uuid[place.uuid]) for place in places)
-        rates = self.rates_in(connection) if known.has_rates else self.configured
+        prices = self.prices
+        rates = prices.rates_in(connection) if known.has_rates else prices.configured
         priced = [look.fleet.by_uuid[x.uuid] for x in places]
         cards = (rates.card(at, request.environment) for at in priced_at(now, shown_at))
         rate = min(card.price(priced) for card in cards)

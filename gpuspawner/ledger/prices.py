@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -77,13 +78,22 @@ class PriceSettings(LoggingConfigurable):
         return Rates.of(special, pricing.rates_by_model(self.gpu_rates))
 
 
-class PriceService(PriceSettings):
-    """The part of the broker that knows what GPU time costs."""
+class PriceService:
+    """Knows what GPU time costs, and changes it for an admin."""
 
-    store: Store
-    clock: Callable[[], datetime]
-    configured: Rates
-    """The rates of the configuration, read once."""
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        settings: PriceSettings,
+        log: logging.Logger,
+    ) -> None:
+        """Raises ConfigError for rates of the configuration that cannot be."""
+        self.store = store
+        self.clock = clock
+        self.settings = settings
+        self.log = log
+        self.configured = settings.read_rates()
 
     @property
     def rates(self) -> RateCard:
@@ -119,7 +129,7 @@ class PriceService(PriceSettings):
         ``rate_zone``). Raises InvalidRequest naming the field of what cannot be.
         """
         now = self.clock()
-        zone = _checked("zone", _zone, zone or self.rate_zone)
+        zone = _checked("zone", _zone, zone or self.settings.rate_zone)
         begins = _checked("from", pricing.parse_moment, since, zone) if since else now
         if begins < now:
             raise InvalidRequest(
@@ -183,7 +193,7 @@ class PriceService(PriceSettings):
         reason: str,
         now: datetime,
     ) -> None:
-        detail = words(rate, rate.hours.zone if rate.hours else self.rate_zone)
+        detail = words(rate, rate.hours.zone if rate.hours else self.settings.rate_zone)
         closures.note(
             connection,
             at=now,

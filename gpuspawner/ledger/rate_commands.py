@@ -19,7 +19,7 @@ from .pricing import ANY, Rate
 def rates(settings: Settings) -> None:
     """List every rate that holds or will."""
     broker = settings.open_broker()
-    found = broker.all_rates()
+    found = broker.prices.all_rates()
     headers = ("ID", "CREDITS/H", "MODEL", "ENVIRONMENT", "SLOTS", "HOURS", "FROM", "BY", "REASON")
     rows = [_row(rate) for rate in found.rates]
     text = table(headers, rows, right=("ID", "CREDITS/H", "SLOTS"))
@@ -54,7 +54,7 @@ def set_rate(
 ) -> None:
     """Have new servers pay another rate; those that run keep theirs."""
     broker = line_broker(settings)
-    new = broker.set_rate(
+    new = broker.prices.set_rate(
         rate,
         model=model,
         environment=environment,
@@ -75,7 +75,7 @@ def set_rate(
 def remove_rate(settings: Settings, rate_id: int, reason: str) -> None:
     """Have one of an admin's rates hold no more."""
     broker = line_broker(settings)
-    rate = broker.remove_rate(rate_id, actor=actor(), reason=reason)
+    rate = broker.prices.remove_rate(rate_id, actor=actor(), reason=reason)
     text = f"Rate {rate.id} holds no more: {words(rate, broker.rate_zone)}."
     show(plain(rate), text)
 
@@ -119,7 +119,7 @@ def _warn(broker: Broker, rate: Rate) -> None:
     if rate.model != ANY and not any(model_matches(rate.model, model) for model in models):
         have = ", ".join(sorted(models)) or "none yet"
         note(f"No device of this hub is a {rate.model} (there are: {have}).")
-    rest = [each for each in broker.all_rates().rates if each.id != rate.id]
+    rest = [each for each in broker.prices.all_rates().rates if each.id != rate.id]
     held = [x for x in rest if x.particular > rate.particular and _covers(x, rate)]
     if held:
         more = f" and {count(len(held) - 1, 'other')}" if len(held) > 1 else ""

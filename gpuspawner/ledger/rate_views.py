@@ -36,7 +36,7 @@ class RatesPage(FormPage):
         """Send the page; ``typed`` is what a refused form had in it."""
         if refusal:
             self.set_status(refusal.status_code)
-        found = await self.read(self.broker.all_rates)
+        found = await self.read(self.broker.prices.all_rates)
         now: datetime = self.broker.clock()
         self.show(
             "rates.html",
@@ -67,7 +67,7 @@ class RatesPage(FormPage):
                 return
             await self.broker.run(
                 partial(
-                    self.broker.set_rate,
+                    self.broker.prices.set_rate,
                     typed["rate"],
                     model=typed["model"] or ANY,
                     environment=typed["environment"] or ANY,
@@ -115,14 +115,16 @@ class RemoveRatePage(RatesPage):
             if not self.confirmed:
                 await self._ask_first(int(rate_id))
                 return
-            await self.broker.run(partial(self.broker.remove_rate, int(rate_id), actor=self.actor))
+            await self.broker.run(
+                partial(self.broker.prices.remove_rate, int(rate_id), actor=self.actor)
+            )
         except GPUSpawnerError as refusal:
             await self.show_rates(refusal)
             return
         self.go("rates?done=removed")
 
     async def _ask_first(self, rate_id: int) -> None:
-        rates = (await self.read(self.broker.all_rates)).rates
+        rates = (await self.read(self.broker.prices.all_rates)).rates
         rate = next((each for each in rates if each.id == rate_id), None)
         if rate is None:
             raise InvalidRequest("This rate holds no more: nothing was changed.", field="id")
@@ -146,7 +148,7 @@ class RatesAPI(ChangingAPI):
 
     @web.authenticated
     async def get(self) -> None:
-        found = await self.read(self.broker.all_rates)
+        found = await self.read(self.broker.prices.all_rates)
         now = self.broker.clock()
         self.answer(
             {
@@ -172,7 +174,7 @@ class RatesAPI(ChangingAPI):
                 wanted["since"] = instant_of(since, "from").isoformat()
             rate = of_type(sent.get("rate"), str, "rate")
             reason = checked_reason(sent["reason"])
-        work = partial(self.broker.set_rate, rate, **wanted)
+        work = partial(self.broker.prices.set_rate, rate, **wanted)
         set_ = await self.change(work, reason=reason)
         self.answer(rate_json(set_, admin=True))
 
@@ -185,10 +187,10 @@ class RemoveRateAPI(ChangingAPI):
         self.need_admin()
         with refusals():
             reason = checked_reason(self.sent("reason")["reason"])
-        rates = (await self.read(self.broker.all_rates)).rates
+        rates = (await self.read(self.broker.prices.all_rates)).rates
         if not any(rate.id == int(rate_id) for rate in rates):
             raise web.HTTPError(404) from UnknownRate(rate=rate_id)
-        removed = await self.do(self.broker.remove_rate, int(rate_id), reason=reason)
+        removed = await self.do(self.broker.prices.remove_rate, int(rate_id), reason=reason)
         self.answer(rate_json(removed, admin=True))
 
 

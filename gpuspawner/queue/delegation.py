@@ -146,7 +146,9 @@ class Delegating(Core, Controllers):
         slurm = self.controller_of(cluster)
         if not self.jobs_of_members or not self.has_slurm_programs():
             return SlurmDelegate(cluster, slurm, as_member=self.jobs_of_members, log=self.log)
-        return SlurmDelegate(cluster, slurm, before=self.admit_to_cluster, log=self.log)
+        return SlurmDelegate(
+            cluster, slurm, before=self.cluster_members.admit_to_cluster, log=self.log
+        )
 
     @property
     def asking(self) -> ThreadPoolExecutor:

@@ -385,7 +385,7 @@ class Queue(Places, QueueSettings):
     def _must_be_paid(self, connection: sa.Connection, ticket: Ticket) -> None:
         """Raises NoCredits when there is not enough for the cheapest devices that fit."""
         payer = self._payer_now(connection, ticket.account, ticket.created_at)
-        card = self.rates_in(connection).card(ticket.created_at, ticket.request.environment)
+        card = self.prices.rates_in(connection).card(ticket.created_at, ticket.request.environment)
         rate, lead = self._least_rate(card, ticket.request), self.lead(ticket.seconds)
         self._check_credits(payer, ledger_rules.hold_for(rate, lead), rate, lead)
 

@@ -101,7 +101,7 @@ class QueueSettings(LoggingConfigurable):
     def make_scheduler(self) -> Scheduler:
         """The scheduler that these settings describe. Raises ConfigError naming a bad one."""
         return Scheduler(
-            self._policy(),
+            self.read_policy(),
             group_weights=_weights(self.group_weights),
             member_limits=_limits("member_limits", self.member_limits),
             group_limits={
@@ -136,7 +136,7 @@ class QueueSettings(LoggingConfigurable):
             what = f"Broker.group_priority[{group!r}] is {name!r}; there are {names}"
             raise ConfigError(what=what) from None
 
-    def _policy(self) -> QueuePolicy:
+    def read_policy(self) -> QueuePolicy:
         if unknown := sorted(set(self.queue_policy) - set(POLICY)):
             what = f"Broker.queue_policy has {unknown[0]!r}; there are {', '.join(POLICY)}"
             raise ConfigError(what=what)

@@ -74,11 +74,13 @@ class OnCluster:
         Raises ConfigError for what only an admin can do.
         """
         found = {}
-        for group in sorted(await self.broker.run(self.broker.groups_with_a_say)):
+        for group in sorted(await self.broker.run(self.broker.cluster_members.groups_with_a_say)):
             found[group] = await self.tick.hub.members_of(group) or frozenset()
-        await self.broker.run(self.broker.note_groups, found)
-        plan = await asyncio.to_thread(self.broker.plan_for_cluster)
-        await asyncio.to_thread(account_sync.apply_plan, self.broker.slurm(), plan.steps)
+        await self.broker.run(self.broker.cluster_members.note_groups, found)
+        plan = await asyncio.to_thread(self.broker.cluster_members.plan_for_cluster)
+        await asyncio.to_thread(
+            account_sync.apply_plan, self.broker.cluster_members.slurm(), plan.steps
+        )
         for step in plan.steps:
             self.tick.log.info("Slurm: %s", step.what)
         if plan.problems:
@@ -90,7 +92,7 @@ class OnCluster:
         Raises SlurmUnavailable or SlurmRefused.
         """
         try:
-            done = await asyncio.to_thread(self.broker.debit_cluster)
+            done = await asyncio.to_thread(self.broker.job_billing.debit_cluster)
         except (SlurmUnavailable, SlurmRefused):
             await self._tell_late()
             raise
@@ -102,7 +104,10 @@ class OnCluster:
     async def _tell_late(self) -> None:
         """Say once a day that Slurm's database stays behind: what is said when that begins is
         easily missed."""
-        since, now = await self.broker.run(self.broker.unread_since), self.broker.clock()
+        since, now = (
+            await self.broker.run(self.broker.job_billing.unread_since),
+            self.broker.clock(),
+        )
         if since and (self._told_late is None or now - self._told_late >= TELL_EVERY):
             self._told_late = now
             self.tick.log.warning(
@@ -115,11 +120,11 @@ class OnCluster:
     async def audit(self) -> None:
         """Once a day: do Slurm's seconds of each session that ended agree with ours?"""
         broker = self.broker
-        since = await broker.run(broker.audited_until)
+        since = await broker.run(broker.cluster_audit.audited_until)
         until = broker.clock() - SETTLED
         if until - since < AUDIT_EVERY:
             return
-        count, found = await asyncio.to_thread(broker.audit_cluster, since, until)
-        await broker.run(broker.note_audit, found, until, actor=ACTOR_ACCOUNTING)
+        count, found = await asyncio.to_thread(broker.cluster_audit.audit_cluster, since, until)
+        await broker.run(broker.cluster_audit.note_audit, found, until, actor=ACTOR_ACCOUNTING)
         said = f"{len(found)} differ" if found else "all agree"
         self.tick.log.info("Sessions held against Slurm's jobs: %d, %s", count, said)

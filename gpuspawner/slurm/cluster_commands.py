@@ -159,7 +159,7 @@ DAYS = 7
 def sync(settings: Settings, dry_run: bool) -> int:
     """Make Slurm's accounts, shares and limits what the hub's are."""
     broker = settings.open_broker()
-    plan = broker.plan_for_cluster()
+    plan = broker.cluster_members.plan_for_cluster()
     problems = plan.problems
     if plan.steps and not dry_run:
         problems = _done(broker, plan)
@@ -184,8 +184,8 @@ def _done(broker: Broker, plan: account_sync.SyncPlan) -> tuple[str, ...]:
     """Do it, and see that it is so: Slurm's database may forget a part of what it is told while
     others tell it something, too. What could not be done."""
     for _ in range(TRIES):
-        account_sync.apply_plan(broker.slurm(), plan.steps)
-        plan = broker.plan_for_cluster()
+        account_sync.apply_plan(broker.cluster_members.slurm(), plan.steps)
+        plan = broker.cluster_members.plan_for_cluster()
         if not plan.steps:
             return plan.problems
     return (*plan.problems, "Slurm's database does not keep what it was told: run it again.")
@@ -204,8 +204,8 @@ def audit(settings: Settings, since_text: str) -> int:
     broker = settings.open_broker()
     until = broker.clock()
     since = _since(since_text, broker.rate_zone, until)
-    sessions, found = broker.audit_cluster(since, until)
-    jobs = broker.jobs_since(broker.nodes().name, since)
+    sessions, found = broker.cluster_audit.audit_cluster(since, until)
+    jobs = broker.job_billing.jobs_since(broker.cluster_members.nodes().name, since)
     strangers = [job for job in jobs if job.member is None]
     value = {
         "ok": not found,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 
 from ..core.errors import GPUSpawnerError, SlurmRefused, SlurmUnavailable, StoreUnavailable
+from ..db.engine import Store
 from ..devices import closures
 from ..leases.models import Lease
 from ..ledger import credit_repository, lot_settlement, usage
 from ..ledger import repository as ledger_repository
+from ..ledger.prices import PriceService
 from ..ledger.pricing import RateCard
 from ..ledger.service import usual_payer
 from ..queue import repository as queue_repository
@@ -31,7 +34,7 @@ from .jobs import (
 )
 from .programs import Slurm
 from .repository import BatchJob
-from .service import Admitting
+from .service import ClusterMemberService
 
 
 def price_of_job(card: RateCard, parts: Iterable[UsagePart]) -> int:
@@ -100,21 +103,34 @@ class Debited:
     """Users of jobs that were new and that no member is."""
 
 
-class JobBilling(Admitting):
-    """The part of the broker that charges for jobs beside servers."""
+class JobBillingService:
+    """Charges for jobs beside servers."""
 
-    _told: dict[str, str] = {}
-    """The jobs that could not be charged, and what was said of each."""
-    _unclear: dict[str, datetime] = {}
-    """The runs of which not everything is known that makes their price, and since when."""
-    _in_step: datetime | None = None
-    """Since when Slurm's database has had everything that its controller knows."""
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        members: ClusterMemberService,
+        prices: PriceService,
+        log: logging.Logger,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.members = members
+        self.prices = prices
+        self.log = log
+        self._told: dict[str, str] = {}
+        """The jobs that could not be charged, and what was said of each."""
+        self._unclear: dict[str, datetime] = {}
+        """The runs of which not everything is known that makes their price, and since when."""
+        self._in_step: datetime | None = None
+        """Since when Slurm's database has had everything that its controller knows."""
 
     def debit_cluster(self) -> Debited:
         """Read what the cluster's jobs used and charge what is due. Blocks. Raises
         SlurmUnavailable or SlurmRefused."""
-        cluster, slurm, now = self.nodes(), self.slurm(), self.clock()
-        marks = self._marks(cluster.name, now)
+        cluster, slurm, now = self.members.nodes(), self.members.slurm(), self.clock()
+        marks = self.marks(cluster.name, now)
         unended = self.store.run(lambda connection: repository.open_jobs(connection, cluster.name))
         try:
             complete = self._is_complete(slurm, now)  # before the database is asked
@@ -149,7 +165,7 @@ class JobBilling(Admitting):
         One that cannot be charged keeps no other from it.
         """
         now = self.clock()
-        marks = self._marks(cluster.name, now)
+        marks = self.marks(cluster.name, now)
         clear, open_since = self._cleared(cluster, runs, now)
         some = [
             run
@@ -171,7 +187,7 @@ class JobBilling(Admitting):
         """Up to when all that ended is paid for sure, where that is long ago and Slurm's database
         did not answer, or lacked something that its controller knows, at the last look."""
         now = self.clock()
-        until = self._marks(self.nodes().name, now).until
+        until = self.marks(self.members.nodes().name, now).until
         return until if self._in_step is None and now - until > LATE else None
 
     def jobs_since(self, cluster: str, moment: datetime) -> list[BatchJob]:
@@ -180,7 +196,7 @@ class JobBilling(Admitting):
 
     # Steps of the above.
 
-    def _marks(self, cluster: str, now: datetime) -> repository.Marks:
+    def marks(self, cluster: str, now: datetime) -> repository.Marks:
         """How far this cluster's jobs were read; written where nobody has looked yet."""
         found = self.store.run(lambda connection: repository.find_marks(connection, cluster))
         if found is None:
@@ -278,7 +294,7 @@ class JobBilling(Admitting):
         unknown: list[str] = []
         with self.store.write() as connection:
             users = by_user(repository.members(connection))
-            groups = self._groups(connection)
+            groups = self.members.groups_of_members(connection)
             for run in runs:
                 job = repository.find(connection, job_id(cluster.name, run))
                 if job is None:
@@ -358,7 +374,7 @@ class JobBilling(Admitting):
             user=run.user,
             member=member,
             account=payer,
-            rate=price_of_job(self.rates_in(connection).card(run.started_at), parts),
+            rate=price_of_job(self.prices.rates_in(connection).card(run.started_at), parts),
             devices=job_words(parts),
             started_at=run.started_at,
         )
@@ -453,19 +469,33 @@ class SessionDifference:
         return f"{self.subject}: {self.what}"
 
 
-class ClusterAudit(JobBilling):
-    """The part of the broker that compares sessions on a cluster with their jobs."""
+class ClusterAuditService:
+    """Compares sessions on a cluster with their jobs."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        members: ClusterMemberService,
+        billing: JobBillingService,
+        log: logging.Logger,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.members = members
+        self.billing = billing
+        self.log = log
 
     def audited_until(self) -> datetime:
         """Up to when the sessions on the cluster were compared."""
-        return self._marks(self.nodes().name, self.clock()).audited_until
+        return self.billing.marks(self.members.nodes().name, self.clock()).audited_until
 
     def audit_cluster(
         self, since: datetime, until: datetime
     ) -> tuple[int, list[SessionDifference]]:
         """Hold the sessions that ended between two moments against Slurm's jobs for them: how
         many there were, and what differs. Blocks. Raises SlurmUnavailable or SlurmRefused."""
-        slurm = self.slurm()
+        slurm = self.members.slurm()
         sessions = self.store.run(lambda c: repository.sessions_ended(c, ENGINE, since, until))
         first = min((lease.granted_at for lease in sessions), default=since)
         ids = {lease.ticket_id for lease in sessions if lease.ticket_id}
@@ -475,7 +505,7 @@ class ClusterAudit(JobBilling):
         # Whoever calls a job as servers' jobs are called has paid for it.
         named = [run for run in others if run.ticket_id]
         named += (run for runs in holders.values() for run in runs)
-        keys = {job_id(self.nodes().name, run): run.key for run in named}
+        keys = {job_id(self.members.nodes().name, run): run.key for run in named}
         paid = {keys[name] for name in self.store.run(lambda c: repository.some(c, keys))}
         true = {
             ticket: [run for run in runs if run.key not in paid] for ticket, runs in holders.items()
@@ -517,7 +547,7 @@ class ClusterAudit(JobBilling):
         self, differences: Collection[SessionDifference], until: datetime, *, actor: str
     ) -> None:
         """Write down how far sessions were compared, and each difference in the trail."""
-        now, cluster = self.clock(), self.nodes().name
+        now, cluster = self.clock(), self.members.nodes().name
         with self.store.write() as connection:
             if until > repository.marks(connection, cluster, now).audited_until:
                 repository.mark(connection, cluster, audited_until=until)

@@ -3,20 +3,23 @@ them. The store and the configuration decide; Slurm is told."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from datetime import datetime
 from functools import cached_property
 
 import sqlalchemy as sa
 
 from ..core.errors import ConfigError, SlurmRefused, SlurmUnavailable
+from ..db.engine import Store
 from ..ledger import repository as ledger_repository
 from ..ledger.models import member_account
+from ..ledger.prices import PriceService
 from ..ledger.rules import accounts_of
 from ..members import repository as members_repository
 from ..queue import repository as queue_repository
-from ..queue.delegation import Delegating
 from ..queue.models import Priority, QueueLimits, Ticket
 from ..queue.settings import QueueSettings
 from . import account_sync, accounts, repository
@@ -41,22 +44,37 @@ TRIES = 3
 """How often Slurm's database is told the same, when others tell it something meanwhile."""
 
 
-class Admitting(Delegating, QueueSettings):
-    """The part of the broker that knows who may use the cluster."""
+class ClusterMemberService:
+    """Knows who may use the cluster, and tells Slurm."""
 
-    _nodes: Cluster | None = None
-    _admitted: Mapping[str, tuple[object, float]] = {}
-    """What Slurm knows of members, and when that was so."""
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        settings: QueueSettings,
+        cluster_file: str,
+        prices: PriceService,
+        log: logging.Logger,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.settings = settings
+        self.cluster_file = cluster_file
+        self.prices = prices
+        self.log = log
+        self._nodes: Cluster | None = None
+        self._admitted: Mapping[str, tuple[object, float]] = {}
+        """What Slurm knows of members, and when that was so."""
 
     def nodes(self) -> Cluster:
         """The cluster of the configuration, read once. Raises ConfigError."""
-        if not self.cluster:
+        if not self.cluster_file:
             raise ConfigError(
                 "There is no cluster: write c.Broker.cluster, the cluster.yaml that gpuspawner "
                 "slurm config wrote."
             )
         if self._nodes is None:
-            self._nodes = read_cluster(self.cluster)
+            self._nodes = read_cluster(self.cluster_file)
         return self._nodes
 
     def slurm(self) -> Slurm:
@@ -71,7 +89,13 @@ class Admitting(Delegating, QueueSettings):
         with self.store.read() as connection:
             found = {account.name for account in ledger_repository.all_accounts(connection)}
         paying = {name.removeprefix("group:") for name in found if name.startswith("group:")}
-        return frozenset(paying.union(self.group_weights, self.group_priority, self.group_limits))
+        return frozenset(
+            paying.union(
+                self.settings.group_weights,
+                self.settings.group_priority,
+                self.settings.group_limits,
+            )
+        )
 
     def note_groups(self, members: Mapping[str, Collection[str]]) -> None:
         """Write down the members of groups; whoever is in none of them is in none at all."""
@@ -95,12 +119,12 @@ class Admitting(Delegating, QueueSettings):
         """Everybody with an account, as the cluster's scheduler has to know them."""
         with self.store.read() as connection:
             names = repository.members(connection)
-            groups = self._groups(connection)
+            groups = self.groups_of_members(connection)
             left = {each.user for each in members_repository.former_members(connection)}
             dry = self._dry(connection, names, groups)
         found = []
         for name in names:
-            group, priority = self.standing_of(groups.get(name, ()))
+            group, priority = self.settings.standing_of(groups.get(name, ()))
             found.append(
                 Person(
                     member=name,
@@ -114,19 +138,23 @@ class Admitting(Delegating, QueueSettings):
 
     def wanted_of(self, people: Collection[Person]) -> WantedAssociations:
         """What Slurm is to know of them, and of every group that the configuration names."""
-        named = {*self.group_weights, *self.group_priority, *self.group_limits}
+        named = {
+            *self.settings.group_weights,
+            *self.settings.group_priority,
+            *self.settings.group_limits,
+        }
         groups = {
             group: Group(
-                weight=float(self.group_weights.get(group, 1)),
-                limits=_limits(self.limits_of(group)[1]),
+                weight=float(self.settings.group_weights.get(group, 1)),
+                limits=_limits(self.settings.limits_of(group)[1]),
             )
             for group in named
         }
-        points = self._policy().priority_points
+        points = self.settings.read_policy().priority_points
         return accounts.wanted_associations(
             people,
             groups,
-            _limits(self.limits_of("")[0]),
+            _limits(self.settings.limits_of("")[0]),
             {_word(priority): points[priority] for priority in Priority},
         )
 
@@ -192,7 +220,7 @@ class Admitting(Delegating, QueueSettings):
             return dict.fromkeys(people, problems)
         return {each: said for one in people for each, said in self._admit_all([one]).items()}
 
-    def _groups(self, connection: sa.Connection) -> dict[str, frozenset[str]]:
+    def groups_of_members(self, connection: sa.Connection) -> dict[str, frozenset[str]]:
         """The groups of each member: as the hub said last, else as the roster says."""
         now = self.clock()
         found: dict[str, frozenset[str]] = {}
@@ -209,7 +237,7 @@ class Admitting(Delegating, QueueSettings):
     ) -> frozenset[str]:
         """Those whose usual account is empty where GPUs cost something; but nobody who waits for
         a server: who pays for that was looked at, and it may be another account."""
-        card = self.rates_in(connection).card(self.clock())
+        card = self.prices.rates_in(connection).card(self.clock())
         if not any(card.rate_of(d.model) for node in self.nodes().nodes for d in node.devices):
             return frozenset()
         balances = {

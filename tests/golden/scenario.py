@@ -94,7 +94,7 @@ def _give_credits(broker: Broker, clock: Clock) -> None:
         "group:ml", 500 * MICRO, actor="kim", reason="The course's budget", until=until
     )
     clock.forward(minutes=1)
-    broker.set_rate("0.5", model="T4", actor="kim", reason="Old cards")
+    broker.prices.set_rate("0.5", model="T4", actor="kim", reason="Old cards")
     clock.forward(minutes=1)
     rule = "FREQ=WEEKLY;BYDAY=MO;BYHOUR=6"
     plan = broker.refills.plan_refill(

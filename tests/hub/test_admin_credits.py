@@ -46,7 +46,9 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
         for user in ("ada", "bob", "cleo"):
             hub.broker.ledger.open_account(user)
         hub.api("POST", "users/cleo").raise_for_status()
-        hub.broker.set_rate("2.5", model="T4", hours="Sat, Sun", actor="kim", reason="weekends")
+        hub.broker.prices.set_rate(
+            "2.5", model="T4", hours="Sat, Sun", actor="kim", reason="weekends"
+        )
         hub.broker.refills.add_refill(
             hub.broker.refills.plan_refill(
                 "FREQ=MONTHLY;BYMONTHDAY=1",
@@ -239,13 +241,13 @@ def test_credits_are_given_until_a_day(hub: PayingHub) -> None:
 
 def test_a_rate_is_set_and_removed(hub: PayingHub) -> None:
     fields = {"rate": "7.25", "model": "A100", "environment": "course", "reason": "a course"}
-    before = hub.broker.all_rates().rates
+    before = hub.broker.prices.all_rates().rates
     asked = words(send(hub, ADMIN, "rates", **fields))
     assert "Set this rate?" in asked and "7.25" in asked
-    assert hub.broker.all_rates().rates == before
+    assert hub.broker.prices.all_rates().rates == before
     done = words(send(hub, ADMIN, "rates", confirm="yes", **fields))
     assert "The rate is set" in done and "course" in done
-    (rate,) = [rate for rate in hub.broker.all_rates().rates if rate.environment == "course"]
+    (rate,) = [rate for rate in hub.broker.prices.all_rates().rates if rate.environment == "course"]
     assert (rate.amount, rate.actor, rate.reason) == (7_250_000, ADMIN, "a course")
     assert "Remove this rate?" in words(send(hub, ADMIN, f"rates/{rate.id}/remove"))
     assert "Removed." in words(send(hub, ADMIN, f"rates/{rate.id}/remove", confirm="yes"))
@@ -270,13 +272,13 @@ def test_a_rate_is_set_and_removed(hub: PayingHub) -> None:
 def test_a_rate_with_a_mistake_changes_nothing(
     hub: PayingHub, fields: dict[str, str], sentence: str
 ) -> None:
-    before = hub.broker.all_rates().rates
+    before = hub.broker.prices.all_rates().rates
     sent = {"rate": "2", "model": "A100", **fields}
     confirm = {} if not sent["rate"] else {"confirm": "yes"}
     answer = send(hub, ADMIN, "rates", **confirm, **sent)
     assert answer.status_code == 400
     assert sentence in words(answer)
-    assert hub.broker.all_rates().rates == before
+    assert hub.broker.prices.all_rates().rates == before
 
 
 def test_a_refill_is_previewed_made_and_ended(hub: PayingHub) -> None:

@@ -355,7 +355,7 @@ def past(scene: Scene, tmp_path: Path) -> Iterator[str]:
     clock.forward(hours=4)
     broker.release(bob.id, ended_at=clock.now, reason="stopped")
     look_since(broker, T0)
-    broker.debit(CLUSTER, [run(1, gpus={"a100": 2}, user="carl")])
+    broker.job_billing.debit(CLUSTER, [run(1, gpus={"a100": 2}, user="carl")])
     with served(scene.hub, broker) as url:
         yield url
     broker.store.close()

@@ -55,7 +55,7 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
         began = hub.broker.clock() - timedelta(days=1)
         look_since(hub.broker, began)
         jobs = [run(1, began, 5400, gpus={"a100": 2}, user="carl"), run(2, began, user="eve")]
-        assert hub.broker.debit(CLUSTER, jobs).jobs == 1
+        assert hub.broker.job_billing.debit(CLUSTER, jobs).jobs == 1
         yield hub
 
 

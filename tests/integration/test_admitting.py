@@ -46,13 +46,13 @@ def people(database_url: str, tmp_path: Path) -> Iterator[Broker]:
 def test_members_are_known_by_the_group_that_they_count_on(people: Broker) -> None:
     with people.store.write() as connection:
         put_roster(connection, [RosterEntry("bert", groups=("research",))], T0)
-    people.note_groups({"research": ["anna"], "course": ["anna", "Ann Lee"]})
+    people.cluster_members.note_groups({"research": ["anna"], "course": ["anna", "Ann Lee"]})
     people.members.membership_ended("Ann Lee", "it is over", actor="admin")
-    found = {each.member: each for each in people.people()}
+    found = {each.member: each for each in people.cluster_members.people()}
     assert (found["anna"].group, found["anna"].priority) == ("course", "course")
     assert found["bert"].group == ""  # the hub's word goes before the roster's
     assert found["Ann Lee"].closed and not found["anna"].closed
-    asked = people.wanted_of(list(found.values()))
+    asked = people.cluster_members.wanted_of(list(found.values()))
     assert asked.accounts["g-research"].share == 300
     assert (asked.accounts["g-research"].gpus, asked.accounts["g-research"].gpu_minutes) == (4, 600)
     assert asked.users["anna"][2] == "gpuspawner-course"
@@ -63,7 +63,9 @@ def test_members_are_known_by_the_group_that_they_count_on(people: Broker) -> No
 def test_before_the_hub_says_it_the_roster_does(people: Broker) -> None:
     with people.store.write() as connection:
         put_roster(connection, [RosterEntry("bert", groups=("research",))], T0)
-    assert {each.member: each.group for each in people.people()}["bert"] == "research"
+    assert {each.member: each.group for each in people.cluster_members.people()}[
+        "bert"
+    ] == "research"
 
 
 def test_whose_account_is_empty_gets_no_gpu_unless_another_one_pays(people: Broker) -> None:
@@ -71,18 +73,18 @@ def test_whose_account_is_empty_gets_no_gpu_unless_another_one_pays(people: Brok
     people.ledger.grant("member:bert", -MICRO, actor="admin", reason="gone")
 
     def dry() -> set[str]:
-        return {each.member for each in people.people() if each.dry}
+        return {each.member for each in people.cluster_members.people() if each.dry}
 
     assert dry() == {"anna", "bert"}
     open_group(people, "research")
     people.ledger.grant("group:research", MICRO, actor="admin", reason="start")
-    people.note_groups({"research": ["anna"]})
+    people.cluster_members.note_groups({"research": ["anna"]})
     people.ledger.keep_payer("anna", "group:research", actor="anna", groups=["research"])
     wait_in_line(people, "aa", "bert")  # for a server whose payer was looked at
     assert dry() == set()
-    people.note_groups({"research": []})
+    people.cluster_members.note_groups({"research": []})
     assert dry() == {"anna"}
-    people.set_rate("0", actor="admin")
+    people.prices.set_rate("0", actor="admin")
     assert dry() == set()
 
 

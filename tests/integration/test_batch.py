@@ -61,8 +61,8 @@ def lines(broker: Broker, account: str = "member:anna") -> list[str]:
 
 def test_a_job_is_paid_once_at_the_rate_of_its_devices(broker: Broker) -> None:
     runs = [run(7, seconds=5400, gpus={"a100": 2})]
-    assert broker.debit(CLUSTER, runs).amount == 12 * MICRO
-    assert broker.debit(CLUSTER, runs).amount == 0
+    assert broker.job_billing.debit(CLUSTER, runs).amount == 12 * MICRO
+    assert broker.job_billing.debit(CLUSTER, runs).amount == 0
     assert credits_of(broker) == 88
     assert lines(broker) == [f"Batch job 7 (train.py) on 2 {A100}: 1 h 30 min"]
 
@@ -77,19 +77,21 @@ def test_what_a_job_pays(broker: Broker) -> None:
         ({"seconds": 0}, 0),
     ]
     for number, (cells, paid) in enumerate(cases, start=1):
-        assert broker.debit(CLUSTER, [run(number, **cells)]).amount == round(paid * MICRO), cells
+        assert broker.job_billing.debit(CLUSTER, [run(number, **cells)]).amount == round(
+            paid * MICRO
+        ), cells
 
 
 def test_one_that_goes_on_is_paid_by_the_hour_and_to_the_second_at_its_end(broker: Broker) -> None:
     for minutes, paid in ((59, 0), (60, 4), (61, 4), (119, 4), (125, 8)):
-        broker.debit(CLUSTER, [run(1, seconds=None, ran=minutes * 60)])
+        broker.job_billing.debit(CLUSTER, [run(1, seconds=None, ran=minutes * 60)])
         assert credits_of(broker) == 100 - paid
     end = [run(1, seconds=2 * 3600 + 900)]
     for _ in range(2):
-        broker.debit(CLUSTER, end)
+        broker.job_billing.debit(CLUSTER, end)
         assert credits_of(broker) == 91
     # Slurm found out later that it had ended before.
-    broker.debit(CLUSTER, [run(1, seconds=3600)])
+    broker.job_billing.debit(CLUSTER, [run(1, seconds=3600)])
     assert credits_of(broker) == 96
     assert lines(broker) == [
         "Charged too much for batch job 1 (train.py): it ran 1 h",
@@ -100,41 +102,44 @@ def test_one_that_goes_on_is_paid_by_the_hour_and_to_the_second_at_its_end(broke
 
 
 def test_a_price_that_changes_meanwhile_is_for_others(broker: Broker) -> None:
-    broker.debit(CLUSTER, [run(1, seconds=None, ran=60)])
-    broker.set_rate("40", model="A100", actor="admin")
+    broker.job_billing.debit(CLUSTER, [run(1, seconds=None, ran=60)])
+    broker.prices.set_rate("40", model="A100", actor="admin")
     begins = T0 + LATER + timedelta(minutes=1)
-    broker.debit(CLUSTER, [run(1, seconds=3600), run(2, begins, 3600)])
+    broker.job_billing.debit(CLUSTER, [run(1, seconds=3600), run(2, begins, 3600)])
     assert credits_of(broker) == 100 - 4 - 40
 
 
 def test_what_the_controller_lost_is_not_paid_on_and_on(broker: Broker) -> None:
     going = [run(1, seconds=None, ran=3600), run(2, seconds=None, ran=3600)]
-    broker.debit(CLUSTER, going, living={"1"})
+    broker.job_billing.debit(CLUSTER, going, living={"1"})
     assert credits_of(broker) == 96
 
 
 def test_a_number_that_comes_again_is_another_job(broker: Broker) -> None:
-    broker.debit(CLUSTER, [run(1), run(1, T0 + timedelta(hours=3))])
+    broker.job_billing.debit(CLUSTER, [run(1), run(1, T0 + timedelta(hours=3))])
     assert credits_of(broker) == 92
 
 
 def test_what_began_before_the_first_look_is_not_ours(broker: Broker) -> None:
-    broker.debit(CLUSTER, [run(1, T0 - timedelta(seconds=1))])
+    broker.job_billing.debit(CLUSTER, [run(1, T0 - timedelta(seconds=1))])
     assert credits_of(broker) == 100
 
 
 def test_somebody_unknown_pays_nothing_and_is_named(broker: Broker) -> None:
     runs = [run(1, user="bert"), run(2, user="u-_zz")]
-    assert broker.debit(CLUSTER, runs).unknown == ("bert", "u-_zz")
+    assert broker.job_billing.debit(CLUSTER, runs).unknown == ("bert", "u-_zz")
     broker.ledger.open_account("bert")  # for what comes, not for what was
-    assert broker.debit(CLUSTER, runs) == broker.debit(CLUSTER, [])
+    assert broker.job_billing.debit(CLUSTER, runs) == broker.job_billing.debit(CLUSTER, [])
     assert credits_of(broker, "bert") == 100
-    assert {job.user for job in broker.jobs_since("lab", T0) if not job.member} == {"bert", "u-_zz"}
+    assert {job.user for job in broker.job_billing.jobs_since("lab", T0) if not job.member} == {
+        "bert",
+        "u-_zz",
+    }
 
 
 def test_a_member_whose_name_linux_does_not_take_pays_too(broker: Broker) -> None:
     broker.ledger.open_account("Ann Lee")
-    broker.debit(CLUSTER, [run(1, user="u-_41nn_20_4cee")])
+    broker.job_billing.debit(CLUSTER, [run(1, user="u-_41nn_20_4cee")])
     assert credits_of(broker, "Ann Lee") == 96
 
 
@@ -142,17 +147,17 @@ def test_the_group_pays_that_usually_does(broker: Broker) -> None:
     open_group(broker, "lab")
     broker.ledger.grant("group:lab", 50 * MICRO, actor="admin", reason="start")
     broker.ledger.keep_payer("anna", "group:lab", actor="anna", groups=["lab"])
-    broker.note_groups({"lab": ["anna"]})
-    broker.debit(CLUSTER, [run(1)])
+    broker.cluster_members.note_groups({"lab": ["anna"]})
+    broker.job_billing.debit(CLUSTER, [run(1)])
     assert broker.ledger.account("group:lab").balance == 46 * MICRO
-    broker.note_groups({"lab": []})
-    broker.debit(CLUSTER, [run(2)])
+    broker.cluster_members.note_groups({"lab": []})
+    broker.job_billing.debit(CLUSTER, [run(2)])
     assert broker.ledger.account("group:lab").balance == 46 * MICRO
     assert credits_of(broker) == 96
 
 
 def test_any_name_can_stand_on_a_statement(broker: Broker) -> None:
-    broker.debit(CLUSTER, [run(1, name="a\nb\x1b[31m" + "x" * 200)])
+    broker.job_billing.debit(CLUSTER, [run(1, name="a\nb\x1b[31m" + "x" * 200)])
     assert lines(broker)[0].startswith("Batch job 1 (a?b?[31mxxx")
     assert len(lines(broker)[0]) < 200
 
@@ -164,7 +169,7 @@ def test_late_news_of_a_job_spends_the_credits_that_were_there_then(broker: Brok
     broker.ledger.end_lots()
     assert credits_of(broker) == 100
     begins = T0 + LATER + timedelta(seconds=60)
-    broker.debit(CLUSTER, [run(1, begins, 1800)])
+    broker.job_billing.debit(CLUSTER, [run(1, begins, 1800)])
     assert credits_of(broker) == 100  # the two credits came out of those that ended
 
 
@@ -173,7 +178,7 @@ def test_late_news_of_a_job_spends_the_credits_that_were_there_then(broker: Brok
 
 def test_what_a_server_runs_on_is_no_job_beside_it(broker: Broker) -> None:
     wait_in_line(broker, "aa")
-    broker.debit(CLUSTER, [run(1, name="gpuspawner-aa", seconds=None, ran=7200)])
+    broker.job_billing.debit(CLUSTER, [run(1, name="gpuspawner-aa", seconds=None, ran=7200)])
     assert credits_of(broker) == 100
 
 
@@ -182,7 +187,7 @@ def test_a_name_alone_makes_no_job_free(broker: Broker) -> None:
     with broker.store.write() as connection:
         queue_repository.end_ticket(connection, ticket.id, T0 + timedelta(minutes=1), "granted", "")
     late = T0 + timedelta(hours=5)
-    broker.debit(
+    broker.job_billing.debit(
         CLUSTER,
         [
             run(1, name="gpuspawner-aa"),  # the true one
@@ -191,7 +196,7 @@ def test_a_name_alone_makes_no_job_free(broker: Broker) -> None:
         ],
     )
     assert credits_of(broker) == 92
-    broker.debit(CLUSTER, [run(4, late, name="gpuspawner-aa")])  # long after
+    broker.job_billing.debit(CLUSTER, [run(4, late, name="gpuspawner-aa")])  # long after
     assert credits_of(broker) == 88
 
 
@@ -202,11 +207,11 @@ def test_what_was_once_paid_is_paid_when_its_namesakes_are_forgotten(broker: Bro
         queue_repository.end_ticket(connection, ticket.id, T0 + timedelta(hours=1), "granted", "")
     true = run(1, name="gpuspawner-aa")
     forged = {"begins": T0 + timedelta(minutes=5), "name": "gpuspawner-aa"}
-    broker.debit(CLUSTER, [true, run(2, seconds=None, ran=600, **forged)])
+    broker.job_billing.debit(CLUSTER, [true, run(2, seconds=None, ran=600, **forged)])
     assert credits_of(broker) == 100
-    broker.debit(CLUSTER, [run(2, seconds=None, ran=5 * 3600, **forged)])
+    broker.job_billing.debit(CLUSTER, [run(2, seconds=None, ran=5 * 3600, **forged)])
     assert credits_of(broker) == 80
-    broker.debit(CLUSTER, [run(2, seconds=9 * 3600, **forged)])
+    broker.job_billing.debit(CLUSTER, [run(2, seconds=9 * 3600, **forged)])
     assert credits_of(broker) == 64
 
 
@@ -242,5 +247,5 @@ def test_killed_anywhere_every_job_is_paid_once(
         wait_for(lambda victim=victim: not victim.is_alive(), "its end")
         assert problems(broker.store) == []
     assert lines(broker), "there was work that could break"
-    broker.debit(CLUSTER, many(HOURS))
+    broker.job_billing.debit(CLUSTER, many(HOURS))
     paid_exactly(broker)

@@ -49,7 +49,7 @@ def broker(database_url: str) -> Iterator[Broker]:
         broker.ledger.open_account(user)
     open_group(broker, "lab")
     broker.ledger.keep_payer("bert", "group:lab", actor="bert", groups=["lab"])
-    broker.note_groups({"lab": ["bert"]})
+    broker.cluster_members.note_groups({"lab": ["bert"]})
     yield broker
     assert problems(broker.store) == []
     broker.store.close()
@@ -104,7 +104,7 @@ def by_hand(some: list[tuple[JobRun, int, str, int]], bounds: list[Any], by: str
 def test_use_is_the_sum_of_the_jobs(broker: Broker) -> None:
     some = some_jobs()
     Clock.of(broker).forward(days=3)
-    broker.debit(CLUSTER, [job for job, *_ in some])
+    broker.job_billing.debit(CLUSTER, [job for job, *_ in some])
     for bounds in BOUNDS.values():
         for by in Kind._fields:
             assert broker.reports.use_of_jobs(bounds, by) == by_hand(some, bounds, by)
@@ -118,7 +118,9 @@ def test_an_accounts_weeks_have_its_jobs_in_them(broker: Broker) -> None:
     bounds = [T0, T0 + timedelta(days=1)]
     Clock.of(broker).forward(days=3)
     before = broker.reports.use_of_account(member_account("anna"), bounds)
-    broker.debit(CLUSTER, [run(1, seconds=3600), run(2, user="bert"), run(3, user="eve")])
+    broker.job_billing.debit(
+        CLUSTER, [run(1, seconds=3600), run(2, user="bert"), run(3, user="eve")]
+    )
     (after,) = broker.reports.use_of_account(member_account("anna"), bounds)
     assert before == [LeaseUse()]
     assert after == LeaseUse(3600 * 1_000_000, 4 * MICRO, 0)

@@ -78,7 +78,7 @@ def test_a_session_and_its_job(broker: Broker) -> None:
         ),
     ]
     for runs, said in cases:
-        found = broker.compare([lease], {"aa": runs}, runs)
+        found = broker.cluster_audit.compare([lease], {"aa": runs}, runs)
         assert [each.what for each in found] == said
         assert all(each.subject == "lease laa0 of anna/aa" for each in found)
 
@@ -86,12 +86,12 @@ def test_a_session_and_its_job(broker: Broker) -> None:
 def test_one_job_for_two_sessions_of_a_ticket_after_a_crash(broker: Broker) -> None:
     wait_in_line(broker, "aa")
     mine = [session(broker, "aa", 0, 100), session(broker, "aa", 160, 3600)]
-    assert broker.compare(mine, {"aa": [holder("aa")]}) == []
+    assert broker.cluster_audit.compare(mine, {"aa": [holder("aa")]}) == []
 
 
 def test_devices_that_no_session_had(broker: Broker) -> None:
     wait_in_line(broker, "aa")
     runs = [holder("aa", seconds=90), holder("unknown", 2)]
-    assert [str(each) for each in broker.compare([], {}, runs)] == [
+    assert [str(each) for each in broker.cluster_audit.compare([], {}, runs)] == [
         "ticket aa of anna/aa: job 1 had its devices for 90 s, and no session did"
     ]

@@ -209,10 +209,10 @@ def test_what_each_gpu_did_in_the_last_minute(broker: Broker) -> None:
 
 def test_jobs_beside_servers_are_told_by_model(broker: Broker) -> None:
     site = HubCollector(broker)
-    broker.debit(CLUSTER, [])
+    broker.job_billing.debit(CLUSTER, [])
     broker.ledger.open_account("anna")
     assert not [name for name in read(site) if name.startswith("gpuspawner_batch")]
-    broker.debit(
+    broker.job_billing.debit(
         CLUSTER,
         [
             run(1, gpus={"a100": 2}),

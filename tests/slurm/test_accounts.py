@@ -47,7 +47,7 @@ def test_sync_is_shown_first_killed_anywhere_and_done_once(
     theirs = [line for line in before if not line.startswith(("gpuspawner", "g-"))]
     for name in ("gsann", "Erin F", LONG, *(f"crowd{n}" for n in range(6))):
         books.broker.ledger.open_account(name)
-    books.broker.note_groups({"research": ["gsann", "Erin F"]})
+    books.broker.cluster_members.note_groups({"research": ["gsann", "Erin F"]})
 
     planned = books.slurm("sync", "--dry-run")
     assert not planned["done"] and not planned["problems"] and len(planned["steps"]) > 8
@@ -59,7 +59,7 @@ def test_sync_is_shown_first_killed_anywhere_and_done_once(
     killed.communicate(timeout=120)
     left = books.slurm("sync")
     assert left["done"] and 0 < len(left["steps"]) < len(planned["steps"])
-    again = books.broker.plan_for_cluster()
+    again = books.broker.cluster_members.plan_for_cluster()
     assert (again.steps, again.problems) == ((), ())
 
     found = associations(books)
@@ -86,7 +86,7 @@ def test_an_empty_account_keeps_gpu_jobs_waiting_and_no_others(
     reasons = ("squeue", "-h", "-j", f"{waiting},{share}", "-o", "%r")
     wait_for(lambda: cluster.run(*reasons).split() == ["AssocGrpGRES"] * 2, "the reason")
     # A server that a group pays for is another matter.
-    books.broker.admit_to_cluster(
+    books.broker.cluster_members.admit_to_cluster(
         Ticket(
             id="x",
             server=ServerRef("gseve"),
@@ -123,7 +123,7 @@ def test_sessions_are_held_against_slurms_jobs_to_the_second(
     books.holder_ended(lease)
     said = books.slurm("audit")
     assert (said["ok"], said["sessions"], said["differences"]) == (True, 1, [])
-    assert books.broker.debit_cluster().jobs == 0  # it is no job beside servers
+    assert books.broker.job_billing.debit_cluster().jobs == 0  # it is no job beside servers
 
     sooner = lease.granted_at - timedelta(seconds=7)
     with books.broker.store.write() as connection:

@@ -52,13 +52,13 @@ def read_up_to(books: Books) -> Any:
 def settled_round(books: Books) -> Debited:
     """One after a while. The controller may have something to tell its database just then."""
     forward(books, seconds=SETTLED.total_seconds() + 1)
-    return books.broker.debit_cluster()
+    return books.broker.job_billing.debit_cluster()
 
 
 def checked(books: Books) -> CheckFinding:
     """What ``gpuspawner check`` says of the database."""
     hub = open_hub(Config())
-    found = check_slurm(hub, None, books.broker.nodes(), False)
+    found = check_slurm(hub, None, books.broker.cluster_members.nodes(), False)
     return next(finding for finding in found if finding.name == "slurmdbd")
 
 
@@ -72,20 +72,20 @@ def test_jobs_beside_servers_are_paid_from_the_members_account(
     one = cluster.hold("gsbob", "--gres=gpu:h100:1", script=QUICK)
     none = cluster.hold(user, script=QUICK)
     cluster.wait_state(two, "RUNNING")
-    assert books.broker.debit_cluster().amount == 0  # not an hour yet
+    assert books.broker.job_billing.debit_cluster().amount == 0  # not an hour yet
     seconds = books.ended(two)
     books.ended(one)
     books.ended(none)
 
     done = books.debit()
     assert (done.jobs, done.amount) == (1, 2 * seconds * MICRO)
-    assert books.broker.debit_cluster().amount == 0
+    assert books.broker.job_billing.debit_cluster().amount == 0
     assert books.broker.ledger.member("Dan G").balance == (1000 - 2 * seconds) * MICRO
     line = books.broker.ledger.statement("member:Dan G")[0]
     assert f"Batch job {two} (a|b?c) on 2 NVIDIA A100" in line.reason
 
     def strangers() -> list[str]:
-        books.broker.debit_cluster()
+        books.broker.job_billing.debit_cluster()
         audit = books.slurm("audit")
         assert audit["batch_jobs"] == 1 and audit["ok"]
         return [job["user"] for job in audit["of_nobody"]]
@@ -104,19 +104,19 @@ def test_an_end_that_becomes_known_late_is_looked_for(
     job = cluster.hold(user, "--gres=gpu:1")
 
     def seen() -> bool:
-        books.broker.debit_cluster()
+        books.broker.job_billing.debit_cluster()
         started = books.broker.clock() - timedelta(hours=1)
-        return bool(books.broker.jobs_since(cluster.cluster_name, started))
+        return bool(books.broker.job_billing.jobs_since(cluster.cluster_name, started))
 
     wait_for(seen, "the job", interval=0.5)
     begun, write = [], books.broker.store.write
     with monkeypatch.context() as patch:
         patch.setattr(books.broker.store, "write", lambda: begun.append(None) or write())
         for _ in range(2):
-            books.broker.debit_cluster()
+            books.broker.job_billing.debit_cluster()
         assert begun == [], "no round writes anything while nothing happens"
     forward(books, hours=3)
-    books.broker.debit_cluster()
+    books.broker.job_billing.debit_cluster()
     cluster.run("scancel", str(job))
     assert books.ended(job) < 600  # long before the last look, as it says
     assert books.debit().amount == books.ended(job) * MICRO
@@ -131,7 +131,7 @@ def test_what_was_missed_is_found_on_another_day(books: Books, cluster: SlurmClu
     forward(books, hours=3)
     with books.broker.store.write() as connection:
         slurm_repository.mark(connection, cluster.cluster_name, until=books.broker.clock())
-    assert books.broker.debit_cluster().jobs == 0
+    assert books.broker.job_billing.debit_cluster().jobs == 0
     forward(books, days=1)
     found = wait_for(lambda: settled_round(books).amount, "the job", interval=0.5)
     assert found == seconds * MICRO
@@ -152,8 +152,8 @@ def test_a_job_by_a_servers_name_is_paid(books: Books, cluster: SlurmCluster) ->
     finish(books, lease)
 
     def both() -> bool:
-        books.broker.debit_cluster()
-        found = books.broker.jobs_since(cluster.cluster_name, lease.granted_at)
+        books.broker.job_billing.debit_cluster()
+        found = books.broker.job_billing.jobs_since(cluster.cluster_name, lease.granted_at)
         return [job.ended_at is not None for job in found] == [True, True]
 
     wait_for(both, "both to be paid", interval=0.5)
@@ -167,7 +167,7 @@ def test_a_job_by_a_servers_name_is_paid(books: Books, cluster: SlurmCluster) ->
 
     # The end of the session's own job is known to the database a little later.
     assert wait_for(compared, "an audit in which all agree", interval=0.5) == (1, 2)
-    assert books.broker.debit_cluster().jobs == 0
+    assert books.broker.job_billing.debit_cluster().jobs == 0
 
 
 def test_a_database_that_is_hours_behind_loses_no_debit(
@@ -178,27 +178,27 @@ def test_a_database_that_is_hours_behind_loses_no_debit(
     user = member(books, "gslag")
     books.sync()
     begun = books.broker.clock()
-    assert books.broker.unread_since() is None
+    assert books.broker.job_billing.unread_since() is None
     cluster.kill("slurmdbd")
     jobs = [cluster.hold(user, f"--gres=gpu:a100:{n}", script=QUICK) for n in (1, 2)]
     for job in jobs:
         wait_for(lambda job=job: cluster.state(job) == "COMPLETED", "its end")
-    assert behind(books.broker.slurm()) > 0
+    assert behind(books.broker.cluster_members.slurm()) > 0
     with pytest.raises(SlurmUnavailable):
-        books.broker.debit_cluster()
-    assert books.broker.unread_since() is None, "it is not away for long"
+        books.broker.job_billing.debit_cluster()
+    assert books.broker.job_billing.unread_since() is None, "it is not away for long"
     forward(books, seconds=LATE.total_seconds() + 60)
-    assert books.broker.unread_since() == read_up_to(books) < begun + OVERLAP
+    assert books.broker.job_billing.unread_since() == read_up_to(books) < begun + OVERLAP
     cluster.restart("slurmdbd")
     paid: list[Debited] = []
 
     def answered() -> bool:
         with suppress(SlurmUnavailable):
-            paid.append(books.broker.debit_cluster())
+            paid.append(books.broker.job_billing.debit_cluster())
         return bool(paid)
 
     wait_for(answered, "an answer", interval=0.1)
-    slurm = books.broker.slurm()
+    slurm = books.broker.cluster_members.slurm()
     wait_for(lambda: behind(slurm) == 0, "it to be told everything", interval=0.3)
 
     def all_paid() -> bool:
@@ -215,7 +215,7 @@ def test_a_database_that_is_hours_behind_loses_no_debit(
         return read_up_to(books) > begun + LATE
 
     wait_for(read, "all to be read up to now", interval=0.5)
-    assert books.broker.unread_since() is None
+    assert books.broker.job_billing.unread_since() is None
 
 
 def test_admins_are_told_of_a_database_that_stays_behind(
@@ -240,7 +240,7 @@ def test_admins_are_told_of_a_database_that_stays_behind(
         said = [record.getMessage() for record in caplog.records if record.name == LOG.name]
         return [text for text in said if "may not be paid yet" in text]
 
-    slurm = books.broker.slurm()
+    slurm = books.broker.cluster_members.slurm()
     wait_for(lambda: behind(slurm) == 0, "it to be told everything", interval=0.3)
     assert checked(books).status is Status.OK
     with moved_database(cluster):

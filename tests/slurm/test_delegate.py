@@ -383,7 +383,7 @@ def test_a_whole_course_comes_at_once(
     users = [f"course{number}" for number in range(8)]
     tickets = [replace(ticket(110), server=ServerRef(user)) for user in users]
     with ThreadPoolExecutor(8) as threads:
-        accounts = list(threads.map(broker.admit_to_cluster, tickets))
+        accounts = list(threads.map(broker.cluster_members.admit_to_cluster, tickets))
     assert accounts == [slurm_accounts.EVERYBODY] * 7 + [""]
     found = cluster.run("sacctmgr", "-n", "-P", "show", "assoc", "format=user").split()
     assert {user for user in found if user.startswith("course")} == set(users[:7])

@@ -54,7 +54,7 @@ HOURS = 10 * JOBS + 2
 def open_books(url: str, clock: Clock, **settings: Any) -> Broker:
     """A broker at these rates whose cluster was looked at for the first time at its clock's now."""
     broker = open_broker(url, clock, gpu_rates=RATES, opening_grant=100, **settings)
-    broker.debit(CLUSTER, [])
+    broker.job_billing.debit(CLUSTER, [])
     return broker
 
 
@@ -119,14 +119,14 @@ def debit_until_killed(ready: Connection, url: str) -> None:
     ready.send("working")
     while True:
         for hours in range(HOURS):
-            broker.debit(CLUSTER, many(hours))
+            broker.job_billing.debit(CLUSTER, many(hours))
 
 
 def debit_together(gate: Barrier, url: str) -> int:
     """Charge for all of them at the same moment as others; how much this one did."""
     broker = open_broker(url, Clock(T0 + timedelta(days=30)), gpu_rates=RATES, opening_grant=100)
     gate.wait(120)
-    amount = broker.debit(CLUSTER, many(HOURS)).amount
+    amount = broker.job_billing.debit(CLUSTER, many(HOURS)).amount
     broker.store.close()
     return amount
 

@@ -84,8 +84,8 @@ class Books:
         return done.stdout + done.stderr
 
     def sync(self) -> list[str]:
-        plan = self.broker.plan_for_cluster()
-        account_sync.apply_plan(self.broker.slurm(), plan.steps)
+        plan = self.broker.cluster_members.plan_for_cluster()
+        account_sync.apply_plan(self.broker.cluster_members.slurm(), plan.steps)
         return [step.what for step in plan.steps]
 
     def ended(self, job: int) -> int:
@@ -112,7 +112,7 @@ class Books:
         """As soon as there is something to pay: what a job had is known some seconds later."""
 
         def look() -> Debited | None:
-            return done if (done := self.broker.debit_cluster()).jobs else None
+            return done if (done := self.broker.job_billing.debit_cluster()).jobs else None
 
         return wait_for(look, "a debit", interval=0.5)
 

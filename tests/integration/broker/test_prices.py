@@ -37,9 +37,9 @@ def price(broker: Broker, user: str = "anna") -> int:
 def test_an_admins_rate_goes_before_the_configurations(broker: Broker, clock: Clock) -> None:
     assert price(broker) == 4 * MICRO
     clock.forward(minutes=1)
-    rate = broker.set_rate("2.5", model="A100", actor="kim", reason="a holiday")
+    rate = broker.prices.set_rate("2.5", model="A100", actor="kim", reason="a holiday")
     assert (rate.id, rate.amount, rate.since) == (1, 2_500_000, clock.now)
-    assert price(broker) == broker.rates.rate_of("A100") == 2_500_000
+    assert price(broker) == broker.prices.rates.rate_of("A100") == 2_500_000
     assert broker.overview().models[0].rate == 2_500_000
     (change,) = broker.trail()
     assert (change.actor, change.action, change.subject) == ("kim", "set rate", "rate 1")
@@ -48,7 +48,7 @@ def test_an_admins_rate_goes_before_the_configurations(broker: Broker, clock: Cl
 
 def test_a_running_lease_keeps_its_price(broker: Broker, clock: Clock) -> None:
     lease = running(broker, "anna")
-    broker.set_rate(40, model="A100", actor="kim")
+    broker.prices.set_rate(40, model="A100", actor="kim")
     clock.forward(hours=1)
     broker.ledger.charge_all()
     settled = broker.release(lease.id, ended_at=clock.now, reason="stopped")
@@ -56,14 +56,14 @@ def test_a_running_lease_keeps_its_price(broker: Broker, clock: Clock) -> None:
 
 
 def test_an_environment_has_its_own_price(broker: Broker) -> None:
-    broker.set_rate(0, environment="pytorch", actor="kim")
-    broker.set_rate(9, environment="other", model="A100", actor="kim")
+    broker.prices.set_rate(0, environment="pytorch", actor="kim")
+    broker.prices.set_rate(9, environment="other", model="A100", actor="kim")
     assert price(broker) == 0
-    assert broker.rates.rate_of("A100") == 4 * MICRO
+    assert broker.prices.rates.rate_of("A100") == 4 * MICRO
 
 
 def test_a_rate_holds_from_its_date_on(broker: Broker, clock: Clock) -> None:
-    broker.set_rate(1, since="2025-03-02", zone=VIENNA, actor="kim")
+    broker.prices.set_rate(1, since="2025-03-02", zone=VIENNA, actor="kim")
     clock.now = datetime(2025, 3, 1, 22, 59, 59, tzinfo=timezone.utc)
     assert price(broker) == 4 * MICRO
     clock.forward(seconds=1)
@@ -92,18 +92,18 @@ def test_a_session_from_night_into_day_keeps_the_price_of_the_night(
 
 def test_a_rate_that_is_removed_brings_back_no_old_one(broker: Broker, clock: Clock) -> None:
     for amount in (1, 2, 3):
-        broker.set_rate(amount, model="A100", actor="kim")
+        broker.prices.set_rate(amount, model="A100", actor="kim")
         clock.forward(minutes=1)
-    later = broker.set_rate(9, model="A100", since="2030-01-01", actor="kim")
-    broker.set_rate(7, model="*", actor="kim")
+    later = broker.prices.set_rate(9, model="A100", since="2030-01-01", actor="kim")
+    broker.prices.set_rate(7, model="*", actor="kim")
     assert price(broker) == 3 * MICRO
-    assert broker.remove_rate(3, actor="lee", reason="over").amount == 3 * MICRO
+    assert broker.prices.remove_rate(3, actor="lee", reason="over").amount == 3 * MICRO
     assert price(broker) == 7 * MICRO
     with pytest.raises(InvalidRequest, match="There is no rate 2 that an admin set"):
-        broker.remove_rate(2, actor="lee")
-    broker.remove_rate(5, actor="lee")
+        broker.prices.remove_rate(2, actor="lee")
+    broker.prices.remove_rate(5, actor="lee")
     assert price(broker) == 4 * MICRO, "the configuration's"
-    assert broker.remove_rate(later.id or 0, actor="lee").amount == 9 * MICRO
+    assert broker.prices.remove_rate(later.id or 0, actor="lee").amount == 9 * MICRO
     assert [c.action for c in broker.trail()][:3] == ["remove rate"] * 3
 
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_is_a_sentence_and_changes_nothing(
     broker: Broker, fields: dict[str, Any], field: str, sentence: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        broker.set_rate(**{"amount": 1, "actor": "kim", **fields})
+        broker.prices.set_rate(**{"amount": 1, "actor": "kim", **fields})
     assert sentence in caught.value.message
     assert caught.value.fields["field"] == field
     assert broker.trail() == []
@@ -145,7 +145,7 @@ def test_two_admins_at_once(make: Make) -> None:
     def set_rate(broker: Broker) -> str:
         gate.wait(120)
         try:
-            broker.set_rate(5, model="A100", since="2025-04-01", actor="kim")
+            broker.prices.set_rate(5, model="A100", since="2025-04-01", actor="kim")
         except InvalidRequest as error:
             return error.message
         return ""
@@ -158,12 +158,12 @@ def test_two_admins_at_once(make: Make) -> None:
 
 
 def test_the_clock_set_back_and_forward_a_day(broker: Broker, clock: Clock) -> None:
-    broker.set_rate(1, model="A100", actor="kim")
+    broker.prices.set_rate(1, model="A100", actor="kim")
     clock.forward(days=-1)
     assert price(broker) == 4 * MICRO, "it holds from when it was set"
     with pytest.raises(InvalidRequest, match="that is over"):
-        broker.set_rate(2, model="A100", since="2025-02-28 11:00", actor="kim")
-    broker.set_rate(2, model="A100", actor="kim")
+        broker.prices.set_rate(2, model="A100", since="2025-02-28 11:00", actor="kim")
+    broker.prices.set_rate(2, model="A100", actor="kim")
     assert price(broker) == 2 * MICRO
     clock.forward(days=1)
     assert price(broker) == MICRO
@@ -190,9 +190,9 @@ def test_what_is_shown_is_what_is_paid_whatever_is_set_meanwhile(
     broker: Broker, clock: Clock
 ) -> None:
     """Over a day of changes: each start pays what the form showed at its moment."""
-    broker.set_rate(3, model="A100", hours="20-8", zone=VIENNA, actor="kim")
-    broker.set_rate("0.5", environment="pytorch", since="2025-03-02 06:00", actor="kim")
-    broker.set_rate(6, environment="pytorch", hours="Sun 9-10", actor="kim")
+    broker.prices.set_rate(3, model="A100", hours="20-8", zone=VIENNA, actor="kim")
+    broker.prices.set_rate("0.5", environment="pytorch", since="2025-03-02 06:00", actor="kim")
+    broker.prices.set_rate(6, environment="pytorch", hours="Sun 9-10", actor="kim")
     paid: list[tuple[int, Lease]] = []
     for hour in range(48):
         clock.now = T0 + timedelta(hours=hour, seconds=1)
@@ -216,7 +216,7 @@ def test_what_a_form_showed_holds_for_ten_minutes(
     broker: Broker, clock: Clock, minutes: float, rate: int
 ) -> None:
     terms = Terms(shown_at=clock.now)
-    broker.set_rate(9, model="A100", since="2025-03-01 12:00:01", actor="kim")
+    broker.prices.set_rate(9, model="A100", since="2025-03-01 12:00:01", actor="kim")
     clock.forward(minutes=minutes)
     request = Request(devices=1, environment="pytorch")
     lease = broker.acquire(ServerRef("anna"), request, engine="docker", terms=terms)
@@ -225,7 +225,7 @@ def test_what_a_form_showed_holds_for_ten_minutes(
 
 def test_a_form_that_has_not_come_yet_says_nothing(broker: Broker, clock: Clock) -> None:
     """Nobody starts by day at the price of the night to come."""
-    broker.set_rate(1, model="A100", since="2025-03-01 12:05", actor="kim")
+    broker.prices.set_rate(1, model="A100", since="2025-03-01 12:05", actor="kim")
     terms = Terms(shown_at=clock.now + timedelta(minutes=6))
     request = Request(devices=1, environment="pytorch")
     lease = broker.acquire(ServerRef("anna"), request, engine="docker", terms=terms)
@@ -235,7 +235,7 @@ def test_a_form_that_has_not_come_yet_says_nothing(broker: Broker, clock: Clock)
 def test_a_price_that_fell_is_paid_at_once(broker: Broker, clock: Clock) -> None:
     terms = Terms(shown_at=clock.now)
     clock.forward(minutes=1)
-    broker.set_rate(1, model="A100", actor="kim")
+    broker.prices.set_rate(1, model="A100", actor="kim")
     request = Request(devices=1, environment="pytorch")
     lease = broker.acquire(ServerRef("anna"), request, engine="docker", terms=terms)
     assert lease.rate == MICRO
