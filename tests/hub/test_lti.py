@@ -117,7 +117,7 @@ def hub(
 ) -> Iterator[PayingHub]:
     config = CONFIG.format(recipes=str(REPO / "hub_config"), url=platform.url, client=CLIENT)
     with PayingHub(tmp_path_factory.mktemp("lti") / "hub", config) as hub:
-        hub.broker.import_roster(b"name,course\nada@lab.example,ML\n", actor="eva")
+        hub.broker.roster.import_roster(b"name,course\nada@lab.example,ML\n", actor="eva")
         yield hub
 
 
