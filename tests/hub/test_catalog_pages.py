@@ -215,7 +215,7 @@ def test_browse_launch_sign_in_choose_land(hub: PayingHub, browser: Browser) -> 
     page.wait_for_url(re.compile("/user/ada/"), timeout=SLOW)
     [lease] = hub.broker.open_leases()
     assert (lease.environment, len(lease.devices), lease.seconds) == ("torch", 2, 4 * 3600)
-    assert page.inner_text("body") == lease.id
+    expect(page.locator("body")).to_have_text(lease.id)
     page.goto(f"{hub.url}/hub/environments/jax")
     expect(page.get_by_text("Your server runs already")).to_be_visible()
     # Back again: what they chose last time, and the ways to everything else.
