@@ -65,9 +65,10 @@ def line_broker(settings: Settings) -> Broker:
     Raises StoreUnavailable when there is no database yet.
     """
     broker = settings.open_broker()
-    broker.watch = Glance(
+    glance = Glance(
         KnownDevices(broker.store), broker.store, timedelta(seconds=broker.refresh_seconds)
     )
+    broker.watch = broker.devices.inventory = broker.health.inventory = glance
     return broker
 
 
