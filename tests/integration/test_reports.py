@@ -166,7 +166,7 @@ def test_who_is_not_there_is_said(past: Broker) -> None:
     with pytest.raises(UnknownLease):
         past.reports.receipt("nothing")
     entry = past.reports.statement_page(member_account("ada")).entries[0]
-    transfer = past.ledger.transfer(entry.ledger.transfer)
+    transfer = past.ledger.transfer(entry.transfer)
     assert transfer.amount_for(member_account("ada")) == entry.amount
     assert transfer.at == entry.at
     assert past.reports.reversal_of(transfer.id) is None
