@@ -11,16 +11,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import sqlalchemy as sa
-from alembic.script import ScriptDirectory
-from alembic.util.exc import CommandError
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from ..core.errors import GPUSpawnerError
 from ..db.engine import Store
 from ..db.schema import accounts, lease_places, leases, postings, tickets, transfers
-from ..db.upgrades import config as alembic_config
+from ..db.upgrades import newest, upgrade, versions
 from ..db.upgrades import revision as schema_revision
-from ..db.upgrades import upgrade
 from ..engines.preflight import CheckFinding, Status
 from .config import passwords, redact, shown_url, sqlite_path
 from .output import user_name
@@ -98,7 +95,7 @@ def _check(url: str, where: str) -> tuple[CheckFinding, bool]:
                 return _check_schema(connection, where)
             finally:
                 transaction.rollback()
-    except (SQLAlchemyError, OSError, CommandError) as error:
+    except (SQLAlchemyError, OSError) as error:
         why = redact(str(getattr(error, "orig", None) or error).strip(), passwords(url))
         text = f"{where} cannot be used by {user_name()}: {' '.join(why.split())}."
         return CheckFinding(NAME, Status.FAIL, text, _remedy(url)), False
@@ -107,16 +104,14 @@ def _check(url: str, where: str) -> tuple[CheckFinding, bool]:
 
 
 def _check_schema(connection: sa.Connection, where: str) -> tuple[CheckFinding, bool]:
-    scripts = ScriptDirectory.from_config(alembic_config())
-    head = scripts.get_current_head()
     now = schema_revision(connection)
     if now is None:
         upgrade(connection)
-    elif now not in {script.revision for script in scripts.walk_revisions()}:
+    elif now not in versions():
         text = f"{where} is of version {now}, which this gpuspawner does not know."
         return CheckFinding(NAME, Status.FAIL, text, "Install the newer gpuspawner again."), False
-    elif now != head:
-        text = f"{where} is of version {now}, this gpuspawner needs {head}."
+    elif now != newest():
+        text = f"{where} is of version {now}, this gpuspawner needs {newest()}."
         remedy = "Make a backup and restart the hub: it brings the database up to date."
         return CheckFinding(NAME, Status.FAIL, text, remedy), False
     if allowed := _what_it_allows(connection):

@@ -243,7 +243,7 @@ def _missing(connection: sa.Connection, done: Collection[str]) -> Iterator[str]:
 
 
 def chain_existing(connection: sa.Connection) -> None:
-    """Chain what was written before there was a chain; for the migration that makes one."""
+    """Chain rows that were written without links and seals, as a bulk import writes them."""
     with not_append_only(connection):
         _chain_transfers(connection)
     for line, *row in _stream(connection, _CHANGES):

@@ -350,7 +350,7 @@ def test_the_command_prints_the_head_and_finds_it_again(
     assert kept["head"] == saved["head"] and kept["knows_head"] is True, "the copy has the chain"
 
 
-def test_rows_without_a_chain_are_chained_by_the_migration(broker: Broker) -> None:
+def test_rows_that_were_written_without_a_chain_can_be_chained(broker: Broker) -> None:
     """The links are those that would have been written with the rows, which came one by one."""
     links = sa.select(postings.c.link).order_by(postings.c.id)
     with by_hand(broker) as connection:
