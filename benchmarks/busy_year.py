@@ -149,7 +149,7 @@ def pages(report: Report, folder: Path, url: str, names: dict[str, str], runs: i
     """A row for each page of each reader."""
     member = names["account"].partition(":")[2]
     worst = coldest = 0.0
-    config = "c.Accounting.reconcile_seconds = 3600\nc.Accounting.charge_seconds = 3600\n"
+    config = "c.Accounting.reconcile_seconds = 3600\nc.GPUCredits.charge_seconds = 3600\n"
     with PayingHub(folder / "hub", config, database_url=url) as hub:
         for who, paths in PAGES.items():
             user = "admin" if who == "admin" else member

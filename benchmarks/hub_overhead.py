@@ -59,8 +59,8 @@ c.JupyterHub.spawner_class = by_name(
 c.JupyterHub.proxy_class = MemoryProxy
 c.JupyterHub.extra_handlers = HANDLERS
 c.Spawner.poll_interval = 3600
-c.Broker.device_source = "simulated:{DEVICES}xA100-80GB"
-c.Broker.opening_grant = 1000000
+c.GPUDevices.source = "simulated:{DEVICES}xA100-80GB"
+c.GPUCredits.opening_grant = 1000000
 """
 
 

@@ -36,7 +36,7 @@ from support.report import Report, Series, argument_parser
 from support.viewers import Viewers
 
 from gpuspawner.leases.models import Request, ServerRef
-from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.hub import HubProcess
 from tests.support.processes import free_port, wait_for
 
@@ -48,9 +48,9 @@ MOST_BLOCKED_MS = 10
 CONFIG = """
 from support.ticks import HANDLERS
 c.JupyterHub.extra_handlers = HANDLERS
-c.Broker.database_url = {database!r}
-c.Broker.device_source = "simulated:{gpus}xA100-80GB"
-c.Broker.opening_grant = 1000000
+c.GPUDatabase.url = {database!r}
+c.GPUDevices.source = "simulated:{gpus}xA100-80GB"
+c.GPUCredits.opening_grant = 1000000
 c.Accounting.reconcile_seconds = 86400
 c.Accounting.engines = ["local"]
 c.JupyterHub.services = []
@@ -106,7 +106,7 @@ class Site:
 
     def _lease(self) -> None:
         source = f"simulated:{GPUS}xA100-80GB"
-        broker = Broker(database_url=self._database, device_source=source)
+        broker = make_broker(database_url=self._database, device_source=source)
         for number in range(LEASES):
             server = ServerRef(f"member{number}")
             lease = broker.acquire(server, Request(devices=1), engine="none")

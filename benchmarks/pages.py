@@ -90,9 +90,9 @@ def catalog(folder: Path, environments: int) -> Path:
 def config(path: Path) -> str:
     return f"""
 c.GPUSpawnerMixin.catalog = {str(path)!r}
-c.Broker.device_source = "simulated:{GPUS // 2}xA100-80GB,{GPUS // 2}xT4"
-c.Broker.gpu_rates = {{"A100": 4, "T4": 1}}
-c.Broker.opening_grant = 1000
+c.GPUDevices.source = "simulated:{GPUS // 2}xA100-80GB,{GPUS // 2}xT4"
+c.GPURates.by_model = {{"A100": 4, "T4": 1}}
+c.GPUCredits.opening_grant = 1000
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
 """
 

@@ -44,8 +44,8 @@ c.JupyterHub.proxy_class = MemoryProxy
 c.JupyterHub.extra_handlers = HANDLERS
 c.JupyterHub.cleanup_servers = False
 c.Spawner.poll_interval = 3600
-c.Broker.device_source = "simulated:{DEVICES}xA100-80GB"
-c.Broker.opening_grant = 1000000
+c.GPUDevices.source = "simulated:{DEVICES}xA100-80GB"
+c.GPUCredits.opening_grant = 1000000
 {{limit}}
 """
 NO_LIMIT = "c.JupyterHub.concurrent_spawn_limit = 0"

@@ -3,12 +3,12 @@
 The last lines of an admin's ``jupyterhub_config.py``::
 
     c.JupyterHub.spawner_class = "gpu-docker"
-    c.Broker.database_url = "sqlite:////srv/jupyterhub/gpuspawner.sqlite"
+    c.GPUDatabase.url = "sqlite:////srv/jupyterhub/gpuspawner.sqlite"
     import gpuspawner; gpuspawner.add_services(c)
 
-What the admin set before stays as it is. The services hear of the ``c.Broker``,
-``c.Accounting`` and ``c.Notifier`` settings through their environment: a command line can be
-read by every user of the machine, and a database URL may hold a password. JupyterHub keeps
+What the admin set before stays as it is. The services hear of the settings in ``SECTIONS`` through
+their environment: a command line can be read by every user of the machine, and a database URL may
+hold a password. JupyterHub keeps
 the environment of a service in its own database; who does not want the password there
 leaves it out of the URL and uses a PostgreSQL password file (``PGPASSFILE``), and writes
 ``{file:/path}`` into the URL of a channel.
@@ -64,8 +64,77 @@ PAGES = (
 JUPYTERHUBS_SERVER_SCOPES = ("users:activity!user", "access:servers!server")
 """What JupyterHub lets the token of every server do."""
 
-SECTIONS = ("Broker", "Accounting", "Notifier")
+SECTIONS = (
+    *("GPUDatabase", "GPUDevices", "GPUCredits", "GPURates", "GPUQueue", "GPUMembers", "GPUIdle"),
+    *("GPUHealth", "GPUFolders", "GPUSlurm", "GPUMonitoring", "GPUSessions", "GPUNotifications"),
+    "Accounting",
+)
 """What the service is told of the configuration."""
+
+RENAMED = {
+    "Broker.database_url": "GPUDatabase.url",
+    "Broker.hub_id_file": "GPUDatabase.hub_id_file",
+    "Broker.device_source": "GPUDevices.source",
+    "Broker.refresh_seconds": "GPUDevices.refresh_seconds",
+    "Broker.opening_grant": "GPUCredits.opening_grant",
+    "Broker.hold_minutes": "GPUCredits.hold_minutes",
+    "Broker.hold_session": "GPUCredits.hold_session",
+    "Broker.grace_seconds": "GPUCredits.grace_seconds",
+    "Broker.when_dry": "GPUCredits.when_exhausted",
+    "Broker.credits_help": "GPUCredits.help_text",
+    "Accounting.warn_minutes": "GPUCredits.warn_minutes",
+    "Accounting.credits_hook": "GPUCredits.hook",
+    "Accounting.charge_seconds": "GPUCredits.charge_seconds",
+    "Broker.gpu_rates": "GPURates.by_model",
+    "Broker.special_rates": "GPURates.special",
+    "Broker.rate_zone": "GPURates.zone",
+    "Broker.group_weights": "GPUQueue.group_weights",
+    "Broker.group_priority": "GPUQueue.group_priority",
+    "Broker.member_limits": "GPUQueue.member_limits",
+    "Broker.group_limits": "GPUQueue.group_limits",
+    "Broker.queue_policy": "GPUQueue.policy",
+    "Broker.claim_minutes": "GPUQueue.claim_minutes",
+    "Broker.membership_grace_minutes": "GPUMembers.grace_minutes",
+    "Broker.when_idle": "GPUIdle.policy",
+    "Broker.when_sick": "GPUHealth.actions",
+    "Broker.sick_quiet_minutes": "GPUHealth.quiet_minutes",
+    "Broker.sick_most": "GPUHealth.max_relapses",
+    "Broker.sick_refund_minutes": "GPUHealth.refund_minutes",
+    "Broker.sick_refund": "GPUHealth.refund",
+    "Accounting.probe_image": "GPUHealth.probe_image",
+    "Accounting.probe_injection": "GPUHealth.probe_injection",
+    "Broker.folder_source": "GPUFolders.source",
+    "Broker.folder_quota": "GPUFolders.quota",
+    "Broker.most_folders": "GPUFolders.max_per_member",
+    "Broker.xfs_quota": "GPUFolders.xfs_quota",
+    "Broker.cluster": "GPUSlurm.cluster_file",
+    "Broker.jobs_of_members": "GPUSlurm.jobs_of_members",
+    "Broker.slurm_rest_token": "GPUSlurm.rest_token_file",
+    "Broker.slurm_rest_ca": "GPUSlurm.rest_ca_file",
+    "Broker.slurm_rest": "GPUSlurm.rest_url",
+    "Accounting.cluster_seconds": "GPUSlurm.sync_seconds",
+    "Accounting.session_warn_minutes": "GPUSessions.warn_minutes",
+    "Accounting.session_hook": "GPUSessions.hook",
+    "Accounting.look_inside_seconds": "GPUMonitoring.containers_seconds",
+    "Accounting.sample_seconds": "GPUMonitoring.sample_seconds",
+    "Accounting.keep_minutes_days": "GPUMonitoring.keep_minutes_days",
+    "Accounting.keep_hours_days": "GPUMonitoring.keep_hours_days",
+    "Accounting.members_see_names": "GPUMonitoring.members_see_names",
+    "Notifier.channels": "GPUNotifications.channels",
+    "Notifier.default_channels": "GPUNotifications.default_channels",
+    "Notifier.hook": "GPUNotifications.hook",
+    "Notifier.retry_seconds": "GPUNotifications.retry_seconds",
+    **dict.fromkeys(
+        (
+            *("Broker.ticket_days", "Accounting.credits_hook_seconds"),
+            *("Accounting.session_hook_seconds", "Accounting.processes_seconds"),
+            *("Notifier.hook_seconds", "Notifier.send_seconds"),
+        ),
+        "",
+    ),
+}
+"""The settings of before there was a class for each capability, and what they are now; empty for
+those that are fixed."""
 
 PASSED_ON = (
     *("HOME", "TZ", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_CONFIG"),
@@ -99,8 +168,9 @@ def add_services(
         raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
     if c.JupyterHub.get("internal_ssl"):
         _require_loopback(url)
-    if "hub_id_file" not in c.Broker:
-        c.Broker.hub_id_file = str(identity_file(c))
+    require_new_names(c)
+    if "hub_id_file" not in c.GPUDatabase:
+        c.GPUDatabase.hub_id_file = str(identity_file(c))
     _add_templates(c)
     _add_pages(c, name)
     _define_scopes(c)
@@ -123,6 +193,18 @@ def add_services(
     _let_servers_ask(c)
     if cull_idle_after is not None:
         _add_service(c, _culler(c, cull_idle_after), CULLER_SCOPES)
+
+
+def require_new_names(c: Config) -> None:
+    """Raise ConfigError naming every setting that has another name now: traitlets would pass over
+    it without a word."""
+    found = [
+        f"c.{old} is c.{new} now" if new else f"c.{old} is no setting any more: leave it out"
+        for old, new in RENAMED.items()
+        if (name := old.partition("."))[2] in c.get(name[0], {})
+    ]
+    if found:
+        raise ConfigError(what="; ".join(found))
 
 
 def _require_loopback(url: str) -> None:
@@ -148,7 +230,7 @@ def _culler(c: Config, idle_after: int) -> dict[str, Any]:
     if c.JupyterHub.get("internal_ssl"):
         certificates = os.path.abspath(c.JupyterHub.get("internal_certs_location", "internal-ssl"))
         command += ["--ssl-enabled=True", f"--internal-certs-location={certificates}"]
-    if not c.get("Accounting", {}).get("sample_seconds", True):
+    if not c.get("GPUMonitoring", {}).get("sample_seconds", True):
         return {"name": CULLER, "command": command}
     kept = {name: text for name, text in _environment(c).items() if _is_for_database(name)}
     command.append(f"--config={CULLER_CONFIG}")
@@ -272,10 +354,10 @@ def _environment(c: Config) -> dict[str, str]:
     if catalog := _catalog_to_pull(c):
         settings["Accounting"].setdefault("catalog", catalog)
     for name, value in _probe_settings(c).items():
-        settings["Accounting"].setdefault(name, value)
-    database = settings["Broker"].pop("database_url", None) or default_url()
+        settings["GPUHealth"].setdefault(name, value)
+    database = settings["GPUDatabase"].pop("url", None) or default_url()
     # The secrets of channels too, where their URLs name variables and not files.
-    named = set(re.findall(r"\{env:([^{}\s]+)\}", json.dumps(settings["Notifier"])))
+    named = set(re.findall(r"\{env:([^{}\s]+)\}", json.dumps(settings["GPUNotifications"])))
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -285,7 +367,7 @@ def _environment(c: Config) -> dict[str, str]:
         kept["DOCKER_HOST"] = host
     return kept | {
         "GPUSPAWNER_DATABASE_URL": _absolute(database),
-        "GPUSPAWNER_CONFIG": json.dumps(settings),
+        "GPUSPAWNER_CONFIG": json.dumps({name: told for name, told in settings.items() if told}),
         "GPUSPAWNER_HUB_PID": str(os.getpid()),
     }
 
@@ -351,10 +433,11 @@ def _plain_value(value: Any) -> Any:
 
 
 def _resolved(section: str, setting: str, value: LazyConfigValue) -> Any:
-    """The default with the additions of, say, ``c.Broker.gpu_rates.update(...)``."""
-    from .services import Broker
+    """The default with the additions of, say, ``c.GPURates.by_model.update(...)``."""
+    from .settings import CLASSES
 
-    known = Broker.class_traits(config=True) if section == "Broker" else {}
+    classes = {each.__name__: each for each in CLASSES}
+    known = classes[section].class_traits(config=True) if section in classes else {}
     if setting not in known:
         what = f"c.{section}.{setting} can only be set as a whole: c.{section}.{setting} = ..."
         raise ConfigError(what=what)

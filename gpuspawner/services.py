@@ -37,7 +37,6 @@ from .leases.sessions import SessionService
 from .ledger import charges, lot_settlement
 from .ledger import repository as ledger_repository
 from .ledger import rules as ledger_rules
-from .ledger.credit_policy import CreditPolicies
 from .ledger.exhaustion import ExhaustionService
 from .ledger.grants import BulkGrantService, RefillService
 from .ledger.prices import PriceService
@@ -45,17 +44,18 @@ from .ledger.reports import ReportService
 from .ledger.service import LedgerService, note, refund_lease, refundable
 from .members.renames import RenameService
 from .members.roster import RosterService
-from .members.service import MemberService, MembershipSettings
-from .monitoring.health_service import HealthService, HealthSettings
-from .monitoring.service import IdleService, IdleSettings, MonitoringService
+from .members.service import MemberService
+from .monitoring.health_service import HealthService
+from .monitoring.service import IdleService, MonitoringService
 from .notifications.service import NotificationService
 from .queue import repository as queue_repository
 from .queue.positions import Outlooks
 from .queue.state import QueueState
+from .settings import BrokerSettings
 from .slurm.job_billing import ClusterAuditService, JobBillingService
 from .slurm.service import ClusterMemberService
 from .storage.disk_limits import DiskLimitService
-from .storage.service import FileSettings, SharedFolderService, StorageService
+from .storage.service import SharedFolderService, StorageService
 
 T = TypeVar("T")
 
@@ -71,34 +71,35 @@ def utcnow() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class Broker(
-    Grants,
-    SessionService,
-    MembershipSettings,
-    Outlooks,
-    FileSettings,
-    IdleSettings,
-    HealthSettings,
-):
+class Broker(Grants, SessionService, Outlooks):
     """Grants leases, charges them and releases them."""
 
-    def __init__(self, *, clock: Callable[[], datetime] | None = None, **kwargs: Any) -> None:
-        """``clock``: tests put their own in the place of the store's."""
-        super().__init__(**kwargs)
-        self.policies = CreditPolicies.from_config(self.when_dry)
-        self.read_idle_policies()  # a mistake is said at the start
-        self.health_policy()
-        self.store = Store.open(self.database_url)
+    def __init__(
+        self, config: Config | None = None, *, clock: Callable[[], datetime] | None = None
+    ) -> None:
+        """``clock``: tests put their own in the place of the store's.
+
+        Raises ConfigError naming a setting that cannot be, and TraitError.
+        """
+        super().__init__(config=config or Config())
+        self.settings = settings = BrokerSettings.read(self.config)
+        settings.require_valid()
+        self.store = Store.open(settings.database.url)
         self.clock = clock or self.store.clock
-        self.prices = PriceService(self.store, self._now, self, self.log)
+        self.prices = PriceService(self.store, self._now, settings.rates, self.log)
         self.cluster_members = ClusterMemberService(
-            self.store, self._now, self, self.cluster, self.prices, self.log
+            self.store,
+            self._now,
+            settings.queue,
+            settings.slurm.cluster_file,
+            self.prices,
+            self.log,
         )
         self.delegate = self.make_delegate()
         self.watch = InventoryCache(
-            self.source(), self.store, timedelta(seconds=self.refresh_seconds)
+            self.source(), self.store, timedelta(seconds=settings.devices.refresh_seconds)
         )
-        self.line = QueueState(self.make_scheduler())
+        self.line = QueueState(settings.queue.make_scheduler())
         self.granter = Granter(self.store)
         self.engine_ids: dict[str, str] = {}
         """The identity of each engine as it last answered, by the name of the engine."""
@@ -106,22 +107,22 @@ class Broker(
         self.devices = DeviceService(self.store, self._now, self.watch, self.machines)
         self.leaks = LeakService(self.store, self._now, self.look, self.log)
         self.health = HealthService(
-            self.store, self._now, self, self.watch, self.machines, self.log
+            self.store, self._now, settings.health, self.watch, self.machines, self.log
         )
-        self.ledger = LedgerService(self.store, self._now, self)
+        self.ledger = LedgerService(self.store, self._now, settings.credits)
         self.refills = RefillService(self.store, self._now, self.log)
         self.bulk_grants = BulkGrantService(self.store, self._now, self.ledger)
-        self.exhaustion = ExhaustionService(self.store, self._now, self)
-        self.members = MemberService(self.store, self._now, self, self.line, self.log)
-        self.roster = RosterService(self.store, self._now, self, self.members)
+        self.exhaustion = ExhaustionService(self.store, self._now, settings.credits)
+        self.members = MemberService(self.store, self._now, settings.members, self.line, self.log)
+        self.roster = RosterService(self.store, self._now, settings.rates, self.members)
         self.restarts = RestartService(self.store, self._now, self.delegate, self.log)
         self.disk_limits = DiskLimitService(self.store, self._now, self.log)
         self.notifications = NotificationService(self.store, self._now)
         self.reports = ReportService(self.store, self._now)
         self.monitoring = MonitoringService(self.store, self._now)
-        self.idle = IdleService(self.store, self._now, lambda: self.skew, self, self.log)
-        self.storage = StorageService(self.store, self._now, self, self.log)
-        self.shared_folders = SharedFolderService(self.store, self._now, self)
+        self.idle = IdleService(self.store, self._now, lambda: self.skew, settings.idle, self.log)
+        self.storage = StorageService(self.store, self._now, settings.folders, self.log)
+        self.shared_folders = SharedFolderService(self.store, self._now, settings.folders)
         self.renames = RenameService(self.store, self._now, self.log)
         self.job_billing = JobBillingService(
             self.store, self._now, self.cluster_members, self.prices, self.log
@@ -139,7 +140,7 @@ class Broker(
         """The device source that ``device_source`` names, or who gives devices in our place."""
         if self.delegate is not None:
             return self.delegate
-        return open_source(self.device_source)
+        return open_source(self.settings.devices.source)
 
     async def run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a method of the broker off the event loop, in the threads for changes.
@@ -561,14 +562,14 @@ def hub_broker(
 
 
 def _open_broker(config: Config, log: logging.Logger | Any) -> Broker:
-    broker = Broker(config=config)
-    path = Path(broker.hub_id_file or identity_file(config))
+    broker = Broker(config)
+    path = Path(broker.settings.database.hub_id_file or identity_file(config))
     try:
         broker.granter.identity = make_identity(path)
     except OSError as error:
         log.warning(
             "The hub's id cannot be kept in %s (%s): name another file with "
-            "c.Broker.hub_id_file. Until then another hub on the same database could take "
+            "c.GPUDatabase.hub_id_file. Until then another hub on the same database could take "
             "this one's leases for its own.",
             path,
             error.strerror,

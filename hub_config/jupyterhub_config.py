@@ -54,7 +54,7 @@ c.DockerSpawner.cpu_limit = 8
 c.GPUDockerSpawner.capabilities = []  # for images that start as root, take this line out
 
 # What it costs. For many members, PostgreSQL: postgresql://gpuspawner@db.example.org/gpuspawner
-c.Broker.database_url = os.environ.get("GPUSPAWNER_DATABASE_URL", "sqlite:///gpuspawner.sqlite")
-c.Broker.gpu_rates = {"*": 1, "A100": 4, "H100": 8}
+c.GPUDatabase.url = os.environ.get("GPUSPAWNER_DATABASE_URL", "sqlite:///gpuspawner.sqlite")
+c.GPURates.by_model = {"*": 1, "A100": 4, "H100": 8}
 service = os.environ.get("SERVICE_URL", "http://127.0.0.1:10190")
 gpuspawner.add_services(c, url=service, cull_idle_after=4 * 3600)

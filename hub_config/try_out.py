@@ -46,9 +46,9 @@ c.MemberSharedPasswordAuthenticator.allowed_users = {f"member{n}" for n in range
 c.MemberSharedPasswordAuthenticator.admin_users = {"admin"}
 
 # What: GPUs, their rates, and the environments.
-c.Broker.database_url = f"sqlite:///{folder}/gpuspawner.sqlite"
-c.Broker.device_source = setting("GPUS", "simulated:2xA100-80GB,2xT4")
-c.Broker.gpu_rates = {"*": 1, "T4": "0.5", "A100": 4, "H100": 8, "H200": 10}
+c.GPUDatabase.url = f"sqlite:///{folder}/gpuspawner.sqlite"
+c.GPUDevices.source = setting("GPUS", "simulated:2xA100-80GB,2xT4")
+c.GPURates.by_model = {"*": 1, "T4": "0.5", "A100": 4, "H100": 8, "H200": 10}
 c.GPUSpawnerMixin.catalog = setting("CATALOG", str(HERE / "catalog.yaml"))
 c.Spawner.start_timeout = 120
 c.Spawner.http_timeout = 120

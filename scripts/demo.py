@@ -22,6 +22,7 @@ import demo_docker
 import demo_processes
 from demo_docker import Containers, ImageMaker, NoDocker
 from demo_state import ADMIN, MEMBERS, SAMPLE, State, Stop, demo_catalog
+from traitlets.config import Config
 
 from gpuspawner.core.errors import GPUSpawnerError
 from gpuspawner.devices.models import Device, DeviceStatus
@@ -246,7 +247,9 @@ class Demo:
 
     def _settle(self) -> None:
         """Settle leases that the hub had no time for, and end what still holds one."""
-        broker = Broker(database_url=self.state.database_url, device_source=self.gpus)
+        config = Config()
+        config.GPUDatabase.url, config.GPUDevices.source = self.state.database_url, self.gpus
+        broker = Broker(config)
         try:
             if not broker.open_leases():
                 return

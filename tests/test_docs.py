@@ -13,9 +13,11 @@ from gpuspawner.auth.ldap import MemberLDAPAuthenticator
 from gpuspawner.cli.app import COMMANDS
 from gpuspawner.core import scopes
 from gpuspawner.hub_pages.handlers import CatalogPages
+from gpuspawner.monitoring.service import GPUMonitoring
 from gpuspawner.service.app import Accounting
-from gpuspawner.service.notifier import Notifier
-from gpuspawner.services import Broker
+from gpuspawner.service.notifier import GPUNotifications
+from gpuspawner.service.session_duties import GPUSessions
+from gpuspawner.settings import CLASSES as SETTINGS
 from gpuspawner.spawners import options
 from gpuspawner.spawners.docker import GPUDockerSpawner
 from gpuspawner.spawners.local import GPULocalSpawner
@@ -24,13 +26,15 @@ REPO = Path(__file__).parents[1]
 README = (REPO / "README.md").read_text(encoding="utf-8")
 CLASSES = (
     Accounting,
-    Broker,
     CatalogPages,
     GPUDockerSpawner,
     GPULocalSpawner,
     MemberLDAPAuthenticator,
     MemberOAuthenticator,
-    Notifier,
+    *SETTINGS,
+    GPUMonitoring,
+    GPUNotifications,
+    GPUSessions,
 )
 
 

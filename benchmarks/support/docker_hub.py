@@ -37,8 +37,8 @@ c.StockSpawner.extra_host_config = {{
     "device_requests": [DeviceRequest(device_ids=[{spare!r}], capabilities=[["gpu"]])]
 }}
 c.GPUDockerSpawner.gpu_injection = "device_requests"
-c.Broker.device_source = "simulated:{fleet}"
-c.Broker.opening_grant = 1000000
+c.GPUDevices.source = "simulated:{fleet}"
+c.GPUCredits.opening_grant = 1000000
 """
 
 

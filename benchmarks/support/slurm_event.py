@@ -45,7 +45,7 @@ CONFIG = """
 from support.slurm_inside import HANDLERS, TimedSlurmSpawner
 c.JupyterHub.spawner_class = TimedSlurmSpawner
 c.JupyterHub.extra_handlers = HANDLERS
-c.Broker.opening_grant = 100_000_000
+c.GPUCredits.opening_grant = 100_000_000
 c.Accounting.reconcile_seconds = 15
 """
 

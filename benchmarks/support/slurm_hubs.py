@@ -38,16 +38,16 @@ BOTH = """
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 60}}
 c.{spawner}.catalog = {catalog!r}
 c.{spawner}.gpu_injection = "device_requests"
-c.Broker.opening_grant = 1_000_000
+c.GPUCredits.opening_grant = 1_000_000
 """
 SINGLE = """
 c.JupyterHub.spawner_class = "gpuspawner.spawners.docker.GPUDockerSpawner"
 c.JupyterHub.cleanup_servers = False
 c.GPUDockerSpawner.host_ip = {host_ip!r}
 c.GPUDockerSpawner.remove = True
-c.Broker.database_url = {database_url!r}
-c.Broker.device_source = "simulated:{fleet}"
-c.Broker.gpu_rates = {{"*": 3600}}
+c.GPUDatabase.url = {database_url!r}
+c.GPUDevices.source = "simulated:{fleet}"
+c.GPURates.by_model = {{"*": 3600}}
 """
 
 

@@ -302,7 +302,7 @@ class Rules(Sentences):
     def _broker_default(self) -> Any:
         from ..services import Broker
 
-        return Broker(parent=self)
+        return Broker(self.config)
 
     # What classes of certain providers know.
 

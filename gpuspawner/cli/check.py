@@ -106,7 +106,7 @@ LEANING_ON_HUB = (
 )
 NO_GPU = (
     "Install NVIDIA's driver and see that nvidia-smi lists the GPUs. To try out without any: "
-    'c.Broker.device_source = "simulated:4xA100-80GB".'
+    'c.GPUDevices.source = "simulated:4xA100-80GB".'
 )
 
 WORDS = {Status.OK: "ok", Status.FAIL: "FAIL", Status.UNCHECKED: "not checked"}
@@ -259,7 +259,7 @@ def _devices(settings: Settings, readable: bool) -> tuple[CheckFinding, Inventor
         seen, health = look(settings, broker), broker.health.device_states() if broker else {}
     except GPUSpawnerError as error:
         nothing = Inventory(devices=(), observed_at=utcnow())
-        remedy = "Set c.Broker.device_source." if isinstance(error, ConfigError) else ""
+        remedy = "Set c.GPUDevices.source." if isinstance(error, ConfigError) else ""
         return CheckFinding(name, Status.FAIL, error.message, remedy), nothing
     inventory, views = seen.inventory, seen.views
     if inventory.error:

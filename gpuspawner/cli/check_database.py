@@ -63,7 +63,7 @@ def network_file_system(path: Path, mounts: str | None = None) -> str:
 
 def _on_network(path: Path, kind: str) -> CheckFinding:
     text = f"{path} lies on a network file system ({kind}): SQLite's locks do not hold there."
-    remedy = "Put the file on a disk of this machine, or use PostgreSQL (c.Broker.database_url)."
+    remedy = "Put the file on a disk of this machine, or use PostgreSQL (c.GPUDatabase.url)."
     return CheckFinding(NAME, Status.FAIL, text, remedy)
 
 

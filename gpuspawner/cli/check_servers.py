@@ -37,22 +37,19 @@ from ..engines.preflight import (
 from ..slurm.cluster import Node
 from ..slurm.telemetry import MOST_APART, seconds_ahead
 from ..storage.quotas import Quotas
-from ..storage.service import FileSettings
+from ..storage.service import GPUFolders
 from .check_hub import check_reachable
 from .hub import HubSettings
-
-_Settings = type("Broker", (FileSettings,), {})
-"""A class's name says which section it reads."""
 
 
 def check_quotas(hub: HubSettings) -> Iterator[CheckFinding]:
     """A finding for each kind of quota that is set; none when there is none."""
-    settings = _Settings(config=hub.app.config)
+    settings = GPUFolders(config=hub.app.config)
     quotas = Quotas(settings.xfs_quota)
     if getattr(hub.spawner, "workspace_quota", 0):
         yield _check("quota", str(hub.spawner.workspace), "c.GPUDockerSpawner.workspace", quotas)
-    if settings.folder_quota and settings.folder_source:
-        yield _check("folder quota", settings.folder_source, "c.Broker.folder_source", quotas)
+    if settings.quota and settings.source:
+        yield _check("folder quota", settings.source, "c.GPUFolders.source", quotas)
 
 
 def _check(name: str, template: str, setting: str, quotas: Quotas) -> CheckFinding:

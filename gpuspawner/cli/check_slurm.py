@@ -104,12 +104,12 @@ SOMEBODY = "nobody"
 
 
 def check_rest(settings: Mapping[str, Any]) -> tuple[list[CheckFinding], Mapping[str, NodeState]]:
-    """Whether slurmrestd answers to ``c.Broker``'s token, and how the nodes are."""
+    """Whether slurmrestd answers to the token of ``c.GPUSlurm``, and how the nodes are."""
     try:
         rest = Rest(
-            str(settings["slurm_rest"]),
-            str(settings.get("slurm_rest_token", "")),
-            str(settings.get("slurm_rest_ca", "")),
+            str(settings["rest_url"]),
+            str(settings.get("rest_token_file", "")),
+            str(settings.get("rest_ca_file", "")),
         )
         found = [_check_token(rest)]
     except ConfigError as error:
@@ -165,7 +165,7 @@ def _check_members(rest: Rest) -> CheckFinding:
     except SlurmUnavailable:
         text = f"The token of {rest.token().user} may not act for members."
         remedy = "Make it for SlurmUser (scontrol token username=slurm), or set "
-        return CheckFinding(name, Status.FAIL, text, f"{remedy}c.Broker.jobs_of_members = False.")
+        return CheckFinding(name, Status.FAIL, text, f"{remedy}c.GPUSlurm.jobs_of_members = False.")
     return CheckFinding(name, Status.OK, f"The token of {rest.token().user} may act for members")
 
 
@@ -186,8 +186,8 @@ def check_slurm(
 ) -> Iterator[CheckFinding]:
     """Everything about servers on the nodes of a cluster."""
     states: Mapping[str, NodeState] = {}
-    if hub.app.config.Broker.get("slurm_rest"):
-        findings, states = check_rest(hub.app.config.Broker)
+    if hub.app.config.GPUSlurm.get("rest_url"):
+        findings, states = check_rest(hub.app.config.GPUSlurm)
         yield from findings
     else:
         slurm = Slurm(conf=cluster.slurm_conf)

@@ -10,24 +10,17 @@ from types import TracebackType
 
 import sqlalchemy as sa
 from traitlets import TraitError
-from traitlets.config import Config, LoggingConfigurable
+from traitlets.config import Config
 from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 
-from ..base_service import BrokerSettings
+from ..config import require_new_names
 from ..core.errors import ConfigError, StoreUnavailable
 from ..queue.scheduler import Scheduler
 from ..services import Broker
+from ..settings import BrokerSettings
 from . import DEFAULT_FILE
 
 _PASSWORD = re.compile(r"://[^\s:/@]*:([^\s@]+)@")
-
-
-def _read_traits(self: LoggingConfigurable, config: Config) -> None:
-    LoggingConfigurable.__init__(self, config=config)
-
-
-# The broker's traits without its database. A class's name says which section it reads.
-_BrokerTraits = type("Broker", (Broker,), {"__init__": _read_traits})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +31,11 @@ class Settings:
     file: Path | None
     """The configuration file, None when there is none."""
     broker: BrokerSettings
-    """The broker's traits; no database is opened for them."""
+    """What they say, by capability; no database is opened for it."""
 
     @property
     def database_url(self) -> str:
-        return self.broker.database_url
+        return self.broker.database.url
 
     def open_broker(self) -> Broker:
         """The broker on the hub's database. Raises StoreUnavailable when there is none yet:
@@ -52,12 +45,11 @@ class Settings:
                 f"There is no database at {missing}. Run this in the hub's working directory, name "
                 "the database with --database, or start the hub once: it makes the database."
             )
-        return Broker(config=self.config)
+        return Broker(self.config)
 
     def scheduler(self) -> Scheduler:
         """The hub's scheduler, with nobody in line; no database is opened for it."""
-        made: Scheduler = _BrokerTraits(config=self.config).make_scheduler()
-        return made
+        return self.broker.queue.make_scheduler()
 
     def missing_database(self) -> Path | None:
         """The absolute path of the SQLite file when it is not there."""
@@ -74,13 +66,14 @@ def load(file: str | None, database: str | None) -> Settings:
     path = Path(file) if file else Path(DEFAULT_FILE)
     found = bool(file) or path.is_file()
     config = read_file(path) if found else Config()
+    require_new_names(config)
     if database:
-        config.Broker.database_url = database
+        config.GPUDatabase.url = database
     try:
-        broker = _BrokerTraits(config=config)
+        broker = BrokerSettings.read(config)
     except TraitError as error:
         raise ConfigError(what=f"{error} ({path})") from None
-    _check_url(broker.database_url)
+    _check_url(broker.database.url)
     return Settings(config, path.resolve() if found else None, broker)
 
 

@@ -44,7 +44,7 @@ class HubSettings:
     @property
     def cluster_file(self) -> str:
         """Where the nodes are written down that Slurm schedules; empty when servers are here."""
-        return str(self.app.config.Broker.get("cluster", "") or "")
+        return str(self.app.config.GPUSlurm.get("cluster_file", "") or "")
 
     @property
     def api_url(self) -> str:

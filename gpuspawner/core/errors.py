@@ -255,7 +255,7 @@ class NotReconciled(Unavailable):
 
 class AnotherHubGrants(Unavailable):
     """Another hub gives out the GPUs of this database; one database belongs to one hub.
-    Stop the other hub, or give this one a database of its own (c.Broker.database_url)."""
+    Stop the other hub, or give this one a database of its own (c.GPUDatabase.url)."""
 
     reason = "another_hub"
 

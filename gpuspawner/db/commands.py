@@ -117,7 +117,7 @@ def _looked_at(rows: Mapping[str, int]) -> str:
 @yes_option
 def takeover(settings: Settings, yes: bool) -> None:
     """Say whose the database is, ask, and make it this hub's."""
-    path = Path(settings.broker.hub_id_file or identity_file(settings.config))
+    path = Path(settings.broker.database.hub_id_file or identity_file(settings.config))
     if not (identity := read_identity(path)):
         raise Refused(
             f"No hub has started here yet: there is no file {path}. Type this in the hub's working "

@@ -37,7 +37,7 @@ def devices(settings: Settings) -> int:
         overview, health = _overview(look(settings, broker), rates), broker.health.device_states()
     else:
         note(f"There is no database at {missing} yet: what is leased is not known.")
-        overview = _overview(look(settings, None), settings.broker.read_rates())
+        overview = _overview(look(settings, None), settings.broker.rates.read())
         leases, use, health = [], {}, {}
     told = Told({lease.id: lease for lease in leases}, use, health)
     show(_plain(overview, told), _text(overview, told))
@@ -69,7 +69,7 @@ def look(settings: Settings, broker: Broker | None) -> DevicesReport:
     ConfigError and StoreUnavailable.
     """
     elsewhere = broker is not None and broker.delegate
-    source = elsewhere or open_source(settings.broker.device_source)
+    source = elsewhere or open_source(settings.broker.devices.source)
     inventory = source.observe(utcnow())
     if broker is None:
         return DevicesReport(inventory, device_views(inventory.devices, {}))

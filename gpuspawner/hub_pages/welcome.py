@@ -73,9 +73,9 @@ class Welcome(HubPageHandler):
             balance=format_credits(account.balance),
             prices=prices(account, models),
             more_prices=len(models) > MODELS,
-            claim_minutes=broker.claim_minutes,
+            claim_minutes=broker.settings.queue.claim_minutes,
             place=_place(self.site, self.settings["spawner_class"]),
-            folders=bool(broker.folder_source),
+            folders=bool(broker.settings.folders.source),
         )
 
 

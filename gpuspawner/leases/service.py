@@ -132,14 +132,14 @@ class Grants(Queue, Reads):
         terms = terms or Terms()
         free = not request.devices
         account = account or self.ledger.payer(server.user, terms.groups, terms.account, free=free)
-        policy = self.policy_for(account, terms.groups)
+        policy = self.settings.credits.policy_for(account, terms.groups)
         grant = partial(
             self._grant,
             server,
             request,
             engine=engine,
             account=account,
-            group=self.standing_of(terms.groups)[0] if terms.groups else "",
+            group=self.settings.queue.standing_of(terms.groups)[0] if terms.groups else "",
             seconds=terms.seconds if request.devices else None,
             when_dry=policy.when_dry,
             overdraft=policy.overdraft,
@@ -189,7 +189,7 @@ class Grants(Queue, Reads):
         waited = (now - ticket.created_at).total_seconds()
         # Where another scheduler decides, everybody has a ticket, also who gets devices at once.
         stood_in_line = since is None or waited > AT_ONCE
-        claim = round(60 * self.claim_minutes) or None if stood_in_line else None
+        claim = round(60 * self.settings.queue.claim_minutes) or None if stood_in_line else None
         with self.store.write() as connection:
             row = queue_repository.get_ticket(connection, ticket.id, lock=True)
             if row.outcome:
@@ -266,7 +266,7 @@ class Grants(Queue, Reads):
             payer = self._payer_now(connection, account, now)
         if known.overdraft is not None and terms.get("when_dry") == OVERDRAFT:
             terms["overdraft"] = known.overdraft  # of an account there is one at a time
-        lead = self.lead(terms.get("seconds"))
+        lead = self.settings.credits.lead(terms.get("seconds"))
         hold = ledger_rules.hold_for(rate, lead)
         self._check_credits(payer, hold, rate, lead)
         lease = Lease(
@@ -306,15 +306,16 @@ class Grants(Queue, Reads):
             set_aside = f" ({format_credits(account.held)} more are set aside for running servers)"
         kind, _, name = account.name.partition(":")
         whose = f"The group {name}'s" if kind == "group" else "Your"
-        first = f"the first {self.hold_minutes:g} minutes"
-        if self.hold_session and lead != self.lead(None):
+        settings = self.settings.credits
+        first = f"the first {settings.hold_minutes:g} minutes"
+        if settings.hold_session and lead != settings.lead(None):
             first = f"the whole session of {ledger_rules.format_time_left(lead)}"
         raise NoCredits(
             f"{whose} balance of {format_credits(account.available)} credits{set_aside} does not "
             f"cover this: it costs {format_credits(rate)} credits an hour, and {first} "
             f"({format_credits(-(-hold // 10_000) * 10_000)}) must "
-            f"be there at the start. {self.credits_help} You can start without a GPU: that is "
-            "free.",
+            f"be there at the start. {settings.help_text} You can start without a GPU: "
+            "that is free.",
             balance=account.available,
             hold=hold,
         )
@@ -324,7 +325,7 @@ class Grants(Queue, Reads):
         now = self.clock()
         running = self.open_leases()
         accounts = {account.name: account for account in self.ledger.accounts()}
-        grace = timedelta(seconds=self.grace_seconds) + STOPPING
+        grace = timedelta(seconds=self.settings.credits.grace_seconds) + STOPPING
         ends = snapshots.latest_ends(running, accounts, grace, now)
         fitting = [
             ends[lease.id]

@@ -282,7 +282,7 @@ class SessionService(Queue):
         running = self.line.scheduler.running.values()
         mine = [x for x in running if x.member == extended.server.user]
         groups = [x for x in running if extended.group and x.group == extended.group]
-        limits = zip((mine, groups), self.limits_of(extended.group), strict=True)
+        limits = zip((mine, groups), self.settings.queue.limits_of(extended.group), strict=True)
         free = self.line.supply.free
         late = delayed(self.line.scheduler, extended.id, end, at, free)
         reasons = [
@@ -299,16 +299,16 @@ class SessionService(Queue):
         if lease.when_dry != SESSION:
             return
         balance = self._payer_now(connection, lease.account, now).balance
-        needed = ledger_rules.hold_for(lease.rate, self.lead(None))
+        needed = ledger_rules.hold_for(lease.rate, self.settings.credits.lead(None))
         if not ledger_rules.can_afford(balance, needed):
             sums = f"{format_credits(balance)} credits left, and needs {format_credits(needed)}"
             raise CannotExtend(why=f"{lease.account} has {sums}")
 
     def _longer_hold(self, connection: sa.Connection, extended: Lease) -> int:
         """What a longer session holds, where sessions are held whole. Raises CannotExtend."""
-        if not self.hold_session:
+        if not self.settings.credits.hold_session:
             return extended.hold
-        whole = self.lead((extended.seconds or 0) + extended.extended)
+        whole = self.settings.credits.lead((extended.seconds or 0) + extended.extended)
         hold = max(extended.hold, ledger_rules.hold_for(extended.rate, whole))
         missing = hold - max(extended.hold, extended.charged)
         available = ledger_repository.get_account(connection, extended.account).available

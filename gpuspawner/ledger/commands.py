@@ -87,7 +87,7 @@ def grant(
             dry_run=dry_run,
             open_accounts=opens,
             again=again,
-            until=moment(until, broker.rate_zone),
+            until=moment(until, broker.settings.rates.zone),
         )
         return _show_file(done, dry_run)
     if dry_run or again:
@@ -108,7 +108,7 @@ def grant(
         actor=giver,
         reason=reason,
         key=f"grant:{key}" if key else "",
-        until=moment(until, broker.rate_zone),
+        until=moment(until, broker.settings.rates.zone),
     )
     account = broker.ledger.account(name)
     verb, way = ("Gave", "to") if amount > 0 else ("Took", "from")

@@ -213,15 +213,15 @@ def _policy(group: object, value: object) -> CreditPolicy:
     if value in (STOP, SESSION):
         return CreditPolicy(str(value))
     if not isinstance(value, Mapping) or list(value) != [OVERDRAFT]:
-        what = f"Broker.when_dry[{group!r}] is {value!r}; write 'stop', 'session' or"
+        what = f"c.GPUCredits.when_exhausted[{group!r}] is {value!r}; write 'stop', 'session' or"
         raise ConfigError(what=f"{what} {{'overdraft': 20}}")
     try:
         bound = value[OVERDRAFT]
         amount = 0 if isinstance(bound, bool) else parse_credits(bound)
     except ValueError as error:
-        raise ConfigError(what=f"Broker.when_dry[{group!r}]: {error}") from None
+        raise ConfigError(what=f"c.GPUCredits.when_exhausted[{group!r}]: {error}") from None
     if not 0 < amount <= parse_credits(MOST_OVERDRAFT):
         said = f"an overdraft of {bound!r} credits"
         limits = f"above 0 and up to {format_credits(parse_credits(MOST_OVERDRAFT), 0)}"
-        raise ConfigError(what=f"Broker.when_dry[{group!r}] is {said}; it is {limits}")
+        raise ConfigError(what=f"c.GPUCredits.when_exhausted[{group!r}] is {said}; it is {limits}")
     return CreditPolicy(OVERDRAFT, amount)

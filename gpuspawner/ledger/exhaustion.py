@@ -25,7 +25,7 @@ from . import credit_policy, credit_repository, lot_settlement, rules
 from .credit_policy import OVERDRAFT, SESSION, PolicyStep, Purse
 
 if TYPE_CHECKING:
-    from ..base_service import BrokerSettings
+    from .settings import GPUCredits
 
 
 def first_of_each(leases: Collection[Lease]) -> dict[str, Lease]:
@@ -155,9 +155,7 @@ class Happened:
 class ExhaustionService:
     """Sees to accounts whose credits run out: warns, waits and orders the end of servers."""
 
-    def __init__(
-        self, store: Store, clock: Callable[[], datetime], settings: BrokerSettings
-    ) -> None:
+    def __init__(self, store: Store, clock: Callable[[], datetime], settings: GPUCredits) -> None:
         self.store = store
         self.clock = clock
         self.settings = settings
@@ -209,7 +207,7 @@ class ExhaustionService:
                     purse,
                     lease.told_dry or 0.0,
                     now,
-                    self.settings.credits_help,
+                    self.settings.help_text,
                     several=several,
                 )
                 notifications_repository.add(connection, notice)
@@ -249,12 +247,10 @@ class ExhaustionService:
             now if step.event == "stop" else credit_policy.stops_at(lease, purse, now, self.grace)
         )
         if step.event == "dry":
-            notice = ran_dry(lease, purse, now, stops_at, self.settings.credits_help)
+            notice = ran_dry(lease, purse, now, stops_at, self.settings.help_text)
             notifications_repository.add(connection, notice)
         elif step.event == "stop":
-            notifications_repository.add(
-                connection, stopped(lease, now, self.settings.credits_help)
-            )
+            notifications_repository.add(connection, stopped(lease, now, self.settings.help_text))
         if step.event == "quiet":
             return None
         return Happened(step.event, lease, purse, step.minutes, stops_at)

@@ -23,10 +23,10 @@ QUOTED = timedelta(minutes=10)
 """How long the price that a form showed holds for whoever has it open."""
 
 
-class PriceSettings(LoggingConfigurable):
-    """What an admin can set of prices, as ``c.Broker.NAME``."""
+class GPURates(LoggingConfigurable):
+    """What an hour of a GPU costs."""
 
-    gpu_rates = Dict(
+    by_model = Dict(
         {"*": 1},
         config=True,
         help="""
@@ -35,11 +35,11 @@ class PriceSettings(LoggingConfigurable):
         A rate is copied into the lease at the grant: a change holds for new servers only.
         Example::
 
-            c.Broker.gpu_rates = {"*": 1, "A100": 4, "T4": "0.5"}
+            c.GPURates.by_model = {"*": 1, "A100": 4, "T4": "0.5"}
         """,
     )
 
-    special_rates = List(
+    special = List(
         Dict(),
         config=True,
         help="""
@@ -47,10 +47,10 @@ class PriceSettings(LoggingConfigurable):
         or for one of the ``slots`` of a shared device. Each has a ``rate``, and maybe a ``model``.
 
         Of all that fit, the environment's own goes first, then the one of the longest model, then
-        share, hours and date; ``gpu_rates`` are for the rest. A server keeps the rate that it
+        share, hours and date; ``by_model`` are for the rest. A server keeps the rate that it
         starts with, day and night. Example::
 
-            c.Broker.special_rates = [
+            c.GPURates.special = [
                 {"model": "A100", "hours": "Mon-Fri 20-8, Sat, Sun", "rate": 2},
                 {"environment": "course", "rate": 0, "from": "2026-10-01"},
                 {"model": "A100", "slots": 4, "rate": "1.2"},
@@ -58,24 +58,24 @@ class PriceSettings(LoggingConfigurable):
         """,
     )
 
-    rate_zone = Unicode(
+    zone = Unicode(
         "UTC",
         config=True,
         help="""
         The time zone of the hours and dates of rates, by its name. Example::
 
-            c.Broker.rate_zone = "Europe/Vienna"
+            c.GPURates.zone = "Europe/Vienna"
         """,
     )
 
-    def read_rates(self) -> Rates:
+    def read(self) -> Rates:
         """The rates of the configuration. Raises ConfigError naming a bad one."""
         try:
-            open_zone(self.rate_zone)
+            open_zone(self.zone)
         except ValueError as error:
-            raise ConfigError(what=f"Broker.rate_zone: {error}") from None
-        special = pricing.special_rates(self.special_rates, self.rate_zone)
-        return Rates.of(special, pricing.rates_by_model(self.gpu_rates))
+            raise ConfigError(what=f"c.GPURates.zone: {error}") from None
+        special = pricing.special_rates(self.special, self.zone)
+        return Rates.of(special, pricing.rates_by_model(self.by_model))
 
 
 class PriceService:
@@ -85,7 +85,7 @@ class PriceService:
         self,
         store: Store,
         clock: Callable[[], datetime],
-        settings: PriceSettings,
+        settings: GPURates,
         log: logging.Logger,
     ) -> None:
         """Raises ConfigError for rates of the configuration that cannot be."""
@@ -93,7 +93,7 @@ class PriceService:
         self.clock = clock
         self.settings = settings
         self.log = log
-        self.configured = settings.read_rates()
+        self.configured = settings.read()
 
     @property
     def rates(self) -> RateCard:
@@ -126,10 +126,10 @@ class PriceService:
         hour; those that run keep their price.
 
         All as an admin writes it: ``hours`` and ``since`` by the clock of ``zone`` (nothing:
-        ``rate_zone``). Raises InvalidRequest naming the field of what cannot be.
+        the site's zone). Raises InvalidRequest naming the field of what cannot be.
         """
         now = self.clock()
-        zone = _checked("zone", _zone, zone or self.settings.rate_zone)
+        zone = _checked("zone", _zone, zone or self.settings.zone)
         begins = _checked("from", pricing.parse_moment, since, zone) if since else now
         if begins < now:
             raise InvalidRequest(
@@ -193,7 +193,7 @@ class PriceService:
         reason: str,
         now: datetime,
     ) -> None:
-        detail = words(rate, rate.hours.zone if rate.hours else self.settings.rate_zone)
+        detail = words(rate, rate.hours.zone if rate.hours else self.settings.zone)
         closures.note(
             connection,
             at=now,

@@ -306,7 +306,7 @@ def special_rates(config: Sequence[Mapping[str, object]], zone: str) -> list[Rat
     rates: dict[object, int] = {}
     found = []
     for number, entry in enumerate(config, start=1):
-        what = f"Entry {number} of c.Broker.special_rates is not valid"
+        what = f"Entry {number} of c.GPURates.special is not valid"
         if not isinstance(entry, Mapping):
             raise ConfigError(f'{what}: {entry!r} is none. Write {{"model": "A100", "rate": 2}}.')
         unknown = [str(name) for name in entry if name not in _FIELDS]

@@ -39,7 +39,7 @@ rates.add_same("list", "List the rates: an admin's own first, then the configura
 @option("--slots", "N", "for one of N slots of a shared device", type=int)
 @option("--hours", "TEXT", "hours of the week: 'Mon-Fri 20-8, Sat, Sun'", default="")
 @option("--from", "DATE", "from then on (default: now)", "since", default="")
-@option("--zone", "NAME", "of hours and date (default: c.Broker.rate_zone)", default="")
+@option("--zone", "NAME", "of hours and date (default: c.GPURates.zone)", default="")
 @reason_option
 def set_rate(
     settings: Settings,
@@ -65,7 +65,7 @@ def set_rate(
         actor=actor(),
         reason=reason,
     )
-    show(plain(new), f"Rate {new.id} is set: {words(new, zone or broker.rate_zone)}.")
+    show(plain(new), f"Rate {new.id} is set: {words(new, zone or broker.settings.rates.zone)}.")
     _warn(broker, new)
 
 
@@ -76,7 +76,7 @@ def remove_rate(settings: Settings, rate_id: int, reason: str) -> None:
     """Have one of an admin's rates hold no more."""
     broker = line_broker(settings)
     rate = broker.prices.remove_rate(rate_id, actor=actor(), reason=reason)
-    text = f"Rate {rate.id} holds no more: {words(rate, broker.rate_zone)}."
+    text = f"Rate {rate.id} holds no more: {words(rate, broker.settings.rates.zone)}."
     show(plain(rate), text)
 
 

@@ -45,7 +45,7 @@ class RatesPage(FormPage):
             now=now,
             rates=found.rates,
             next_change=found.next_change(now),
-            zone_name=self.broker.rate_zone,
+            zone_name=self.broker.settings.rates.zone,
             any=ANY,
             done=DONE.get(self.get_query_argument("done", ""), ""),
             error=refusal.message if refusal else "",
@@ -88,7 +88,7 @@ class RatesPage(FormPage):
             ("Model", typed["model"] or "any"),
             ("Environment", typed["environment"] or "any"),
             ("Hours", typed["hours"] or "always"),
-            ("From", f"{typed['since'] or 'now'} ({self.broker.rate_zone})"),
+            ("From", f"{typed['since'] or 'now'} ({self.broker.settings.rates.zone})"),
         ]
         self.ask(
             "Set this rate?",
@@ -130,7 +130,7 @@ class RemoveRatePage(RatesPage):
             raise InvalidRequest("This rate holds no more: nothing was changed.", field="id")
         self.ask(
             "Remove this rate?",
-            [("Rate", words(rate, self.broker.rate_zone))],
+            [("Rate", words(rate, self.broker.settings.rates.zone))],
             action=f"rates/{rate_id}/remove",
             button="Remove it",
             back="rates",

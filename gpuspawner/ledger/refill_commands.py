@@ -57,7 +57,7 @@ refills.add_same("list", "List the refills, and when each comes next.")
 @option("--cap", "AMOUNT", "bring no balance above this", type=CREDITS)
 @option("--keep-days", "N", "take back what is left after so many days", "keep", type=DAYS)
 @option("--from", "DATE", "not before (default: now)", "since")
-@option("--zone", "NAME", "whose clock (default: c.Broker.rate_zone)", default="")
+@option("--zone", "NAME", "whose clock (default: c.GPURates.zone)", default="")
 @flag("--dry-run", "only say what would happen")
 @option("--reason", "TEXT", "why, for the statement", required=True)
 def add_refill(
@@ -75,7 +75,7 @@ def add_refill(
 ) -> None:
     """Give credits again and again, by a rule of RFC 5545."""
     broker = settings.open_broker()
-    zone = zone or broker.rate_zone
+    zone = zone or broker.settings.rates.zone
     refill = broker.refills.plan_refill(
         rule,
         amount=amount,

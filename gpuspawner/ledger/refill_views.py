@@ -54,7 +54,7 @@ class RefillsPage(FormPage):
             refills=await self.read(self.broker.refills.all_refills),
             done=DONE.get(self.get_query_argument("done", ""), ""),
             error=refusal.message if refusal else "",
-            typed={**dict.fromkeys(FIELDS, ""), "zone": self.broker.rate_zone, **typed},
+            typed={**dict.fromkeys(FIELDS, ""), "zone": self.broker.settings.rates.zone, **typed},
             modes=tuple(Mode),
             longest=LONGEST_REASON,
             xsrf=self.xsrf,

@@ -29,7 +29,7 @@ from .repository import StatementLine
 from .rules import accounts_of, check_payer
 
 if TYPE_CHECKING:
-    from ..base_service import BrokerSettings
+    from .settings import GPUCredits
 
 REFUNDED = "refunded"
 """The outcome of a lease whose charges an admin gave back."""
@@ -48,9 +48,7 @@ class Payers:
 class LedgerService:
     """Accounts and their credits: opened, given, charged, refunded, reversed, and who pays."""
 
-    def __init__(
-        self, store: Store, clock: Callable[[], datetime], settings: BrokerSettings
-    ) -> None:
+    def __init__(self, store: Store, clock: Callable[[], datetime], settings: GPUCredits) -> None:
         self.store = store
         self.clock = clock
         self.settings = settings
@@ -103,7 +101,7 @@ class LedgerService:
         try:
             return parse_credits(self.settings.opening_grant)
         except ValueError as error:
-            raise ConfigError(what=f"Broker.opening_grant: {error}") from None
+            raise ConfigError(what=f"c.GPUCredits.opening_grant: {error}") from None
 
     # What an admin does.
 

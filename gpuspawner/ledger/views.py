@@ -376,7 +376,7 @@ class AccountPage(FormPage):
             done=DONE.get(self.get_query_argument("done", ""), ""),
             error=refusal.message if refusal else "",
             typed={"amount": "", "reason": "", "until": "", **typed},
-            zone_name=self.broker.rate_zone,
+            zone_name=self.broker.settings.rates.zone,
             longest=LONGEST_REASON,
             xsrf=self.xsrf,
         )
@@ -399,7 +399,7 @@ class GrantForm(AccountPage):
             if amount < 0:
                 web_base.must_take(self, account)
             reason = checked_reason(self.field("reason"), needed=True)
-            until = date_of(typed["until"], "until", self.broker.rate_zone)
+            until = date_of(typed["until"], "until", self.broker.settings.rates.zone)
             before = await self.broker.read(self.broker.ledger.account, account)
             if not self.confirmed:
                 self._ask(account, amount, reason, before.balance, until)

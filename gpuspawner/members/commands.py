@@ -90,7 +90,7 @@ def end(settings: Settings, member_name: str, course: str | None, reason: str) -
     ended = broker.roster.end_on_roster(member_name, actor=actor(), reason=reason, course=course)
     name = ended[0].user
     where = f" for {course}" if course else ""
-    grace = f"{broker.membership_grace_minutes:g} min"
+    grace = f"{broker.settings.members.grace_minutes:g} min"
     text = (
         f"The time of {name} on the roster{where} is over now. Who is a member by it alone "
         f"starts nothing more; what runs is warned, and stopped after {grace}. "

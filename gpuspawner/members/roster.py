@@ -15,7 +15,7 @@ from ..devices import closures
 from ..devices.service import checked_reason
 from ..ledger.grant_files import Problem, by_column, cells_of, decoded
 from ..ledger.models import check_account, group_account, member_account
-from ..ledger.prices import PriceSettings
+from ..ledger.prices import GPURates
 from ..ledger.pricing import open_zone, parse_moment
 from ..ledger.rules import ACTOR_ACCOUNTING
 from . import repository
@@ -231,7 +231,7 @@ class RosterService:
         self,
         store: Store,
         clock: Callable[[], datetime],
-        settings: PriceSettings,
+        settings: GPURates,
         members: MemberService,
     ) -> None:
         self.store = store
@@ -258,7 +258,7 @@ class RosterService:
         it end now. Others stay as they are, for the file may be one course of many.
         """
         now = self.clock()
-        listed, problems = parse(data, self.settings.rate_zone)
+        listed, problems = parse(data, self.settings.zone)
         if dry_run or problems:
             with self.store.read() as connection:
                 changes = _changes(connection, listed, whole, now)
@@ -366,11 +366,11 @@ class RosterService:
         return OnRoster(member=False, why=f"the time on the roster{_of(last)} ended on {ended}")
 
     def roster_day(self, moment: datetime | None, *, end: bool = False) -> str:
-        """A moment as admins write it, by the clock of ``c.Broker.rate_zone``: a day, with the
+        """A moment as admins write it, by the clock of ``c.GPURates.zone``: a day, with the
         time of day unless that is midnight. An ``end`` at midnight is of the day before."""
         if moment is None:
             return ""
-        local = moment.astimezone(open_zone(self.settings.rate_zone))
+        local = moment.astimezone(open_zone(self.settings.zone))
         if (local.hour, local.minute, local.second) != (0, 0, 0):
             return f"{local:%Y-%m-%d %H:%M %Z}"
         return f"{local - timedelta(days=1) if end else local:%Y-%m-%d}"

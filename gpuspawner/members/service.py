@@ -36,10 +36,10 @@ GONE = "member_gone"
 """The outcome of leases and tickets whose member is none any more."""
 
 
-class MembershipSettings(LoggingConfigurable):
-    """What an admin can set of memberships, as ``c.Broker.NAME``."""
+class GPUMembers(LoggingConfigurable):
+    """What happens when a membership ends."""
 
-    membership_grace_minutes = Float(
+    grace_minutes = Float(
         60.0,
         min=0.0,
         config=True,
@@ -48,7 +48,7 @@ class MembershipSettings(LoggingConfigurable):
 
         Example::
 
-            c.Broker.membership_grace_minutes = 24 * 60
+            c.GPUMembers.grace_minutes = 24 * 60
         """,
     )
 
@@ -69,7 +69,7 @@ class MemberService:
         self,
         store: Store,
         clock: Callable[[], datetime],
-        settings: MembershipSettings,
+        settings: GPUMembers,
         line: QueueState,
         log: logging.Logger,
     ) -> None:
@@ -82,7 +82,7 @@ class MemberService:
     @property
     def membership_grace(self) -> timedelta:
         """How long what runs goes on after its member is a member no more."""
-        return timedelta(minutes=self.settings.membership_grace_minutes)
+        return timedelta(minutes=self.settings.grace_minutes)
 
     def membership(self, user: str) -> Membership | None:
         """What is known of somebody; None of who never signed in as a member."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 import sqlalchemy as sa
-from traitlets import Dict, Enum, Float, Integer
+from traitlets import Dict, Enum, Float, Integer, Unicode
 from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, Refused
@@ -25,6 +25,7 @@ from ..devices.models import Device
 from ..devices.repository import SickLease, StoredHealth
 from ..devices.service import MachineService, closed_devices
 from ..devices.snapshots import InventoryCache
+from ..engines.injection import MODES as INJECTION_MODES
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeasedDevice
 from ..leases.sessions import end_clock
@@ -86,10 +87,10 @@ class OnSick:
         return next(each for each in self.lease.devices if each.uuid == self.sick.uuid)
 
 
-class HealthSettings(LoggingConfigurable):
-    """What an admin can set of sick devices, as ``c.Broker.NAME``."""
+class GPUHealth(LoggingConfigurable):
+    """What is done about sick GPUs."""
 
-    when_sick = Dict(
+    actions = Dict(
         {},
         config=True,
         help="""
@@ -98,11 +99,11 @@ class HealthSettings(LoggingConfigurable):
         ``README.md`` ("Sick GPUs") lists the causes and what each does of itself; ``xid 79`` is
         one error of the driver. Example::
 
-            c.Broker.when_sick = {"hot": "watch", "xid minor": "ignore", "xid 63": "drain"}
+            c.GPUHealth.actions = {"hot": "watch", "xid minor": "ignore", "xid 63": "drain"}
         """,
     )
 
-    sick_quiet_minutes = Float(
+    quiet_minutes = Float(
         10.0,
         min=0.0,
         config=True,
@@ -110,11 +111,11 @@ class HealthSettings(LoggingConfigurable):
         Minutes without anything wrong after which a sick GPU is probed; twice as many each time
         that it falls sick again within a day. Example::
 
-            c.Broker.sick_quiet_minutes = 30
+            c.GPUHealth.quiet_minutes = 30
         """,
     )
 
-    sick_most = Integer(
+    max_relapses = Integer(
         3,
         min=1,
         config=True,
@@ -122,11 +123,11 @@ class HealthSettings(LoggingConfigurable):
         How often a GPU may fall sick, each time within a day of the one before, until it stays
         out: then an admin gives it out again (``gpuspawner undrain``). Example::
 
-            c.Broker.sick_most = 1
+            c.GPUHealth.max_relapses = 1
         """,
     )
 
-    sick_refund = Enum(
+    refund = Enum(
         ("since_fault", "session", "none"),
         "since_fault",
         config=True,
@@ -134,11 +135,11 @@ class HealthSettings(LoggingConfigurable):
         What comes back, when it has ended, to who had a GPU that fell sick: what the server cost
         ``since_fault``, the whole ``session``, or ``none``. Example::
 
-            c.Broker.sick_refund = "session"
+            c.GPUHealth.refund = "session"
         """,
     )
 
-    sick_refund_minutes = Float(
+    refund_minutes = Float(
         60.0,
         min=0.0,
         config=True,
@@ -147,17 +148,45 @@ class HealthSettings(LoggingConfigurable):
 
         Example::
 
-            c.Broker.sick_refund_minutes = 240
+            c.GPUHealth.refund_minutes = 240
         """,
     )
 
-    def health_policy(self) -> HealthPolicy:
+    probe_image = Unicode(
+        "",
+        config=True,
+        help="""
+        The image in which a sick GPU is tried; one with Python, so that its memory is too. Where
+        it is not on the engine, or none is named, the first of the catalog that is.
+        ``add_services`` takes it from the spawner's own ``image``.
+
+        Example::
+
+            c.GPUHealth.probe_image = "quay.io/jupyter/base-notebook"
+        """,
+    )
+
+    probe_injection = Enum(
+        ("auto", "process", *INJECTION_MODES),
+        "auto",
+        config=True,
+        help="""
+        How the container gets the GPU, as ``c.GPUDockerSpawner.gpu_injection``, from which
+        ``add_services`` takes it; ``process``: it is tried by a process of this host.
+
+        Example::
+
+            c.GPUHealth.probe_injection = "cdi"
+        """,
+    )
+
+    def read_policy(self) -> HealthPolicy:
         """What the settings say. Raises ConfigError."""
         try:
-            actions = checked_actions(self.when_sick)
+            actions = checked_actions(self.actions)
         except (ValueError, AttributeError, TypeError) as error:
-            raise ConfigError(what=f"c.Broker.when_sick: {error}") from None
-        return HealthPolicy(actions, timedelta(minutes=self.sick_quiet_minutes), self.sick_most)
+            raise ConfigError(what=f"c.GPUHealth.actions: {error}") from None
+        return HealthPolicy(actions, timedelta(minutes=self.quiet_minutes), self.max_relapses)
 
 
 class HealthService:
@@ -167,7 +196,7 @@ class HealthService:
         self,
         store: Store,
         clock: Callable[[], datetime],
-        settings: HealthSettings,
+        settings: GPUHealth,
         inventory: InventoryCache,
         machines: MachineService,
         log: logging.Logger,
@@ -185,7 +214,7 @@ class HealthService:
 
     def judge_health(self, found: Mapping[str, FoundSymptoms]) -> list[HealthChange]:
         """Go on by what was found of devices; what changed, and which are to be probed now."""
-        now, policy = self.clock(), self.settings.health_policy()
+        now, policy = self.clock(), self.settings.read_policy()
         with self.store.read() as connection:
             known = devices_repository.load_health(connection)
             held = {place.uuid for place in leases_repository.taken(connection)}
@@ -352,11 +381,11 @@ class HealthService:
 
     def sick_promise(self, sick: SickLease, now: datetime) -> str:
         """What comes back to the member, as a sentence; empty when nothing does."""
-        if self.settings.sick_refund == "none" or not self.settings.sick_refund_minutes:
+        if self.settings.refund == "none" or not self.settings.refund_minutes:
             return ""
-        until = sick.fault_at + timedelta(minutes=self.settings.sick_refund_minutes)
+        until = sick.fault_at + timedelta(minutes=self.settings.refund_minutes)
         upto = f"{end_clock(until, now)} ({until.astimezone():%Z})"
-        what = "since then" if self.settings.sick_refund == "since_fault" else "from its start"
+        what = "since then" if self.settings.refund == "since_fault" else "from its start"
         return f"What the server costs {what}, up to {upto}, comes back when it has stopped."
 
     def _settle_one(self, connection: sa.Connection, lease_id: str) -> None:
@@ -374,17 +403,11 @@ class HealthService:
 
     def _owed_back(self, lease: Lease, sick: SickLease) -> int:
         """Microcredits that the rule gives back, whatever was charged."""
-        if (
-            self.settings.sick_refund == "none"
-            or lease.started_at is None
-            or lease.ended_at is None
-        ):
+        if self.settings.refund == "none" or lease.started_at is None or lease.ended_at is None:
             return 0
-        until = min(
-            lease.ended_at, sick.fault_at + timedelta(minutes=self.settings.sick_refund_minutes)
-        )
+        until = min(lease.ended_at, sick.fault_at + timedelta(minutes=self.settings.refund_minutes))
         whole = ledger_rules.owed(lease.rate, lease.started_at, max(until, lease.started_at))
-        if self.settings.sick_refund == "session":
+        if self.settings.refund == "session":
             return whole
         before = max(lease.started_at, min(sick.fault_at, until))
         return max(0, whole - ledger_rules.owed(lease.rate, lease.started_at, before))

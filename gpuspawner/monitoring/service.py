@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from itertools import groupby
 
 import sqlalchemy as sa
-from traitlets import Dict
+from traitlets import Bool, Dict, Float
 from traitlets.config import LoggingConfigurable
 
 from ..core.errors import CannotSnooze, ConfigError
@@ -128,10 +128,10 @@ class Resting:
     """By how much it can be put off; 0 when it cannot."""
 
 
-class IdleSettings(LoggingConfigurable):
-    """What an admin can set of idle servers, as ``c.Broker.NAME``."""
+class GPUIdle(LoggingConfigurable):
+    """What becomes of servers whose GPUs rest."""
 
-    when_idle = Dict(
+    policy = Dict(
         {},
         config=True,
         help="""
@@ -144,19 +144,84 @@ class IdleSettings(LoggingConfigurable):
         (0) less while others wait, ``countdown_minutes`` (10), ``snooze_minutes`` (30) and
         ``most_snoozes`` (2). Example::
 
-            c.Broker.when_idle = {
+            c.GPUIdle.policy = {
                 "*": {"mode": "advise", "mode_waiting": "enforce"},
                 "group:ml101": {"mode": "enforce", "most_minutes": 120},
             }
         """,
     )
 
-    def read_idle_policies(self) -> IdlePolicies:
-        """What ``when_idle`` says. Raises ConfigError."""
+    def read_policies(self) -> IdlePolicies:
+        """What ``policy`` says. Raises ConfigError."""
         try:
-            return IdlePolicies(self.when_idle)
+            return IdlePolicies(self.policy)
         except (ValueError, AttributeError, TypeError) as error:
-            raise ConfigError(what=f"c.Broker.when_idle: {error}") from None
+            raise ConfigError(what=f"c.GPUIdle.policy: {error}") from None
+
+
+class GPUMonitoring(LoggingConfigurable):
+    """What is sampled of GPUs, how long it is kept, and who sees it."""
+
+    sample_seconds = Float(
+        1.0,
+        min=0.0,
+        config=True,
+        help="""
+        Seconds between two samples of what each GPU does. 0: none are taken, and nothing that
+        needs them works. Example::
+
+            c.GPUMonitoring.sample_seconds = 2
+        """,
+    )
+
+    keep_minutes_days = Float(
+        14.0,
+        min=1.0,
+        config=True,
+        help="""
+        Days for which each minute of each GPU is kept. After that there are hours.
+
+        Example::
+
+            c.GPUMonitoring.keep_minutes_days = 30
+        """,
+    )
+
+    keep_hours_days = Float(
+        400.0,
+        min=1.0,
+        config=True,
+        help="""
+        Days for which each hour of each GPU is kept.
+
+        Example::
+
+            c.GPUMonitoring.keep_hours_days = 1200
+        """,
+    )
+
+    containers_seconds = Float(
+        45.0,
+        min=0.0,
+        config=True,
+        help="""
+        Seconds between two looks into each container that has GPUs, whether it still reaches
+        them: one small process in it that opens them and ends. 0: nobody looks. Example::
+
+            c.GPUMonitoring.containers_seconds = 120
+        """,
+    )
+
+    members_see_names = Bool(
+        False,
+        config=True,
+        help="""
+        Whether the page of the cluster tells members who has a GPU. Admins always see it, and
+        everybody what is theirs. Example::
+
+            c.GPUMonitoring.members_see_names = True
+        """,
+    )
 
 
 class IdleService:
@@ -167,7 +232,7 @@ class IdleService:
         store: Store,
         clock: Callable[[], datetime],
         skew: Callable[[], timedelta],
-        settings: IdleSettings,
+        settings: GPUIdle,
         log: logging.Logger,
     ) -> None:
         """``skew``: wall clock less ``clock`` now."""
@@ -179,7 +244,7 @@ class IdleService:
 
     def idle_policy(self, lease: Lease) -> IdlePolicy:
         """What holds for a server."""
-        return self.settings.read_idle_policies().of(lease.group, lease.environment)
+        return self.settings.read_policies().of(lease.group, lease.environment)
 
     def holding_gpus(self) -> list[Lease]:
         """Every lease with GPUs whose server is up, and that nobody ended."""
@@ -197,7 +262,7 @@ class IdleService:
         now = self.clock()
         # The Hub writes down what it sees by the wall clock, before it was set or after.
         ahead = max(-self.skew(), timedelta())
-        policies = self.settings.read_idle_policies()
+        policies = self.settings.read_policies()
         done: list[Idled] = []
         with self.store.write() as connection:
             going_on = leases_repository.open_leases(connection)

@@ -124,10 +124,10 @@ class Channel:
 
 
 def read(channels: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Channel]:
-    """The channels of ``c.Notifier``, by name, in the admin's order. Raises ConfigError."""
+    """The channels of ``c.GPUNotifications``, by name, in the admin's order. Raises ConfigError."""
     found = {name: _channel(name, value) for name, value in channels.items()}
     for name, template in defaults.items():
-        what = f"c.Notifier.default_channels[{name!r}]"
+        what = f"c.GPUNotifications.default_channels[{name!r}]"
         if name not in found:
             there_are = ", ".join(found) or "none"
             raise ConfigError(what=f"{what} names no channel; there are: {there_are}")
@@ -156,7 +156,7 @@ def wanted(choices: Mapping[str, ChannelChoice], notice: Notice) -> list[Channel
 
 
 def _channel(name: Any, value: Any) -> Channel:
-    what = f"c.Notifier.channels[{name!r}]"
+    what = f"c.GPUNotifications.channels[{name!r}]"
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(what=f"{what} is no name; use small letters, digits and hyphens")
     if isinstance(value, str):

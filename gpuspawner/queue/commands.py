@@ -66,7 +66,9 @@ def line_broker(settings: Settings) -> Broker:
     """
     broker = settings.open_broker()
     glance = Glance(
-        KnownDevices(broker.store), broker.store, timedelta(seconds=broker.refresh_seconds)
+        KnownDevices(broker.store),
+        broker.store,
+        timedelta(seconds=broker.settings.devices.refresh_seconds),
     )
     broker.watch = broker.devices.inventory = broker.health.inventory = glance
     return broker

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import sqlalchemy as sa
-from traitlets import Bool, Unicode
+from traitlets import Bool, Float, Unicode
 from traitlets.config import LoggingConfigurable
 
 from ..base_service import Core
@@ -36,10 +36,36 @@ from .models import Delegate, Ranked, ScorePart, Ticket, Turn
 from .standing import Standing, waits_for
 
 
-class Controllers(LoggingConfigurable):
-    """The part of the broker that knows the way to a cluster's controller."""
+class GPUSlurm(LoggingConfigurable):
+    """The cluster that Slurm schedules, and the way to its controller."""
 
-    slurm_rest = Unicode(
+    cluster_file = Unicode(
+        config=True,
+        help="""
+        The file with the nodes of a cluster that Slurm schedules, which ``gpuspawner slurm
+        config`` writes; empty for the GPUs of this machine.
+
+        Example::
+
+            c.GPUSlurm.cluster_file = "/etc/gpuspawner/cluster.yaml"
+        """,
+    )
+
+    jobs_of_members = Bool(
+        True,
+        config=True,
+        help="""
+        Whether a server's job in Slurm belongs to its member's own user on the nodes, which
+        needs a hub that runs as root, or ``rest_url``. Else it belongs to the hub's user, and
+        Slurm's fair share and limits know one member only.
+
+        Example::
+
+            c.GPUSlurm.jobs_of_members = False
+        """,
+    )
+
+    rest_url = Unicode(
         config=True,
         help="""
         Where slurmrestd is, for a hub on a machine without Slurm: an ``https://`` address, or on
@@ -48,11 +74,11 @@ class Controllers(LoggingConfigurable):
 
         Example::
 
-            c.Broker.slurm_rest = "https://head.example.org:6820"
+            c.GPUSlurm.rest_url = "https://head.example.org:6820"
         """,
     )
 
-    slurm_rest_token = Unicode(
+    rest_token_file = Unicode(
         config=True,
         help="""
         The file with the token that slurmrestd asks for, as ``scontrol token`` writes it, which
@@ -62,33 +88,47 @@ class Controllers(LoggingConfigurable):
 
         Example::
 
-            c.Broker.slurm_rest_token = "/etc/gpuspawner/slurm.token"
+            c.GPUSlurm.rest_token_file = "/etc/gpuspawner/slurm.token"
         """,
     )
 
-    slurm_rest_ca = Unicode(
+    rest_ca_file = Unicode(
         config=True,
         help="""
-        The CA that signed the certificate of an ``https://`` ``slurm_rest``; empty for those that
+        The CA that signed the certificate of an ``https://`` ``rest_url``; empty for those that
         the machine trusts.
 
         Example::
 
-            c.Broker.slurm_rest_ca = "/etc/gpuspawner/ca.pem"
+            c.GPUSlurm.rest_ca_file = "/etc/gpuspawner/ca.pem"
+        """,
+    )
+
+    sync_seconds = Float(
+        60.0,
+        min=1.0,
+        config=True,
+        help="""
+        Seconds between two looks at a cluster: at who may use it, and at the jobs beside servers.
+        What those cost does not depend on it.
+
+        Example::
+
+            c.GPUSlurm.sync_seconds = 300
         """,
     )
 
     def controller_of(self, cluster: Cluster) -> Controller:
         """What asks and tells the cluster's controller. Raises ConfigError."""
         programs = Slurm(conf=cluster.slurm_conf)
-        if not self.slurm_rest:
+        if not self.rest_url:
             return programs
-        return Rest(self.slurm_rest, self.slurm_rest_token, self.slurm_rest_ca, programs=programs)
+        return Rest(self.rest_url, self.rest_token_file, self.rest_ca_file, programs=programs)
 
-    def has_slurm_programs(self) -> bool:
+    def has_programs(self) -> bool:
         """Whether Slurm's database can be asked, for which only its programs are used. Without
         slurmrestd they have to be here."""
-        return not self.slurm_rest or shutil.which("sacctmgr") is not None
+        return not self.rest_url or shutil.which("sacctmgr") is not None
 
 
 LEAST = 0.05
@@ -102,35 +142,9 @@ ROUND = 5.0
 serves all of it."""
 
 
-class Delegating(Core, Controllers):
+class Delegating(Core):
     """The part of the broker that knows a scheduler beside its own. ``delegate`` is None where
     there is none, and nothing here is called then."""
-
-    cluster = Unicode(
-        config=True,
-        help="""
-        The file with the nodes of a cluster that Slurm schedules, which ``gpuspawner slurm
-        config`` writes; empty for the GPUs of this machine.
-
-        Example::
-
-            c.Broker.cluster = "/etc/gpuspawner/cluster.yaml"
-        """,
-    )
-
-    jobs_of_members = Bool(
-        True,
-        config=True,
-        help="""
-        Whether a server's job in Slurm belongs to its member's own user on the nodes, which
-        needs a hub that runs as root, or ``slurm_rest``. Else it belongs to the hub's user, and
-        Slurm's fair share and limits know one member only.
-
-        Example::
-
-            c.Broker.jobs_of_members = False
-        """,
-    )
 
     delegate: Delegate | None = None
     _said: Mapping[str, Turn] = {}
@@ -140,12 +154,13 @@ class Delegating(Core, Controllers):
 
     def make_delegate(self) -> Delegate | None:
         """The scheduler that decides in our place, if one does. Raises ConfigError."""
-        if not self.cluster:
+        settings = self.settings.slurm
+        if not settings.cluster_file:
             return None
-        cluster = read_cluster(self.cluster)
-        slurm = self.controller_of(cluster)
-        if not self.jobs_of_members or not self.has_slurm_programs():
-            return SlurmDelegate(cluster, slurm, as_member=self.jobs_of_members, log=self.log)
+        cluster = read_cluster(settings.cluster_file)
+        slurm = settings.controller_of(cluster)
+        if not settings.jobs_of_members or not settings.has_programs():
+            return SlurmDelegate(cluster, slurm, as_member=settings.jobs_of_members, log=self.log)
         return SlurmDelegate(
             cluster, slurm, before=self.cluster_members.admit_to_cluster, log=self.log
         )

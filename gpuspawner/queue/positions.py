@@ -90,7 +90,7 @@ class Places(Delegating):
         if self.clock_version != self.line.clock_version:
             self.line.clock_version = self.clock_version
             if self.line.synced:
-                self.line.begin_anew(self.make_scheduler())
+                self.line.begin_anew(self.settings.queue.make_scheduler())
         self.store.run(lambda connection: self.line.sync(connection, look, now))
         return look
 

@@ -41,7 +41,6 @@ from ..notifications.models import Notice, NoticeKind
 from . import repository
 from .models import QueueLimits, Ticket
 from .positions import Places
-from .settings import QueueSettings
 from .state import kind_of, model_of
 
 CHANGEABLE = ("seconds", "account", "when_dry", "overdraft")
@@ -73,7 +72,7 @@ class Terms:
     """When a form showed the price: a start at once costs no more than it said."""
 
 
-class Queue(Places, QueueSettings):
+class Queue(Places):
     """The part of the broker that lets requests wait."""
 
     def ask(
@@ -181,8 +180,8 @@ class Queue(Places, QueueSettings):
 
     def regrouped(self, ticket: Ticket, groups: frozenset[str]) -> dict[str, Any]:
         """What is another thing for a ticket when its member is in these groups; asks no store."""
-        group, priority = self.standing_of(groups)
-        policy = self.policy_for(ticket.account, groups)
+        group, priority = self.settings.queue.standing_of(groups)
+        policy = self.settings.credits.policy_for(ticket.account, groups)
         terms = {"group": group, "priority": priority}
         terms |= {"when_dry": policy.when_dry, "overdraft": policy.overdraft}
         return {name: value for name, value in terms.items() if getattr(ticket, name) != value}
@@ -268,7 +267,7 @@ class Queue(Places, QueueSettings):
             self._sync()
         if not self.line.empty:
             return False
-        limits = self.limits_of(self.standing_of(terms.groups)[0])
+        limits = self.settings.queue.limits_of(self.settings.queue.standing_of(terms.groups)[0])
         limited = any(limit.devices is not None or limit.gpu_hours is not None for limit in limits)
         return not limited
 
@@ -325,7 +324,7 @@ class Queue(Places, QueueSettings):
         """The same devices, maybe for other hours or paid by others: the ticket keeps its place."""
         if any(getattr(known, name) != getattr(ticket, name) for name in CHANGEABLE):
             self._must_be_paid(connection, ticket)
-            for limit in self.limits_of(known.group):
+            for limit in self.settings.queue.limits_of(known.group):
                 _must_be_within(limit, ticket)
             changes = {name: getattr(ticket, name) for name in (*CHANGEABLE, "options")}
             repository.update_ticket(connection, known.id, **changes)
@@ -338,8 +337,8 @@ class Queue(Places, QueueSettings):
     def _ticket(
         self, server: ServerRef, request: Request, engine: str, account: str, terms: Terms
     ) -> Ticket:
-        group, priority = self.standing_of(terms.groups)
-        policy = self.policy_for(account, terms.groups)
+        group, priority = self.settings.queue.standing_of(terms.groups)
+        policy = self.settings.credits.policy_for(account, terms.groups)
         return Ticket(
             id=secrets.token_hex(8),
             server=server,
@@ -373,7 +372,7 @@ class Queue(Places, QueueSettings):
         ``others`` is how many servers of the member wait beside this one.
         """
         self._must_be_paid(connection, ticket)
-        of_member, of_group = self.limits_of(ticket.group)
+        of_member, of_group = self.settings.queue.limits_of(ticket.group)
         in_group = 0
         if of_group.tickets is not None:
             in_group = repository.count_of_group(connection, ticket.group)
@@ -386,7 +385,10 @@ class Queue(Places, QueueSettings):
         """Raises NoCredits when there is not enough for the cheapest devices that fit."""
         payer = self._payer_now(connection, ticket.account, ticket.created_at)
         card = self.prices.rates_in(connection).card(ticket.created_at, ticket.request.environment)
-        rate, lead = self._least_rate(card, ticket.request), self.lead(ticket.seconds)
+        rate, lead = (
+            self._least_rate(card, ticket.request),
+            self.settings.credits.lead(ticket.seconds),
+        )
         self._check_credits(payer, ledger_rules.hold_for(rate, lead), rate, lead)
 
     def _payer_now(self, connection: sa.Connection, name: str, now: datetime) -> Account:

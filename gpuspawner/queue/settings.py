@@ -1,4 +1,4 @@
-"""What an admin can set of the queue, as ``c.Broker.NAME``."""
+"""What an admin can set of the queue, as ``c.GPUQueue.NAME``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from traitlets import Dict, Float, Integer
+from traitlets import Dict, Float
 from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError
@@ -17,8 +17,8 @@ LIMITS = tuple(field.name for field in fields(QueueLimits))
 POLICY = tuple(field.name for field in fields(QueuePolicy))
 
 
-class QueueSettings(LoggingConfigurable):
-    """The traits of the queue, and the scheduler that they make."""
+class GPUQueue(LoggingConfigurable):
+    """Who goes before whom, and how much a member may have."""
 
     group_weights = Dict(
         config=True,
@@ -28,7 +28,7 @@ class QueueSettings(LoggingConfigurable):
         A member of several groups counts on the one with the highest priority, then the
         highest weight. Example::
 
-            c.Broker.group_weights = {"research": 3, "course-ml": 2}
+            c.GPUQueue.group_weights = {"research": 3, "course-ml": 2}
         """,
     )
 
@@ -39,7 +39,7 @@ class QueueSettings(LoggingConfigurable):
 
         Waiting time wins over a priority in the end. Example::
 
-            c.Broker.group_priority = {"course-ml": "course", "guests": "low"}
+            c.GPUQueue.group_priority = {"course-ml": "course", "guests": "low"}
         """,
     )
 
@@ -51,7 +51,7 @@ class QueueSettings(LoggingConfigurable):
         ``gpu_hours`` held (devices times the rest of their sessions). What is absent has no
         limit. Example::
 
-            c.Broker.member_limits = {"devices": 2, "tickets": 2, "gpu_hours": 48}
+            c.GPUQueue.member_limits = {"devices": 2, "tickets": 2, "gpu_hours": 48}
         """,
     )
 
@@ -60,17 +60,17 @@ class QueueSettings(LoggingConfigurable):
         help="""
         The same for all members of a group together, by group. Example::
 
-            c.Broker.group_limits = {"guests": {"devices": 1, "tickets": 10}}
+            c.GPUQueue.group_limits = {"guests": {"devices": 1, "tickets": 10}}
         """,
     )
 
-    queue_policy = Dict(
+    policy = Dict(
         config=True,
         help="""
         Parameters of the order in line that differ from the defaults; ``gpuspawner simulate``
         tries them on the site's own past. Example::
 
-            c.Broker.queue_policy = {"half_life_seconds": 14 * 86400}
+            c.GPUQueue.policy = {"half_life_seconds": 14 * 86400}
         """,
     )
 
@@ -83,18 +83,7 @@ class QueueSettings(LoggingConfigurable):
         queue. Else it stops and costs nothing; who does that twice in a row waits at the end
         of the line next time. 0 turns it off. Example::
 
-            c.Broker.claim_minutes = 15
-        """,
-    )
-
-    ticket_days = Integer(
-        14,
-        min=1,
-        config=True,
-        help="""
-        Days after which a ticket that still waits ends. Example::
-
-            c.Broker.ticket_days = 7
+            c.GPUQueue.claim_minutes = 15
         """,
     )
 
@@ -133,32 +122,34 @@ class QueueSettings(LoggingConfigurable):
             return Priority[name.upper()]
         except KeyError:
             names = ", ".join(p.name.lower() for p in Priority)
-            what = f"Broker.group_priority[{group!r}] is {name!r}; there are {names}"
+            what = f"c.GPUQueue.group_priority[{group!r}] is {name!r}; there are {names}"
             raise ConfigError(what=what) from None
 
     def read_policy(self) -> QueuePolicy:
-        if unknown := sorted(set(self.queue_policy) - set(POLICY)):
-            what = f"Broker.queue_policy has {unknown[0]!r}; there are {', '.join(POLICY)}"
+        if unknown := sorted(set(self.policy) - set(POLICY)):
+            what = f"c.GPUQueue.policy has {unknown[0]!r}; there are {', '.join(POLICY)}"
             raise ConfigError(what=what)
         try:
-            return QueuePolicy(**self.queue_policy)
+            return QueuePolicy(**self.policy)
         except (TypeError, ValueError) as error:
-            raise ConfigError(what=f"Broker.queue_policy: {error}") from None
+            raise ConfigError(what=f"c.GPUQueue.policy: {error}") from None
 
 
 def _weights(found: Mapping[str, Any]) -> dict[str, float]:
     for group, weight in found.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight > 0:
-            what = f"Broker.group_weights[{group!r}] is {weight!r}; a weight is a number above 0"
+            what = (
+                f"c.GPUQueue.group_weights[{group!r}] is {weight!r}; a weight is a number above 0"
+            )
             raise ConfigError(what=what)
     return {group: float(weight) for group, weight in found.items()}
 
 
 def _limits(name: str, found: Mapping[str, Any]) -> QueueLimits:
     if not isinstance(found, Mapping):
-        raise ConfigError(what=f"Broker.{name} is {found!r}; write it like {{'devices': 2}}")
+        raise ConfigError(what=f"c.GPUQueue.{name} is {found!r}; write it like {{'devices': 2}}")
     if unknown := sorted(set(found) - set(LIMITS)):
-        what = f"Broker.{name} has {unknown[0]!r}; there are {', '.join(LIMITS)}"
+        what = f"c.GPUQueue.{name} has {unknown[0]!r}; there are {', '.join(LIMITS)}"
         raise ConfigError(what=what)
     for limit, value in found.items():
         whole = limit != "gpu_hours"
@@ -167,6 +158,6 @@ def _limits(name: str, found: Mapping[str, Any]) -> QueueLimits:
             isinstance(value, bool) or not isinstance(value, right) or not value >= 0
         ):
             number = "a whole number" if whole else "a number"
-            what = f"Broker.{name}[{limit!r}] is {value!r}; it is {number} from 0, or absent"
+            what = f"c.GPUQueue.{name}[{limit!r}] is {value!r}; it is {number} from 0, or absent"
             raise ConfigError(what=what)
     return QueueLimits(**found)

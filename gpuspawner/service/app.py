@@ -29,7 +29,9 @@ from ..engines.base import Engine
 from ..engines.docker import DockerEngine
 from ..engines.local import LocalEngine, process_ref
 from ..monitoring import views as monitoring_views
+from ..monitoring.service import GPUMonitoring
 from ..services import Broker
+from ..settings import CLASSES
 from ..web import app as web_app
 from ..web import pages
 from .cluster_sync import LooksAtCluster
@@ -38,8 +40,8 @@ from .disk_monitor import disk_rounds
 from .hub_client import HubClient
 from .image_prefetch import PullsAhead
 from .member_duties import MEMBERS_EVERY, CreditDuty, Leaving, Members, Refilling
-from .notifier import Notifier
-from .session_duties import SessionDuty
+from .notifier import GPUNotifications, Notifier
+from .session_duties import GPUSessions, SessionDuty
 from .supervisor import Supervisor, Watchdog
 from .worker import Round, Tick
 
@@ -82,21 +84,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
     name = "gpuspawner-accounting"
     version = __version__
     description = __doc__ or ""
-    classes = [Broker, Notifier]
-
-    charge_seconds = Float(
-        60.0,
-        min=0.1,
-        config=True,
-        help="""
-        Seconds between two charges of a server, counted from its own start, so that those of
-        many servers come at many moments. What a server costs does not depend on it.
-
-        Example::
-
-            c.Accounting.charge_seconds = 30
-        """,
-    )
+    classes = [*CLASSES, GPUMonitoring, GPUSessions, GPUNotifications]
 
     reconcile_seconds = Float(
         60.0,
@@ -108,86 +96,6 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
         Example::
 
             c.Accounting.reconcile_seconds = 30
-        """,
-    )
-
-    warn_minutes = List(
-        Float(min=0.0),
-        default_value=[30.0, 10.0, 2.0],
-        config=True,
-        help="""
-        Minutes that the credits of an account still last, its overdraft included, at which those
-        whose servers it pays for are told, each once.
-
-        Example::
-
-            c.Accounting.warn_minutes = [60, 15]
-        """,
-    )
-
-    credits_hook = List(
-        Unicode(),
-        config=True,
-        help="""
-        A command that is run when credits run low or dry, for each server that they pay for,
-        with one JSON object on its standard input: ``event`` (``low``, ``dry``, ``back`` for new
-        credits, ``stop``), ``account``, ``balance``, ``rate_per_hour``, ``lease``, ``user``,
-        ``server``, ``environment``, ``when_dry``, ``minutes`` (of a warning), ``stops_at`` and
-        ``at``. Example::
-
-            c.Accounting.credits_hook = ["/usr/local/bin/credits-low"]
-        """,
-    )
-
-    credits_hook_seconds = Float(
-        10.0,
-        min=0.1,
-        config=True,
-        help="""
-        Seconds that the credits hook may take before it is killed.
-
-        Example::
-
-            c.Accounting.credits_hook_seconds = 30
-        """,
-    )
-
-    session_warn_minutes = List(
-        Float(min=0.0),
-        default_value=[30.0, 10.0, 2.0],
-        config=True,
-        help="""
-        Minutes before a session's end at which its member is told, each once.
-
-        Example::
-
-            c.Accounting.session_warn_minutes = [60, 10]
-        """,
-    )
-
-    session_hook = List(
-        Unicode(),
-        config=True,
-        help="""
-        A command that is run at each of these warnings and at the end of a session, with one
-        JSON object on its standard input: ``event`` (``warning`` or ``end``), ``lease``,
-        ``user``, ``server``, ``environment``, ``gpus``, ``ends_at``, ``minutes`` (left),
-        ``reason`` and ``at``. Example::
-
-            c.Accounting.session_hook = ["/usr/local/bin/session-ends"]
-        """,
-    )
-
-    session_hook_seconds = Float(
-        10.0,
-        min=0.1,
-        config=True,
-        help="""
-        Seconds that the session hook may take before it is killed.
-
-        Example::
-
-            c.Accounting.session_hook_seconds = 30
         """,
     )
 
@@ -216,6 +124,8 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
         """Settings from the Hub's configuration, then from the command line."""
         self.update_config(config_from_environment())
         super().initialize(argv)
+        self.monitoring = GPUMonitoring(parent=self)
+        self.sessions = GPUSessions(parent=self)
         for name in ("tornado.access", "tornado.application", "tornado.general"):
             logger = logging.getLogger(name)
             logger.parent = self.log
@@ -235,7 +145,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         tick = self._tick()
-        notifier = Notifier(parent=self, broker=tick.broker)
+        notifier = Notifier(GPUNotifications(parent=self), tick.broker, self.log)
         sessions = self._session_duty(tick, notifier)
         credits = self._credits_duty(tick, notifier)
         supervisor = Supervisor(tick.log)
@@ -273,10 +183,10 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
                 "start the Hub"
             )
             raise ConfigError(what=what) from None
-        broker = Broker(parent=self)
-        if broker.hub_id_file:
+        broker = Broker(self.config)
+        if broker.settings.database.hub_id_file:
             with suppress(OSError):  # the hub says so
-                broker.granter.identity = make_identity(Path(broker.hub_id_file))
+                broker.granter.identity = make_identity(Path(broker.settings.database.hub_id_file))
         identity = broker.granter.identity
         engines = {name: make(broker) for name, make in ENGINES.items()}
         if delegated := broker.delegated_engine():
@@ -287,25 +197,24 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             engines=engines,
             log=self.log,
             ask=self.engines,
-            charge_seconds=self.charge_seconds,
+            charge_seconds=broker.settings.credits.charge_seconds,
             hub_name=hub_name(pid, identity) if (pid := os.environ.get(PID)) else "",
         )
 
     def _session_duty(self, tick: Tick, notifier: Notifier) -> SessionDuty:
         return SessionDuty(
             tick,
-            warn_minutes=self.session_warn_minutes,
-            command=self.session_hook,
-            command_seconds=self.session_hook_seconds,
+            warn_minutes=self.sessions.warn_minutes,
+            command=self.sessions.hook,
             poke=notifier.poke,
         )
 
     def _credits_duty(self, tick: Tick, notifier: Notifier) -> CreditDuty:
+        settings = tick.broker.settings.credits
         return CreditDuty(
             tick,
-            warn_minutes=self.warn_minutes,
-            command=self.credits_hook,
-            command_seconds=self.credits_hook_seconds,
+            warn_minutes=settings.warn_minutes,
+            command=settings.hook,
             poke=notifier.poke,
         )
 
@@ -348,17 +257,17 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
         app = web_app.make_app(
             tick.broker,
             hub_auth=HubOAuth.instance(parent=self, cache_max_age=web_app.BELIEVED),
-            warn_minutes=self.warn_minutes,
-            session_warn_minutes=self.session_warn_minutes,
+            warn_minutes=tick.broker.settings.credits.warn_minutes,
+            session_warn_minutes=self.sessions.warn_minutes,
             channels=notifier.known,
             poke=notifier.poke,
             recent=self.recent_samples,
-            members_see_names=self.members_see_names,
+            members_see_names=self.monitoring.members_see_names,
             hub=tick.hub,
             rounds=tick.rounds,
             duties=supervisor.states,
             cookie_secret=await asyncio.to_thread(
-                web_app.read_cookie_secret, tick.broker.database_url, tick.log
+                web_app.read_cookie_secret, tick.broker.settings.database.url, tick.log
             ),
         )
         # JupyterHub gives certificates to every service with ``internal_ssl``, and waits over plain

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from datetime import datetime, timedelta
 
-from traitlets import Float
 from traitlets.config import SingletonConfigurable
 
 from ..core.errors import ConfigError, SlurmRefused, SlurmUnavailable
@@ -28,31 +27,17 @@ SETTLED = timedelta(minutes=10)
 class LooksAtCluster(SingletonConfigurable):
     """A service that keeps a cluster's scheduler and the books in agreement."""
 
-    cluster_seconds = Float(
-        60.0,
-        min=1.0,
-        config=True,
-        help="""
-        Seconds between two looks at a cluster: at who may use it, and at the jobs beside servers.
-        What those cost does not depend on it.
-
-        Example::
-
-            c.Accounting.cluster_seconds = 300
-        """,
-    )
-
     def cluster_rounds(self, tick: Tick) -> list[Round]:
         """The duties of this kind; none where there is no cluster."""
-        if not tick.broker.cluster:
+        if not tick.broker.settings.slurm.cluster_file:
             return []
-        if not tick.broker.has_slurm_programs():
+        if not tick.broker.settings.slurm.has_programs():
             tick.log.warning(
                 "Slurm's database is not asked: sacctmgr is not on this machine. Members' places "
                 "in Slurm stay as they are, and jobs beside servers cost nothing."
             )
             return []
-        duties, every = OnCluster(tick), self.cluster_seconds
+        duties, every = OnCluster(tick), tick.broker.settings.slurm.sync_seconds
         return [
             (every, "Members in Slurm", duties.members),
             (every, "Jobs beside servers", duties.jobs),

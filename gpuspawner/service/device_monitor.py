@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection
 from datetime import datetime
 from functools import partial
 
-from traitlets import Bool, Float
-
 from ..core.aio import side_by_side
 from ..core.errors import EngineUnavailable, GPUSpawnerError, Unavailable
 from ..devices.simulated import SimulatedSampler
@@ -24,6 +22,7 @@ from ..engines.gpu_loss import LostDevices, cause_and_remedy
 from ..leases.gpu_loss import KEPT, Restart
 from ..leases.models import Lease, ServerRef
 from ..monitoring.models import Sample
+from ..monitoring.service import GPUMonitoring
 from .health_monitor import ProbesDevices
 from .hub_client import Started
 from .sampler import Sampling, days
@@ -70,69 +69,14 @@ JUDGE_EVERY = 12
 """After so many of them it judges which GPUs rest."""
 
 
+PROCESSES_EVERY = 60.0
+"""Seconds between two lists of the processes on a GPU: the slowest question to a driver."""
+
+
 class SamplesUse(ProbesDevices):
     """A service that samples the devices of its host."""
 
-    sample_seconds = Float(
-        1.0,
-        min=0.0,
-        config=True,
-        help="""
-        Seconds between two samples of what each GPU does. 0: none are taken, and nothing that
-        needs them works. Example::
-
-            c.Accounting.sample_seconds = 2
-        """,
-    )
-
-    processes_seconds = Float(
-        60.0,
-        min=30.0,
-        config=True,
-        help="""
-        Seconds between two lists of the processes on a GPU: the slowest question to a driver, so
-        at least 30. Example::
-
-            c.Accounting.processes_seconds = 120
-        """,
-    )
-
-    keep_minutes_days = Float(
-        14.0,
-        min=1.0,
-        config=True,
-        help="""
-        Days for which each minute of each GPU is kept. After that there are hours.
-
-        Example::
-
-            c.Accounting.keep_minutes_days = 30
-        """,
-    )
-
-    keep_hours_days = Float(
-        400.0,
-        min=1.0,
-        config=True,
-        help="""
-        Days for which each hour of each GPU is kept.
-
-        Example::
-
-            c.Accounting.keep_hours_days = 1200
-        """,
-    )
-
-    members_see_names = Bool(
-        False,
-        config=True,
-        help="""
-        Whether the page of the cluster tells members who has a GPU. Admins always see it, and
-        everybody what is theirs. Example::
-
-            c.Accounting.members_see_names = True
-        """,
-    )
+    monitoring: GPUMonitoring
 
     _leases: dict[str, str] | None = None
     samples: Sampling | None = None
@@ -146,10 +90,10 @@ class SamplesUse(ProbesDevices):
         """Sample, and write what is complete, until it is cancelled."""
         broker = tick.broker
         source = broker.watch.source
-        if not self.sample_seconds or not isinstance(source, Sampled):
+        if not self.monitoring.sample_seconds or not isinstance(source, Sampled):
             return
-        sampler = source.sampler(self.processes_seconds)
-        sampling = Sampling(sampler, broker.clock, self.sample_seconds, tick.log)
+        sampler = source.sampler(PROCESSES_EVERY)
+        sampling = Sampling(sampler, broker.clock, self.monitoring.sample_seconds, tick.log)
         self.samples = sampling
         idle, health = IdleDuty(tick), self.health_duty(tick, sampling, sampler)
         sampling.start()
@@ -194,7 +138,10 @@ class SamplesUse(ProbesDevices):
                 await broker.run(broker.monitoring.remember_use, minutes)
                 sampling.written(minutes)
             if tidy:
-                keep = (days(self.keep_minutes_days), days(self.keep_hours_days))
+                keep = (
+                    days(self.monitoring.keep_minutes_days),
+                    days(self.monitoring.keep_hours_days),
+                )
                 await broker.run(broker.monitoring.tidy_use, *keep)
         except GPUSpawnerError as error:
             tick.trouble("Use of GPUs", error)
@@ -217,26 +164,13 @@ TRIES = 3
 class WatchesContainers(SamplesUse):
     """A service that looks into the containers that have devices."""
 
-    look_inside_seconds = Float(
-        45.0,
-        min=0.0,
-        config=True,
-        help="""
-        Seconds between two looks into each container that has GPUs, whether it still reaches
-        them: one small process in it that opens them and ends. 0: nobody looks. Example::
-
-            c.Accounting.look_inside_seconds = 120
-        """,
-    )
-
     async def watch_devices(
         self, tick: Tick, supervisor: Supervisor, poke: Callable[[], None]
     ) -> None:
         """Sample devices, and look into containers, until it is cancelled."""
         rounds: list[Round] = [(RESTARTS_EVERY, "Restarts", Restarting(tick).round)]
-        if self.look_inside_seconds:
-            lost = Lost(tick, poke)
-            rounds.append((self.look_inside_seconds, "GPUs in containers", lost.round))
+        if seconds := self.monitoring.containers_seconds:
+            rounds.append((seconds, "GPUs in containers", Lost(tick, poke).round))
         await side_by_side(
             supervisor.keep("Use of GPUs", partial(self.remember_use, tick)),
             *(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import docker
 from docker.errors import DockerException
 from docker.utils import kwargs_from_env
-from traitlets import Enum, Unicode
 from traitlets.config import SingletonConfigurable
 
 from ..catalog.loader import WatchedCatalog
@@ -20,7 +19,6 @@ from ..core.errors import GPUSpawnerError, Unavailable
 from ..devices.simulated import SimulatedSampler
 from ..devices.source import Sampler
 from ..engines.device_probe import Probed, Untried, probe_by_process, probe_in_container
-from ..engines.injection import MODES
 from ..monitoring.health import Signs
 from ..monitoring.health_service import FoundSymptoms
 from ..monitoring.models import Sample
@@ -46,46 +44,19 @@ Probe = Callable[[str], Probed]
 class ProbesDevices(SingletonConfigurable):
     """A service that tries devices."""
 
-    probe_image = Unicode(
-        "",
-        config=True,
-        help="""
-        The image in which a sick GPU is tried; one with Python, so that its memory is too. Where
-        it is not on the engine, or none is named, the first of the catalog that is.
-        ``add_services`` takes it from the spawner's own ``image``.
-
-        Example::
-
-            c.Accounting.probe_image = "quay.io/jupyter/base-notebook"
-        """,
-    )
-
-    probe_injection = Enum(
-        ("auto", "process", *MODES),
-        "auto",
-        config=True,
-        help="""
-        How the container gets the GPU, as ``c.GPUDockerSpawner.gpu_injection``, from which
-        ``add_services`` takes it; ``process``: it is tried by a process of this host.
-
-        Example::
-
-            c.Accounting.probe_injection = "cdi"
-        """,
-    )
-
     def health_duty(self, tick: Tick, sampling: Sampling, sampler: Sampler) -> HealthDuty:
         """What judges the samples of this host."""
+        injection = tick.broker.settings.health.probe_injection
 
         def probe(uuid: str) -> Probed:
             if isinstance(sampler, SimulatedSampler):
                 if failure := sampler.fails_probe(uuid):
                     return Probed(failure.rstrip("."))
-                if self.probe_injection in ("auto", "process", "none"):
+                if injection in ("auto", "process", "none"):
                     return Probed(text="a simulated device")
-            if self.probe_injection in ("process", "none"):
+            if injection in ("process", "none"):
                 if _node_of(tick, uuid):
-                    how = f"c.Accounting.probe_injection is {self.probe_injection!r}"
+                    how = f"c.GPUHealth.probe_injection is {injection!r}"
                     raise Untried(f"{how}, and it is on a machine of the cluster")
                 return probe_by_process(uuid)
             return self._in_container(tick, uuid)
@@ -93,13 +64,14 @@ class ProbesDevices(SingletonConfigurable):
         return HealthDuty(tick, sampling, probe)
 
     def _in_container(self, tick: Tick, uuid: str) -> Probed:
+        settings = tick.broker.settings.health
         try:
-            images = [self.probe_image, *self._images(tick)]
+            images = [settings.probe_image, *self._images(tick)]
             client = _engine_of(tick, uuid)
         except (GPUSpawnerError, DockerException, OSError) as error:
             raise Untried(str(error)) from error
         try:
-            return probe_in_container(client, images, self.probe_injection, uuid)
+            return probe_in_container(client, images, settings.probe_injection, uuid)
         finally:
             client.close()
 

@@ -43,7 +43,7 @@ class CreditDuty:
         self.broker = tick.broker
         self.log = tick.log
         self.warn_minutes = tuple(warn_minutes)
-        self.hook = Hook(command, command_seconds, tick.log, "c.Accounting.credits_hook")
+        self.hook = Hook(command, command_seconds, tick.log, "c.GPUCredits.hook")
         self.poke = poke
 
     async def round(self) -> None:

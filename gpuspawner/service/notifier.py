@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import timezone
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from apprise import Apprise, AppriseAsset, NotifyFormat, NotifyType
@@ -32,6 +31,12 @@ from ..notifications.channels import Channel, chosen, read, wanted
 from ..notifications.models import Notice, NoticeKind
 from ..notifications.repository import ChannelChoice, Outcome, errors_text, failing
 from ..services import Broker
+
+HOOK_SECONDS = 10.0
+"""Seconds that a command of the admin's may take before it is killed."""
+
+SEND_SECONDS = 60.0
+"""Seconds that one message may take before it counts as not sent."""
 
 TITLE, BODY = 200, 4000
 """The most characters of a message's two parts."""
@@ -273,8 +278,8 @@ BATCH = 500
 """Notices taken up in one round."""
 
 
-class Notifier(LoggingConfigurable):
-    """Sends notices by mail, chat and push (through Apprise), and to a command of the admin's."""
+class GPUNotifications(LoggingConfigurable):
+    """How members are told what concerns them."""
 
     channels = Dict(
         config=True,
@@ -285,7 +290,7 @@ class Notifier(LoggingConfigurable):
         ``{address}`` in the URL is what a member types; without it there is nothing to type.
         ``{file:/path}`` (mode 600) and ``{env:NAME}`` are secrets. Example::
 
-            c.Notifier.channels = {
+            c.GPUNotifications.channels = {
                 "mail": "mailtos://gpu:{file:/etc/gpuspawner/smtp}@smtp.lab.example"
                 "?from=gpu@lab.example&to={address}",
                 "team": {"label": "The lab's chat", "url": "{file:/etc/gpuspawner/team-url}"},
@@ -299,7 +304,7 @@ class Notifier(LoggingConfigurable):
         How members are told who chose nothing: channels with their addresses, in which
         ``{user}`` is the member's name. None: such members are told on their page only. Example::
 
-            c.Notifier.default_channels = {"mail": "{user}@lab.example"}
+            c.GPUNotifications.default_channels = {"mail": "{user}@lab.example"}
         """,
     )
 
@@ -310,33 +315,7 @@ class Notifier(LoggingConfigurable):
         A command that is run for each notice of every member, with the notice as JSON on its
         standard input (``key``, ``user``, ``kind``, ``title``, ``body``, ``at``). Example::
 
-            c.Notifier.hook = ["/usr/local/bin/gpu-notice", "--from-hub"]
-        """,
-    )
-
-    hook_seconds = Float(
-        10.0,
-        min=0.1,
-        config=True,
-        help="""
-        Seconds that the hook may take before it is killed.
-
-        Example::
-
-            c.Notifier.hook_seconds = 30
-        """,
-    )
-
-    send_seconds = Float(
-        60.0,
-        min=0.1,
-        config=True,
-        help="""
-        Seconds that one message may take before it counts as not sent.
-
-        Example::
-
-            c.Notifier.send_seconds = 20
+            c.GPUNotifications.hook = ["/usr/local/bin/gpu-notice", "--from-hub"]
         """,
     )
 
@@ -348,14 +327,19 @@ class Notifier(LoggingConfigurable):
         Pauses before each further try of a message that was not sent, in seconds. After the last
         one, and after a day, it is given up; it stays on the member's page. Example::
 
-            c.Notifier.retry_seconds = [30, 300, 3600]
+            c.GPUNotifications.retry_seconds = [30, 300, 3600]
         """,
     )
 
-    def __init__(self, *, broker: Broker, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+
+class Notifier:
+    """Sends notices by mail, chat and push (through Apprise), and to a command of the admin's."""
+
+    def __init__(self, settings: GPUNotifications, broker: Broker, log: logging.Logger) -> None:
+        self.settings = settings
         self.broker = broker
-        self.known: dict[str, Channel] = read(self.channels, self.default_channels)
+        self.log = log
+        self.known: dict[str, Channel] = read(settings.channels, settings.default_channels)
         self._senders = {name: asyncio.Semaphore(SENDERS) for name in self.known}
         self._threads = dict.fromkeys(self.known, 0)
         self._hooks = asyncio.Semaphore(SENDERS)
@@ -370,7 +354,7 @@ class Notifier(LoggingConfigurable):
 
     @property
     def most_tries(self) -> int:
-        return len(self.retry_seconds) + 1
+        return len(self.settings.retry_seconds) + 1
 
     # Rounds.
 
@@ -406,7 +390,7 @@ class Notifier(LoggingConfigurable):
             if notice.sent_at or notice.tries >= self.most_tries:
                 continue  # it was on its way when the ids were read, and has arrived since
             choices = self._choices(notice, own)
-            if choices or (self.hook and not notice.tries):
+            if choices or (self.settings.hook and not notice.tries):
                 self._busy[notice.id] = asyncio.create_task(self._deliver(notice, choices))
             else:
                 self._outcomes[notice.id] = Outcome(self.broker.clock(), notice.tries)
@@ -440,7 +424,7 @@ class Notifier(LoggingConfigurable):
 
     async def _send_all(self, notice: Notice, choices: list[ChannelChoice]) -> None:
         sends = [self._send(self.known[choice.channel], choice, notice) for choice in choices]
-        if self.hook and not notice.tries:
+        if self.settings.hook and not notice.tries:
             sends.append(self._run_hook(notice))
         said = await asyncio.gather(*sends)
         names = [choice.channel for choice in choices]
@@ -458,7 +442,7 @@ class Notifier(LoggingConfigurable):
         if notice.kind is NoticeKind.TEST:
             tries = self.most_tries  # who tries the channels waits for an answer
         if tries < self.most_tries:
-            pause = self.retry_seconds[tries - 1]
+            pause = self.settings.retry_seconds[tries - 1]
             self._not_before[notice.id] = asyncio.get_running_loop().time() + pause
         else:
             message = "The notice %r for %s is not sent any more: %s"
@@ -506,16 +490,16 @@ class Notifier(LoggingConfigurable):
                 loop.call_soon_threadsafe(settle, error)
 
         threading.Thread(target=run, name=f"notice-{name}", daemon=True).start()
-        await asyncio.wait([done], timeout=self.send_seconds)
+        await asyncio.wait([done], timeout=SEND_SECONDS)
         if not done.done():
             done.cancel()
-            raise Unavailable(f"It was not done in {self.send_seconds:g} s.")
+            raise Unavailable(f"It was not done in {SEND_SECONDS:g} s.")
         done.result()
 
     async def _run_hook(self, notice: Notice) -> str:
         async with self._hooks:
             try:
-                await run(self.hook, as_json(notice), self.hook_seconds)
+                await run(self.settings.hook, as_json(notice), HOOK_SECONDS)
             except GPUSpawnerError as error:
                 self.log.warning("Hook for the notice %r: %s", notice.key, error)
             except Exception as error:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from traitlets import Float, List, Unicode
+from traitlets.config import LoggingConfigurable
+
 from ..core.errors import GPUSpawnerError
 from ..leases.models import Lease, LeaseState
 from .notifier import Hook
@@ -26,6 +29,36 @@ AGAIN = 10.0
 
 LONGEST_PAUSE = 60.0
 """Seconds between two tries, however often it failed."""
+
+
+class GPUSessions(LoggingConfigurable):
+    """What is said of sessions that end."""
+
+    warn_minutes = List(
+        Float(min=0.0),
+        default_value=[30.0, 10.0, 2.0],
+        config=True,
+        help="""
+        Minutes before a session's end at which its member is told, each once.
+
+        Example::
+
+            c.GPUSessions.warn_minutes = [60, 10]
+        """,
+    )
+
+    hook = List(
+        Unicode(),
+        config=True,
+        help="""
+        A command that is run at each of these warnings and at the end of a session, with one
+        JSON object on its standard input: ``event`` (``warning`` or ``end``), ``lease``,
+        ``user``, ``server``, ``environment``, ``gpus``, ``ends_at``, ``minutes`` (left),
+        ``reason`` and ``at``. Example::
+
+            c.GPUSessions.hook = ["/usr/local/bin/session-ends"]
+        """,
+    )
 
 
 @dataclass(slots=True)
@@ -58,7 +91,7 @@ class SessionDuty:
         self.tick = tick
         self.log = tick.log
         self.warn_minutes = tuple(warn_minutes)
-        self.hook = Hook(command, command_seconds, tick.log, "c.Accounting.session_hook")
+        self.hook = Hook(command, command_seconds, tick.log, "c.GPUSessions.hook")
         self.poke = poke
         self._stops: dict[str, Stop] = {}
         self._gate = asyncio.Semaphore(AT_ONCE)

@@ -36,6 +36,9 @@ THE_HUB_FIRST = 3.0
 """Seconds that the Hub has to write down itself what became of a ticket without a spawn: who
 stopped it while the database was away, who was renamed and who removed."""
 
+TICKET_DAYS = 14
+"""Days after which a ticket that still waits ends."""
+
 AT_ONCE = 50
 """Spawns asked for at once: the Hub takes each one up in some hundredths of a second."""
 
@@ -74,14 +77,13 @@ class Resuming:
         return len(missing)
 
     async def _not_expired(self, waiting: list[Ticket]) -> list[Ticket]:
-        days = self.broker.ticket_days
         now = self.broker.clock()
         kept = []
         for ticket in waiting:
-            if now - ticket.created_at < timedelta(days=days):
+            if now - ticket.created_at < timedelta(days=TICKET_DAYS):
                 kept.append(ticket)
             else:
-                await self._end(ticket, "expired", f"it waited for {days} days")
+                await self._end(ticket, "expired", f"it waited for {TICKET_DAYS} days")
         return kept
 
     async def _start(self, ticket: Ticket) -> None:

@@ -45,7 +45,7 @@ def print_inventory(settings: Settings) -> None:
 
 def this_host(settings: Settings) -> HostInventory:
     """What this machine has. Raises ConfigError when its GPUs cannot be seen."""
-    seen = open_source(settings.broker.device_source).observe(utcnow())
+    seen = open_source(settings.broker.devices.source).observe(utcnow())
     if seen.error:
         raise ConfigError(f"No GPU of this machine can be seen: {seen.error}")
     hardware = _hardware()
@@ -203,7 +203,7 @@ def audit(settings: Settings, since_text: str) -> int:
     """Hold sessions against Slurm's jobs, to the second."""
     broker = settings.open_broker()
     until = broker.clock()
-    since = _since(since_text, broker.rate_zone, until)
+    since = _since(since_text, broker.settings.rates.zone, until)
     sessions, found = broker.cluster_audit.audit_cluster(since, until)
     jobs = broker.job_billing.jobs_since(broker.cluster_members.nodes().name, since)
     strangers = [job for job in jobs if job.member is None]

@@ -432,7 +432,7 @@ def sampler(settings: Settings, listen: str, tls: Path, processes_seconds: float
         raise ConfigError(f"--listen {error}") from None
     if not LEAST_SECONDS <= processes_seconds <= 86_400:
         raise ConfigError(f"--processes {processes_seconds:g}: write {LEAST_SECONDS:.0f} to 86400.")
-    source = open_source(settings.broker.device_source)
+    source = open_source(settings.broker.devices.source)
     if not isinstance(source, Sampled):
         raise ConfigError(f"{source.name} does not tell what its devices do.")
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)

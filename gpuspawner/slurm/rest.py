@@ -51,7 +51,7 @@ def read_token(path: str) -> Token:
     others can read."""
     if not path:
         raise ConfigError(
-            "c.Broker.slurm_rest needs a token: write c.Broker.slurm_rest_token, the file with "
+            "c.GPUSlurm.rest_url needs a token: write c.GPUSlurm.rest_token_file, the file with "
             "what scontrol token username=slurm says."
         )
     text = read_text(path, MOST_BYTES, "token").strip().removeprefix("SLURM_JWT=")
@@ -93,12 +93,12 @@ def must_be_safe(url: str) -> None:
         good = good and parts.scheme in ("http", "https") and parts.path in ("", "/") and bool(host)
     if not good or not url.isprintable():
         raise ConfigError(
-            f"c.Broker.slurm_rest is {shown(url)}. Write https://HOST:6820, or for this machine "
+            f"c.GPUSlurm.rest_url is {shown(url)}. Write https://HOST:6820, or for this machine "
             "http://127.0.0.1:6820 or unix:///PATH."
         )
     if parts.scheme == "http" and host not in ("127.0.0.1", "::1", "localhost"):
         raise ConfigError(
-            f"c.Broker.slurm_rest is {shown(url)}: without TLS everybody on the network could read "
+            f"c.GPUSlurm.rest_url is {shown(url)}: without TLS everybody on the network could read "
             "the token, and be anybody in Slurm with it. Write https://, with a proxy for TLS in "
             "front of slurmrestd."
         )
@@ -173,7 +173,7 @@ class Rest:
         others can read."""
         must_be_safe(self.url)
         if self.ca and not os.path.isfile(self.ca):
-            raise ConfigError(f"c.Broker.slurm_rest_ca: there is no file {self.ca}.")
+            raise ConfigError(f"c.GPUSlurm.rest_ca_file: there is no file {self.ca}.")
         self.token()
 
     # The controller.

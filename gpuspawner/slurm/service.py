@@ -21,7 +21,7 @@ from ..ledger.rules import accounts_of
 from ..members import repository as members_repository
 from ..queue import repository as queue_repository
 from ..queue.models import Priority, QueueLimits, Ticket
-from ..queue.settings import QueueSettings
+from ..queue.settings import GPUQueue
 from . import account_sync, accounts, repository
 from .accounts import (
     Group,
@@ -51,7 +51,7 @@ class ClusterMemberService:
         self,
         store: Store,
         clock: Callable[[], datetime],
-        settings: QueueSettings,
+        settings: GPUQueue,
         cluster_file: str,
         prices: PriceService,
         log: logging.Logger,
@@ -70,8 +70,8 @@ class ClusterMemberService:
         """The cluster of the configuration, read once. Raises ConfigError."""
         if not self.cluster_file:
             raise ConfigError(
-                "There is no cluster: write c.Broker.cluster, the cluster.yaml that gpuspawner "
-                "slurm config wrote."
+                "There is no cluster: write c.GPUSlurm.cluster_file, the cluster.yaml that "
+                "gpuspawner slurm config wrote."
             )
         if self._nodes is None:
             self._nodes = read_cluster(self.cluster_file)

@@ -84,7 +84,7 @@ class Storage:
             await self._prepare(self.source, self.quota, image, {LABEL_WORKSPACE: user})
         for folder in self.folders:
             labels = {LABEL_FOLDER: folder.folder_id}
-            await self._prepare(folder.source, broker.folder_quota * GB, image, labels)
+            await self._prepare(folder.source, broker.settings.folders.quota * GB, image, labels)
 
     @property
     def _prepared(self) -> set[tuple[str, int]]:
@@ -296,7 +296,7 @@ class GPUDockerFiles(GPUSpawnerMixin):
 
     async def find_folders(self) -> None:
         """Find out which shared folders this start gets, as things are now."""
-        if not self.broker.folder_source:
+        if not self.broker.settings.folders.source:
             return
         forget_folders(self.authenticator, self.broker)
         found = await self.broker.run(self.broker.shared_folders.folder_mounts, self.user.name)

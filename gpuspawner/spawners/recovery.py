@@ -184,7 +184,7 @@ def forget_folders(authenticator: Authenticator, broker: Broker) -> None:
     somebody else.
     """
     stock = authenticator.delete_user
-    if not broker.folder_source or "forgets_folders" in _DOES.get(authenticator, ()):
+    if not broker.settings.folders.source or "forgets_folders" in _DOES.get(authenticator, ()):
         return
 
     async def delete_user(user: Any) -> None:

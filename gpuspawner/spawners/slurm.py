@@ -132,8 +132,8 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         found = self.broker.delegate
         if not isinstance(found, SlurmDelegate):
             raise ConfigError(
-                'GPUSlurmSpawner needs c.Broker.cluster = "/etc/gpuspawner/cluster.yaml", which '
-                "gpuspawner slurm config writes."
+                'GPUSlurmSpawner needs c.GPUSlurm.cluster_file = "/etc/gpuspawner/cluster.yaml", '
+                "which gpuspawner slurm config writes."
             )
         return found
 

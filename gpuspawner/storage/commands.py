@@ -414,7 +414,7 @@ def remove_folder(settings: Settings, folder_id: str, yes_delete: str) -> None:
             f"{folder.name} is in use. Delete it first: gpuspawner folders delete {folder.id}"
         )
     if not place:
-        raise Refused("Where folders lie is not said: set c.Broker.folder_source.")
+        raise Refused("Where folders lie is not said: set c.GPUFolders.source.")
     if yes_delete != folder.name:
         use = broker.storage.use_of(place, None, 10.0)
         size = format_bytes(use.used) if use else "of unknown size"

@@ -201,7 +201,7 @@ class Quotas:
         return done.stdout
 
 
-NOT_ROOT = 'xfs_quota has to run as root: set c.Broker.xfs_quota = ["sudo", "-n", "xfs_quota"]'
+NOT_ROOT = 'xfs_quota has to run as root: set c.GPUFolders.xfs_quota = ["sudo", "-n", "xfs_quota"]'
 NOT_KEPT = "its file system keeps no project quotas (XFS, mounted with prjquota)"
 
 

@@ -38,8 +38,8 @@ GLANCE = 0.1
 """Seconds that a page gives to counting what a directory holds."""
 
 
-class FileSettings(LoggingConfigurable):
-    """What an admin can set of files, as ``c.Broker.NAME``."""
+class GPUFolders(LoggingConfigurable):
+    """The folders that members share, and what keeps quotas."""
 
     xfs_quota = List(
         Unicode(),
@@ -50,11 +50,11 @@ class FileSettings(LoggingConfigurable):
 
         Example::
 
-            c.Broker.xfs_quota = ["sudo", "-n", "xfs_quota"]
+            c.GPUFolders.xfs_quota = ["sudo", "-n", "xfs_quota"]
         """,
     )
 
-    folder_source = Unicode(
+    source = Unicode(
         "",
         config=True,
         help="""
@@ -63,12 +63,12 @@ class FileSettings(LoggingConfigurable):
 
         Example::
 
-            c.Broker.folder_source = "/srv/folders/{id}"
-            c.Broker.folder_source = "gpuspawner-folder-{id}"
+            c.GPUFolders.source = "/srv/folders/{id}"
+            c.GPUFolders.source = "gpuspawner-folder-{id}"
         """,
     )
 
-    folder_quota = Integer(
+    quota = Integer(
         0,
         config=True,
         help="""
@@ -77,11 +77,11 @@ class FileSettings(LoggingConfigurable):
 
         Example::
 
-            c.Broker.folder_quota = 100
+            c.GPUFolders.quota = 100
         """,
     )
 
-    most_folders = Integer(
+    max_per_member = Integer(
         10,
         config=True,
         help="""
@@ -89,7 +89,7 @@ class FileSettings(LoggingConfigurable):
 
         Example::
 
-            c.Broker.most_folders = 3
+            c.GPUFolders.max_per_member = 3
         """,
     )
 
@@ -109,7 +109,7 @@ class StorageService:
         self,
         store: Store,
         clock: Callable[[], datetime],
-        settings: FileSettings,
+        settings: GPUFolders,
         log: logging.Logger,
     ) -> None:
         self.store = store
@@ -279,7 +279,7 @@ class FolderMount:
 class SharedFolderService:
     """Folders that members share. ``actor`` is who asks."""
 
-    def __init__(self, store: Store, clock: Callable[[], datetime], settings: FileSettings) -> None:
+    def __init__(self, store: Store, clock: Callable[[], datetime], settings: GPUFolders) -> None:
         self.store = store
         self.clock = clock
         self.settings = settings
@@ -307,11 +307,11 @@ class SharedFolderService:
 
     def folder_place(self, folder_id: str) -> str:
         """Where the files of a folder lie."""
-        return self.settings.folder_source.replace("{id}", folder_id)
+        return self.settings.source.replace("{id}", folder_id)
 
     def folder_mounts(self, user: str) -> list[FolderMount]:
         """What the next server of a member gets, those first that they have had longest."""
-        if not self.settings.folder_source:
+        if not self.settings.source:
             return []
         had: list[tuple[datetime, Folder]] = []
         for folder in self.folders(user):
@@ -328,10 +328,10 @@ class SharedFolderService:
     def make_folder(self, name: str, *, actor: str) -> Folder:
         """Make an empty folder. Raises InvalidRequest, or FolderRefused when they have too many."""
         name = check_name(name)
-        if not self.settings.folder_source or "{id}" not in self.settings.folder_source:
+        if not self.settings.source or "{id}" not in self.settings.source:
             raise FolderRefused(
                 "Members cannot make shared folders on this hub. Ask your admin, who can set "
-                "c.Broker.folder_source."
+                "c.GPUFolders.source."
             )
         made = Folder(id=secrets.token_hex(8), name=name, owner=actor, made_at=self.clock())
         with self.store.write() as connection:
@@ -516,7 +516,7 @@ class SharedFolderService:
         mine = [f for f in repository.folders_of_user(connection, owner) if f.owner == owner]
         if any(is_same(folder.name, name) for folder in mine):
             raise FolderRefused(why=f"you have a folder named {name} already")
-        most = self.settings.most_folders
+        most = self.settings.max_per_member
         if len(mine) >= most:
             raise FolderRefused(
                 why=f"you have made {len(mine)}, and {most} is the most: delete one that you do "

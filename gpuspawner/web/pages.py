@@ -85,7 +85,7 @@ class Page(ServiceHandler):
             "prefix": context.prefix,
             "hub": context.hub_url,
             "paused": self.paused,
-            "shares": bool(self.broker.folder_source),
+            "shares": bool(self.broker.settings.folders.source),
             **values,
         }
         self.finish(TEMPLATES.get_template(template).render(values))
@@ -125,7 +125,7 @@ class MemberPage(Page):
             ending=view_models.ending(seen.mine, self.context.session_warn_minutes),
             refusal=refusal.message if refusal else "",
             xsrf=self.xsrf,
-            credits_help=self.broker.credits_help,
+            credits_help=self.broker.settings.credits.help_text,
             **{field.name: getattr(seen, field.name) for field in fields(seen)},
         )
 

@@ -9,11 +9,11 @@ import os
 c = get_config()
 
 c.JupyterHub.spawner_class = "gpu-slurm"
-c.Broker.cluster = os.environ.get("CLUSTER_FILE", "/etc/gpuspawner/cluster.yaml")
+c.GPUSlurm.cluster_file = os.environ.get("CLUSTER_FILE", "/etc/gpuspawner/cluster.yaml")
 
 # Only root can submit jobs as its members, which Slurm's own fair share and limits need. With
 # another user they are all this user's, and have to be allowed to it on every node.
-c.Broker.jobs_of_members = os.geteuid() == 0
+c.GPUSlurm.jobs_of_members = os.geteuid() == 0
 
 # A server is reached by a port of its node, and the Hub by an address of its own machine:
 # HUB_BIND_URL is then such as http://10.0.0.1:8081.

@@ -20,8 +20,8 @@ from tests.support.visitor import Visitor
 CONFIG = """
 import asyncio, os
 c.JupyterHub.spawner_class = "gpu-local"
-c.Broker.database_url = "sqlite:///gpuspawner.sqlite"
-c.Broker.device_source = "simulated:1xT4"
+c.GPUDatabase.url = "sqlite:///gpuspawner.sqlite"
+c.GPUDevices.source = "simulated:1xT4"
 c.Spawner.start_timeout = 240
 c.Spawner.http_timeout = 240
 

@@ -42,8 +42,8 @@ c.GPUDockerSpawner.image = {image!r}
 c.GPUDockerSpawner.gpu_injection = "device_requests"
 c.GPUDockerSpawner.disk_limit = "1G"
 c.GPUDockerSpawner.workspace = "gpuspawner-work-{{username}}"
-c.Broker.device_source = "simulated:{fleet}"
-c.Broker.database_url = "sqlite:///hub.sqlite"
+c.GPUDevices.source = "simulated:{fleet}"
+c.GPUDatabase.url = "sqlite:///hub.sqlite"
 import gpuspawner
 gpuspawner.add_services(c, cull_idle_after=3600)
 """
@@ -242,7 +242,7 @@ def test_a_device_that_the_engine_does_not_know(check: Check, clean_engine: Priv
 
 
 def test_the_gpus_of_this_machine_or_that_there_are_none(check: Check) -> None:
-    checked = check('\nc.Broker.device_source = "nvml"\n')
+    checked = check('\nc.GPUDevices.source = "nvml"\n')
     if glob.glob("/dev/nvidia[0-9]*"):
         assert checked["devices"]["text"].startswith("NVML, driver")
         return
@@ -371,7 +371,7 @@ def test_a_spawner_that_leases_nothing_or_does_not_load(check: Check) -> None:
 
 
 def test_an_unwritable_database_directory(check: Check, tmp_path: Path) -> None:
-    checked = check('\nc.Broker.database_url = "sqlite:////proc/hub.sqlite"\n', NO_CONTAINERS)
+    checked = check('\nc.GPUDatabase.url = "sqlite:////proc/hub.sqlite"\n', NO_CONTAINERS)
     assert (checked.code, checked.red) == (1, ["database"])
     assert "hub.sqlite cannot be made by" in checked["database"]["text"]
     assert checked["database"]["remedy"] == (

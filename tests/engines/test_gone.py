@@ -18,6 +18,7 @@ from gpuspawner.engines.docker import DockerEngine
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
 from gpuspawner.leases.reconciliation import Action, Unknown
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.processes import wait_for
@@ -34,12 +35,12 @@ def open_engine(url: str) -> DockerEngine:
 @pytest.fixture
 def broker(clean_engine: PrivateEngine, new_file: Callable[[], str]) -> Iterator[Broker]:
     """A store with one device, which the engine's stand-in hook has too."""
-    broker = Broker(database_url=new_file(), device_source=FLEET)
+    broker = make_broker(database_url=new_file(), device_source=FLEET)
     clean_engine.set_devices(device.uuid for device in broker.look().devices)
     broker.ledger.open_account("ada")
     broker.engine_ids["docker"] = open_engine(clean_engine.url).identity()
     yield broker
-    Store.open(broker.database_url).close()
+    Store.open(broker.settings.database.url).close()
 
 
 def container(engine: PrivateEngine, image: str, lease: Lease, **more: Any) -> str:
@@ -214,7 +215,7 @@ def test_release_by_hand_wants_the_right_engine(
     """`gpuspawner release` goes by the same proof."""
     from tests.engines.test_release import CONFIG, release
 
-    text = CONFIG.format(engine=clean_engine.url, database=broker.database_url)
+    text = CONFIG.format(engine=clean_engine.url, database=broker.settings.database.url)
     (tmp_path / "jupyterhub_config.py").write_text(text)
     clean_engine.client.remove_container(lease.engine_ref, force=True)
     broker.note_engine(lease.id, "an engine that is not this one")

@@ -15,8 +15,8 @@ from gpuspawner.engines.images import PullProgress, local_images, offered_digest
 from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.service import image_prefetch
 from gpuspawner.service.image_prefetch import PullAhead
-from gpuspawner.services import Broker
 from gpuspawner.spawners.progress import Pulls
+from tests.support.brokers import make_broker
 from tests.support.processes import wait_for
 from tests.support.registry import SlowRegistry
 from tests.support.small_engine import SmallEngine
@@ -144,7 +144,7 @@ class Service:
         entries += "- {slug: never, image: never, spawner_override: {pull_policy: never}}\n"
         file = folder / "catalog.yaml"
         file.write_text(f"environments:\n{entries}")
-        self.broker = Broker(
+        self.broker = make_broker(
             database_url=f"sqlite:///{folder}/hub.sqlite", device_source="simulated:2xT4"
         )
         self.pulling = PullAhead(

@@ -16,6 +16,7 @@ from gpuspawner.db.engine import Store
 from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.engine import PrivateEngine
 from tests.support.processes import REPO, wait_for
 
@@ -24,8 +25,8 @@ c = get_config()
 c.JupyterHub.spawner_class = "gpuspawner.spawners.docker.GPUDockerSpawner"
 c.DockerSpawner.client_kwargs = {{"base_url": {engine!r}}}
 c.GPUDockerSpawner.image = "an-image"
-c.Broker.database_url = {database!r}
-c.Broker.device_source = "simulated:2xT4"
+c.GPUDatabase.url = {database!r}
+c.GPUDevices.source = "simulated:2xT4"
 """
 
 
@@ -34,7 +35,7 @@ def broker(clean_engine: PrivateEngine, tmp_path: Path) -> Iterator[Broker]:
     database = f"sqlite:///{tmp_path}/hub.sqlite"
     text = CONFIG.format(engine=clean_engine.url, database=database)
     (tmp_path / "jupyterhub_config.py").write_text(text)
-    broker = Broker(database_url=database, device_source="simulated:2xT4")
+    broker = make_broker(database_url=database, device_source="simulated:2xT4")
     broker.ledger.open_account("ada")
     yield broker
     Store.open(database).close()

@@ -17,8 +17,8 @@ def spawner_on(engine: PrivateEngine, tmp_path: Path, **settings: Any) -> Any:
     config = Config()
     config.JupyterHub.db_url = "sqlite://"
     config.JupyterHub.spawner_class = "gpuspawner.spawners.docker.GPUDockerSpawner"
-    config.Broker.database_url = f"sqlite:///{tmp_path}/gpuspawner.sqlite"
-    config.Broker.device_source = "simulated:1xT4"
+    config.GPUDatabase.url = f"sqlite:///{tmp_path}/gpuspawner.sqlite"
+    config.GPUDevices.source = "simulated:1xT4"
     config.DockerSpawner.client_kwargs = {"base_url": engine.url}
     config.DockerSpawner.update(settings)
     return open_hub(config).spawner

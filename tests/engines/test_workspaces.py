@@ -30,9 +30,9 @@ from tests.support.processes import REPO, wait_for
 
 CONFIG = """
 c.JupyterHub.spawner_class = "gpu-docker"
-c.Broker.database_url = {url!r}
-c.Broker.device_source = "simulated:1xT4"
-c.Broker.folder_source = "{folder}/folders/{{id}}"
+c.GPUDatabase.url = {url!r}
+c.GPUDevices.source = "simulated:1xT4"
+c.GPUFolders.source = "{folder}/folders/{{id}}"
 c.DockerSpawner.image = {image!r}
 c.GPUDockerSpawner.workspace = {workspace!r}
 """
@@ -302,7 +302,7 @@ def test_check_says_whether_anything_keeps_a_quota(site: Site) -> None:
     for setting in (
         "",
         "c.GPUDockerSpawner.workspace_quota = '5G'",
-        "c.Broker.folder_quota = 5",
+        "c.GPUFolders.quota = 5",
         "c.GPUDockerSpawner.workspace = 'work-{username}'\n"
         "c.GPUDockerSpawner.workspace_quota = lambda spawner: 5",
     ):

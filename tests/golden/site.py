@@ -26,8 +26,8 @@ from jupyterhub.services.auth import HubOAuth
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
-from tests.golden.support import Broker, Store, fix_clock, run_command, service_app
-from tests.support.brokers import Clock
+from tests.golden.support import Store, fix_clock, run_command, service_app
+from tests.support.brokers import Clock, make_broker
 from tests.support.hub import NAVIGATION
 from tests.support.service_process import SCOPE, StandInHub
 
@@ -44,11 +44,11 @@ FLEET = "simulated:2xA100-80GB,2xT4"
 
 CONFIG = """
 c = get_config()
-c.Broker.database_url = {database_url!r}
-c.Broker.device_source = {fleet!r}
-c.Broker.gpu_rates = {{"*": 1, "A100": "3.6"}}
-c.Broker.folder_source = "/srv/folders/{{id}}"
-c.Broker.when_idle = {{"*": {{"mode": "enforce"}}}}
+c.GPUDatabase.url = {database_url!r}
+c.GPUDevices.source = {fleet!r}
+c.GPURates.by_model = {{"*": 1, "A100": "3.6"}}
+c.GPUFolders.source = "/srv/folders/{{id}}"
+c.GPUIdle.policy = {{"*": {{"mode": "enforce"}}}}
 c.JupyterHub.spawner_class = "gpu-local"
 c.JupyterHub.authenticator_class = "dummy"
 c.JupyterHub.db_url = "sqlite:///jupyterhub.sqlite"
@@ -132,7 +132,7 @@ class Site:
         store = Store.open(self.database_url)
         fix_clock(store, self.clock)
         self._ending.callback(store.close)
-        self.broker = Broker(
+        self.broker = make_broker(
             database_url=self.database_url,
             device_source=FLEET,
             gpu_rates={"*": 1, "A100": "3.6"},

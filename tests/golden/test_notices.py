@@ -11,7 +11,7 @@ from tests.golden.conftest import Golden
 from tests.golden.scenario import situations
 from tests.golden.site import START, Site
 from tests.golden.support import Broker, Notice
-from tests.support.brokers import Clock
+from tests.support.brokers import Clock, make_broker
 
 FLEET = "simulated:2xT4"
 
@@ -23,7 +23,7 @@ def fresh(new_file: Callable[[], str], site: Site) -> Any:
 
     def make(**settings: Any) -> tuple[Broker, Clock]:
         clock = Clock(START)
-        broker = Broker(clock=clock, database_url=new_file(), device_source=FLEET, **settings)
+        broker = make_broker(clock=clock, database_url=new_file(), device_source=FLEET, **settings)
         made.append(broker)
         for user in ("ada", "bob", "cleo"):
             broker.ledger.open_account(user)

@@ -54,7 +54,7 @@ def paying_hub(hubs: None, tmp_path: Path) -> Iterator[Factory]:
 def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     """Everybody is rich; the proxy is a process beside the hub, which may be killed."""
     folder = tmp_path_factory.mktemp("rich") / "hub"
-    config = "c.Broker.opening_grant = 10000"
+    config = "c.GPUCredits.opening_grant = 10000"
     with PayingHub(folder, config, services=", cull_idle_after=3600", external_proxy=True) as hub:
         yield hub
 
@@ -66,7 +66,7 @@ GRACE = timedelta(seconds=5)
 def poor_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
     """Everybody has three seconds of a GPU."""
     folder = tmp_path_factory.mktemp("poor") / "hub"
-    config = f"c.Broker.opening_grant = 3\nc.Broker.grace_seconds = {GRACE.seconds}"
+    config = f"c.GPUCredits.opening_grant = 3\nc.GPUCredits.grace_seconds = {GRACE.seconds}"
     with PayingHub(folder, config) as hub:
         yield hub
 
@@ -86,7 +86,7 @@ def ended(hub: PayingHub, lease: Lease, timeout: float = 30.0) -> Lease:
 
 def test_a_local_server_is_charged_from_its_start_to_its_end(paying_hub: Factory) -> None:
     """However late the Hub notices that the process has ended."""
-    hub = paying_hub("c.Broker.opening_grant = 100\nc.Accounting.reconcile_seconds = 3600")
+    hub = paying_hub("c.GPUCredits.opening_grant = 100\nc.Accounting.reconcile_seconds = 3600")
     lease = hub.start_server("exact", gpus=1)
     process = psutil.Process(int(lease.engine_ref.partition(":")[0]))
     descriptor, began = os.pidfd_open(process.pid), started_at(lease.engine_ref)
@@ -260,7 +260,7 @@ def test_the_service_may_do_nothing_else(hub: PayingHub) -> None:
 def test_the_idle_culler_releases_and_settles(paying_hub: Factory) -> None:
     # Nobody samples GPUs: the culler goes by the Hub alone. That it asks us whether they rest is
     # in test_metrics.py.
-    config = "c.Broker.opening_grant = 10000\nc.Accounting.sample_seconds = 0"
+    config = "c.GPUCredits.opening_grant = 10000\nc.GPUMonitoring.sample_seconds = 0"
     hub = paying_hub(config, services=", cull_idle_after=4")
     lease = hub.start_server("ada", gpus=1)
     settled = ended(hub, lease, timeout=30)
@@ -296,7 +296,7 @@ def asked_in_vain(port: int) -> Iterator[list[int]]:
 
 
 def test_the_database_goes_and_comes_back(paying_hub: Factory, postgres: Any) -> None:
-    hub = paying_hub("c.Broker.opening_grant = 10000", database_url=postgres.fresh_database())
+    hub = paying_hub("c.GPUCredits.opening_grant = 10000", database_url=postgres.fresh_database())
     lease = hub.start_server("ada", gpus=1)
     assert hub.page("ada").ok
     hub.json("ada", "me").raise_for_status()
@@ -328,7 +328,7 @@ def docker_hub(
     """A hub whose servers are containers, with its accounting service."""
     config = f"""
 c.Accounting.reconcile_seconds = 3
-c.Accounting.look_inside_seconds = 1
+c.GPUMonitoring.containers_seconds = 1
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
 from jupyterhub.services import service
 service._ServiceSpawner.poll_interval = 2  # one that has died is started anew then, and not in 30 s

@@ -23,8 +23,8 @@ WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 800}
 
 CONFIG = """
-c.Broker.gpu_rates = {"*": 1, "A100": 4}
-c.Broker.rate_zone = "Europe/Vienna"
+c.GPURates.by_model = {"*": 1, "A100": 4}
+c.GPURates.zone = "Europe/Vienna"
 c.JupyterHub.load_groups = {"ml101": {"users": ["ada", "bob"]}}
 """
 

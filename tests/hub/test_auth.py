@@ -13,7 +13,7 @@ import requests
 from playwright.sync_api import Browser, Page
 
 from gpuspawner.core.units import MICRO
-from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN_PASSWORD, USER_PASSWORD, HubProcess
 from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, password_of, sign_in
@@ -34,9 +34,9 @@ c.Authenticator.admin_users = {"root"}
 c.Authenticator.blocked_users = {"mallory"}
 c.MemberMixin.contact = "gpu@lab.example"
 c.JupyterHub.default_url = "/hub/home"
-c.Broker.database_url = "sqlite:///store.sqlite"
-c.Broker.device_source = "simulated:1xT4"
-c.Broker.opening_grant = 25
+c.GPUDatabase.url = "sqlite:///store.sqlite"
+c.GPUDevices.source = "simulated:1xT4"
+c.GPUCredits.opening_grant = 25
 """
 
 OAUTH = """
@@ -99,7 +99,7 @@ def shared(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub
 
 def balance(hub: HubProcess, user: str) -> int | None:
     """The balance in the hub's store; None when no account is open."""
-    broker = Broker(
+    broker = make_broker(
         database_url=f"sqlite:///{hub.folder}/store.sqlite", device_source="simulated:1xT4"
     )
     try:

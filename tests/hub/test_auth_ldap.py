@@ -32,8 +32,8 @@ c.Authenticator.allow_all = False
 c.Authenticator.admin_users = set()
 c.Authenticator.blocked_users = {{"mallory"}}
 c.JupyterHub.default_url = "/hub/home"
-c.Broker.database_url = "sqlite:///store.sqlite"
-c.Broker.device_source = "simulated:1xT4"
+c.GPUDatabase.url = "sqlite:///store.sqlite"
+c.GPUDevices.source = "simulated:1xT4"
 import gpuspawner; gpuspawner.add_services(c)
 """
 

@@ -27,8 +27,8 @@ EXACT = timedelta(seconds=0.25)
 """How long after the engine's own word an end may be; far less than a look takes to come."""
 
 CONFIG = f"""
-c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second
-c.Broker.opening_grant = {GRANT}
+c.GPURates.by_model = {{"*": 3600}}  # a credit a second
+c.GPUCredits.opening_grant = {GRANT}
 c.Spawner.poll_interval = {POLL}
 """
 

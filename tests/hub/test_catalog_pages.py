@@ -43,8 +43,8 @@ def hub(hubs: None, catalog: Path) -> Iterator[PayingHub]:
     """Three GPUs; an A100 costs 4 credits an hour and a T4 1."""
     config = f"""
 c.GPUSpawnerMixin.catalog = {str(catalog)!r}
-c.Broker.opening_grant = 100
-c.Broker.gpu_rates = {{"A100": 4, "T4": 1}}
+c.GPUCredits.opening_grant = 100
+c.GPURates.by_model = {{"A100": 4, "T4": 1}}
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
 """
     with PayingHub(catalog.parent / "hub", config) as hub:

@@ -27,7 +27,7 @@ EXACT = 0.5
 
 def a_hub(folder: Path, who: str, clock: WallClock) -> PayingHub:
     """A hub of which the named processes have the test's clock; its members' servers have ours."""
-    config = "c.Broker.opening_grant = 10000\nc.Accounting.reconcile_seconds = 1"
+    config = "c.GPUCredits.opening_grant = 10000\nc.Accounting.reconcile_seconds = 1"
     environment = clock.environment if who != "service" else {}
     hub = PayingHub(folder / "hub", config, environment=environment, external_proxy=True)
     if who != "hub":

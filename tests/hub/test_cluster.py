@@ -23,7 +23,7 @@ from gpuspawner.monitoring.models import DeviceUse
 from gpuspawner.services import Broker
 from tests.support import axe
 from tests.support.batch_jobs import CLUSTER, look_since, run
-from tests.support.brokers import T0, Clock, open_broker, running
+from tests.support.brokers import T0, Clock, make_broker, open_broker, running
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN
 from tests.support.pages import ask, picture, served, sign_in, words
@@ -33,9 +33,9 @@ from tests.support.processes import wait_for
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
 CONFIG = """
-c.Broker.gpu_rates = {"*": 1}
-c.Broker.grace_seconds = 3600
-c.Broker.opening_grant = 1000
+c.GPURates.by_model = {"*": 1}
+c.GPUCredits.grace_seconds = 3600
+c.GPUCredits.opening_grant = 1000
 c.JupyterHub.services.append({"name": "bot", "api_token": "token-of-bot"})
 c.JupyterHub.load_roles.append(
     {"name": "bot", "services": ["bot"], "scopes": ["access:services!service=gpu"]}
@@ -211,7 +211,7 @@ def test_without_a_script_it_is_a_page(scene: Scene, browser: Browser) -> None:
 def some_broker(folder: Path, devices: int) -> Iterator[Broker]:
     """A broker of a test's own, with very many GPUs."""
     source = f"simulated:{devices}xA100-80GB"
-    broker = Broker(database_url=f"sqlite:///{folder}/x.sqlite", device_source=source)
+    broker = make_broker(database_url=f"sqlite:///{folder}/x.sqlite", device_source=source)
     broker.ledger.open_account("ada")
     yield broker
     broker.store.close()

@@ -33,8 +33,8 @@ PHONE = {"width": 390, "height": 800}
 TRICK = "=cmd|'/c calc'!A1 <script>alert(1)</script>"
 
 CONFIG = """
-c.Broker.gpu_rates = {"*": 1, "A100": 4}
-c.Broker.grace_seconds = 3600
+c.GPURates.by_model = {"*": 1, "A100": 4}
+c.GPUCredits.grace_seconds = 3600
 c.JupyterHub.load_groups = {"ml101": {"users": ["ada", "bob"]}}
 """
 

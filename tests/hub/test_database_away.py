@@ -25,8 +25,8 @@ SENTENCE = "The database does not answer. Try again in a moment; nothing was cha
 
 CONFIG = f"""
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 60}}  # whoever asks hears how it ended
-c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second
-c.Broker.opening_grant = {GRANT}
+c.GPURates.by_model = {{"*": 3600}}  # a credit a second
+c.GPUCredits.opening_grant = {GRANT}
 
 async def wait_for_slow_members(spawner):
     import asyncio

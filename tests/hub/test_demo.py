@@ -24,6 +24,7 @@ from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.pricing import RateCard
 from gpuspawner.services import Broker
 from tests.support import images
+from tests.support.brokers import make_broker
 from tests.support.engine import PrivateEngine
 from tests.support.nvml import nvml_library
 from tests.support.processes import LIVE, REPO, alive, command_of, free_port, wait_for
@@ -122,7 +123,7 @@ class DemoProcess:
 
     @contextlib.contextmanager
     def broker(self) -> Iterator[Broker]:
-        broker = Broker(
+        broker = make_broker(
             database_url=f"sqlite:///{self.folder}/gpuspawner.sqlite",
             device_source="simulated:2xA100-80GB,2xT4",
         )

@@ -11,6 +11,7 @@ import pytest
 from gpuspawner.leases.models import LeaseState
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, assert_in_words
 from tests.support.processes import free_port, wait_for
@@ -35,7 +36,7 @@ def hub(
 
 @pytest.fixture
 def broker(hub: GPUHub) -> Iterator[Broker]:
-    broker = Broker(database_url=hub.database_url, device_source="simulated:2xA100-80GB")
+    broker = make_broker(database_url=hub.database_url, device_source="simulated:2xA100-80GB")
     yield broker
     broker.store.close()
 

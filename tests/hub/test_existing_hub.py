@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from gpuspawner.leases.models import Lease, LeaseState
-from gpuspawner.services import Broker
 from tests.support import images
+from tests.support.brokers import make_broker
 from tests.support.engine import PrivateEngine
 from tests.support.hub import USER_PASSWORD, HubProcess
 from tests.support.nvml import nvml_library
@@ -72,7 +72,7 @@ c.Spawner.post_stop_hook = note("after")
 
 THREE_LINES = """
 c.JupyterHub.spawner_class = "gpu-docker"
-c.Broker.database_url = "sqlite:///gpuspawner.sqlite"
+c.GPUDatabase.url = "sqlite:///gpuspawner.sqlite"
 import gpuspawner; gpuspawner.add_services(c{port})
 """
 
@@ -130,7 +130,7 @@ class Club:
         return (self.hub.folder / "hooks").read_text().splitlines()
 
     def leases(self, user: str) -> list[Lease]:
-        broker = Broker(
+        broker = make_broker(
             database_url=f"sqlite:///{self.hub.folder}/gpuspawner.sqlite",
             device_source="simulated:1xT4",
         )

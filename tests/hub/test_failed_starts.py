@@ -61,8 +61,8 @@ environments:
 """
 
 CONFIG = f"""
-c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second: what is charged by mistake shows
-c.Broker.opening_grant = {GRANT}
+c.GPURates.by_model = {{"*": 3600}}  # a credit a second: what is charged by mistake shows
+c.GPUCredits.opening_grant = {GRANT}
 
 from gpuspawner.spawners.docker import GPUDockerSpawner
 

@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, expect
 
 from gpuspawner.services import Broker
 from tests.support.axe import troubles
+from tests.support.brokers import make_broker
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, message_of, text_of
@@ -32,8 +33,8 @@ c.Spawner.group_overrides = {{
     "large": {{"groups": ["large"], "spawner_override": {{"workspace_quota": "1G"}}}},
 }}
 c.JupyterHub.load_groups = {{"large": {{"users": ["lara"]}}}}
-c.Broker.folder_source = "{files}/folders/{{id}}"
-c.Broker.most_folders = 4
+c.GPUFolders.source = "{files}/folders/{{id}}"
+c.GPUFolders.max_per_member = 4
 c.Accounting.reconcile_seconds = 1
 import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
@@ -76,7 +77,7 @@ def hub(
     config = CONFIG.format(files=folder / "files", port=free_port())
     with FilesHub(folder / "hub", engine, config) as hub:
         hub.files = folder / "files"
-        hub.broker = Broker(database_url=hub.database_url, folder_source="/nowhere/{id}")
+        hub.broker = make_broker(database_url=hub.database_url, folder_source="/nowhere/{id}")
         page = f"{hub.url}/services/gpu/static/gpu.css"
         wait_for(lambda: requests.get(page, timeout=60).ok, "the service's pages", timeout=60)
         for user in ("anna", "bert", "carl"):

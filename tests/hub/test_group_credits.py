@@ -15,7 +15,7 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import ServerRef
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.services import Broker
-from tests.support.brokers import problems
+from tests.support.brokers import make_broker, problems
 from tests.support.paying_hub import FLEET, PayingHub
 from tests.support.processes import wait_for
 from tests.support.visitor import Visitor
@@ -40,11 +40,11 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
     with ExitStack() as stack:
         folder = tmp_path_factory.mktemp("groups") / "hub"
         # Enough for a minute is held: what is asked for just after a start is still there.
-        config = "c.Broker.opening_grant = 0\nc.Broker.hold_minutes = 1\n"
+        config = "c.GPUCredits.opening_grant = 0\nc.GPUCredits.hold_minutes = 1\n"
         hub = PayingHub(folder, GROUPS + config)
         stack.callback(hub.stop)
         hub.start()
-        hub.broker.opening_grant = 0
+        hub.broker.settings.credits.opening_grant = 0
         for course in (COURSE, "group:course-form", "group:course-line"):
             give(hub.broker, course, 500)
         yield hub
@@ -102,7 +102,7 @@ def test_refills_are_given_by_the_service_once_also_after_a_kill(
     hub: PayingHub, tmp_path: Path
 ) -> None:
     then = datetime.now(timezone.utc).replace(microsecond=0) - timedelta(days=2, minutes=5)
-    past = Broker(
+    past = make_broker(
         database_url=hub.database_url, device_source=FLEET, opening_grant=0, clock=lambda: then
     )
     for name in ("rita", "rob"):

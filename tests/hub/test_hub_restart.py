@@ -31,8 +31,8 @@ from tests.support.tier import Rounds
 GRANT = 100_000
 
 CONFIG = f"""
-c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second
-c.Broker.opening_grant = {GRANT}
+c.GPURates.by_model = {{"*": 3600}}  # a credit a second
+c.GPUCredits.opening_grant = {GRANT}
 c.Spawner.poll_interval = 1
 c.Spawner.http_timeout = 5
 """

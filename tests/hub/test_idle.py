@@ -49,10 +49,10 @@ POLICY = {
 }
 
 CONFIG = """
-c.Broker.opening_grant = 100_000
-c.Broker.device_source = {fleet!r}
-c.Broker.when_idle = {policy!r}
-c.Accounting.sample_seconds = 0
+c.GPUCredits.opening_grant = 100_000
+c.GPUDevices.source = {fleet!r}
+c.GPUIdle.policy = {policy!r}
+c.GPUMonitoring.sample_seconds = 0
 c.GPUSpawnerMixin.catalog = {catalog!r}
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
 """

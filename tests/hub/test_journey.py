@@ -53,8 +53,8 @@ datasets:
 """
 
 CONFIG = """
-c.Broker.gpu_rates = {{"*": 1, "A100": 4}}
-c.Broker.opening_grant = 50
+c.GPURates.by_model = {{"*": 1, "A100": 4}}
+c.GPUCredits.opening_grant = 50
 c.GPUDockerSpawner.workspace = "work-{{username}}"
 c.GPUDockerSpawner.gpu_limit = 2
 c.DockerSpawner.mem_limit = "2G"

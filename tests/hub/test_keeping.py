@@ -17,8 +17,8 @@ from tests.support.hub import HubProcess
 FLEET = "simulated:2xA100-80GB"
 CONFIG = """
 c.JupyterHub.spawner_class = "gpu-docker"
-c.Broker.database_url = "sqlite:///{folder}/gpuspawner.sqlite"
-c.Broker.device_source = "{fleet}"
+c.GPUDatabase.url = "sqlite:///{folder}/gpuspawner.sqlite"
+c.GPUDevices.source = "{fleet}"
 c.GPUDockerSpawner.gpu_injection = "device_requests"
 c.DockerSpawner.image = "{image}"
 c.DockerSpawner.use_internal_ip = True

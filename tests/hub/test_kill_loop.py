@@ -31,9 +31,9 @@ from tests.support.processes import free_port, wait_for
 from tests.support.tier import SOAK, Rounds
 
 CONFIG = """
-c.Broker.gpu_rates = {{"*": 3600}}  # a credit a second
-c.Broker.opening_grant = 1_000_000
-c.Accounting.charge_seconds = 1
+c.GPURates.by_model = {{"*": 3600}}  # a credit a second
+c.GPUCredits.opening_grant = 1_000_000
+c.GPUCredits.charge_seconds = 1
 c.Accounting.reconcile_seconds = 1
 import gpuspawner; gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """

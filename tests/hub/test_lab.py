@@ -49,16 +49,16 @@ ENVIRONMENT = {
 """By which a JupyterLab that is installed here finds what the images have in their own."""
 
 CONFIG = f"""
-c.Broker.gpu_rates = {{"*": 4}}
-c.Broker.opening_grant = 50
-c.Broker.when_idle = {{"*": {{"mode": "enforce"}}}}
-c.Broker.hold_minutes = 1
+c.GPURates.by_model = {{"*": 4}}
+c.GPUCredits.opening_grant = 50
+c.GPUIdle.policy = {{"*": {{"mode": "enforce"}}}}
+c.GPUCredits.hold_minutes = 1
 c.GPUSpawnerMixin.catalog = "catalog.yaml"
 c.Spawner.cmd = ["jupyterhub-singleuser"]
 c.Spawner.environment = {ENVIRONMENT!r}
 c.Spawner.http_timeout = 120
 c.Spawner.default_url = "/lab"
-c.Accounting.session_warn_minutes = [59]
+c.GPUSessions.warn_minutes = [59]
 """
 
 CATALOG = f"""

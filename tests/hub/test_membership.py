@@ -28,8 +28,8 @@ CONFIG = """
 c.JupyterHub.authenticator_class = "gpu-members-shared-password"
 c.Authenticator.allow_all = False
 c.MemberMixin.roster = True
-c.Broker.gpu_rates = {"A100": 4, "T4": 1}
-c.Broker.membership_grace_minutes = 0.1
+c.GPURates.by_model = {"A100": 4, "T4": 1}
+c.GPUMembers.grace_minutes = 0.1
 """
 
 

@@ -24,8 +24,8 @@ from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
 CONFIG = """
-c.Broker.opening_grant = 100_000
-c.Broker.when_idle = {"*": {"mode": "enforce"}}
+c.GPUCredits.opening_grant = 100_000
+c.GPUIdle.policy = {"*": {"mode": "enforce"}}
 c.JupyterHub.services.extend([
     {"name": "prometheus", "api_token": "secret-of-prometheus"},
     {"name": "other", "api_token": "secret-of-another"},

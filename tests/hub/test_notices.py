@@ -23,14 +23,14 @@ from tests.support.processes import free_port, wait_for
 from tests.support.telling import choose, now, tell
 
 CONFIG = """
-c.Notifier.channels = {{
+c.GPUNotifications.channels = {{
     "mail": {{"url": {mail!r}, "label": "Mail"}},
     "team": {{"url": "json://127.0.0.1:{nobody}/T0KEN", "label": "The lab's chat"}},
     "push": {{"url": "ntfy://127.0.0.1:{nobody}/{{address}}", "label": "Push to a phone",
               "pattern": "[a-z-]{{4,40}}", "example": "my-own-topic"}},
 }}
-c.Notifier.retry_seconds = [0.2] * 2000
-c.Broker.opening_grant = 3
+c.GPUNotifications.retry_seconds = [0.2] * 2000
+c.GPUCredits.opening_grant = 3
 """
 TRICK = "<script>alert('a title')</script>"
 WIDE = {"width": 1280, "height": 800}

@@ -20,8 +20,8 @@ from tests.support.nvml import nvml_library as nvml
 from tests.support.processes import wait_for
 
 CONFIG = """
-c.Broker.device_source = "auto"
-c.Broker.refresh_seconds = 0.2
+c.GPUDevices.source = "auto"
+c.GPUDevices.refresh_seconds = 0.2
 c.GPUDockerSpawner.gpu_injection = "auto"
 c.Spawner.poll_interval = 1
 """

@@ -18,6 +18,7 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.devices.simulated import SimulatedDevices
 from gpuspawner.ledger.models import member_account
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.pages import ask, picture, served, sign_in, words
@@ -30,10 +31,10 @@ WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 360, "height": 740}
 
 CONFIG = """
-c.Broker.gpu_rates = {"*": 1, "A100": 4, "T4": "0.5"}
-c.Broker.hold_minutes = 10
-c.Broker.grace_seconds = 3600
-c.Broker.credits_help = "Ask Kim <kim@lab.example> for more."
+c.GPURates.by_model = {"*": 1, "A100": 4, "T4": "0.5"}
+c.GPUCredits.hold_minutes = 10
+c.GPUCredits.grace_seconds = 3600
+c.GPUCredits.help_text = "Ask Kim <kim@lab.example> for more."
 c.JupyterHub.services.append({"name": "ada", "api_token": "service-called-ada"})
 c.JupyterHub.load_roles.append(
     {"name": "impostor", "services": ["ada"], "scopes": ["access:services!service=gpu"]}
@@ -268,7 +269,7 @@ def test_nothing_can_be_changed_and_errors_are_pages(hub: PayingHub) -> None:
 @pytest.fixture
 def rare(hub: PayingHub, tmp_path: Path) -> Iterator[tuple[str, SimulatedDevices, Broker]]:
     """Pages over a fleet that can fail, and a store of its own."""
-    broker = Broker(
+    broker = make_broker(
         database_url=f"sqlite:///{tmp_path}/rare.sqlite", device_source=FLEET, refresh_seconds=0
     )
     source = broker.watch.source

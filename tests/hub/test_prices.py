@@ -50,10 +50,10 @@ def hub(hubs: None, tmp_path: Path) -> Iterator[PayingHub]:
     catalog.write_text(CATALOG)
     config = f"""
 c.GPUSpawnerMixin.catalog = {str(catalog)!r}
-c.Broker.opening_grant = 120
-c.Broker.hold_minutes = 1
-c.Broker.gpu_rates = {{"A100": 60, "T4": 6}}
-c.Broker.special_rates = [
+c.GPUCredits.opening_grant = 120
+c.GPUCredits.hold_minutes = 1
+c.GPURates.by_model = {{"A100": 60, "T4": 6}}
+c.GPURates.special = [
     {{"environment": "course", "model": "A100", "rate": 20}},
     {{"environment": "course", "model": "T4", "rate": 2}},
 ]

@@ -14,8 +14,8 @@ import requests
 
 from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import Lease, LeaseState
-from gpuspawner.services import Broker
 from tests.support import images
+from tests.support.brokers import make_broker
 from tests.support.engine import PrivateEngine
 from tests.support.hub import HubProcess
 from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, sign_in
@@ -61,7 +61,7 @@ class Lab:
         return Visitor(self.hub.url, name, session=session)
 
     def leases(self, name: str) -> list[Lease]:
-        broker = Broker(
+        broker = make_broker(
             database_url=f"sqlite:///{self.hub.folder}/gpuspawner.sqlite",
             device_source="simulated:1xT4",
         )

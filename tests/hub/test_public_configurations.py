@@ -153,8 +153,8 @@ class OfMember(DockerSpawner):
 
 c.JupyterHub.spawner_class = OfMember
 c.GPUDockerSpawner.gpu_injection = "device_requests"
-c.Broker.device_source = {fleet!r}
-c.Broker.database_url = "sqlite:///gpuspawner.sqlite"
+c.GPUDevices.source = {fleet!r}
+c.GPUDatabase.url = "sqlite:///gpuspawner.sqlite"
 import gpuspawner; gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 '''
 

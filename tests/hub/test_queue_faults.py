@@ -12,6 +12,7 @@ from gpuspawner.db.schema import tickets
 from gpuspawner.leases.models import LeaseState, ServerRef
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.models import Ticket
+from gpuspawner.service.worker import TICKET_DAYS
 from tests.support.brokers import problems
 from tests.support.hub import ADMIN
 from tests.support.lines import CONFIG, fill, last_word, line_up, ticket_of, users_in_line
@@ -142,18 +143,17 @@ def test_the_group_that_the_environment_needs(hub: PayingHub, how: str) -> None:
 
 def test_waited_too_long(hub: PayingHub) -> None:
     jon, _ = line_up(hub, "jon", "kim")
-    days = hub.broker.ticket_days
 
     def age() -> None:
         with hub.broker.store.write() as connection:
-            asked = jon.created_at - timedelta(days=days, seconds=1)
+            asked = jon.created_at - timedelta(days=TICKET_DAYS, seconds=1)
             connection.execute(
                 sa.update(tickets).where(tickets.c.id == jon.id).values(created_at=asked)
             )
 
     said = last_word(hub, "jon", age)
-    assert f"Your place in line is gone: it waited for {days} days." in said
-    assert_ended(hub, jon, "expired", f"it waited for {days} days")
+    assert f"Your place in line is gone: it waited for {TICKET_DAYS} days." in said
+    assert_ended(hub, jon, "expired", f"it waited for {TICKET_DAYS} days")
     assert_only_one_in_line(hub, "kim")
 
 

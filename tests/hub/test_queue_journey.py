@@ -37,7 +37,7 @@ environments:
 
 CONFIG = """
 c.JupyterHub.cleanup_servers = False
-c.Broker.refresh_seconds = 0.2
+c.GPUDevices.refresh_seconds = 0.2
 c.Accounting.reconcile_seconds = 1
 import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:{port}")

@@ -20,7 +20,7 @@ from tests.support.paying_hub import PayingHub
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 360, "height": 740}
 GROUPS = """
-c.Broker.group_weights = {"research": 2}
+c.GPUQueue.group_weights = {"research": 2}
 """
 
 

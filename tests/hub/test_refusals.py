@@ -13,8 +13,8 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.leases.models import LeaseState
 from gpuspawner.ledger.models import member_account
-from gpuspawner.services import Broker
 from tests.support import images
+from tests.support.brokers import make_broker
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import (
     GPUHub,
@@ -53,9 +53,9 @@ environments:
 """
 
 CONFIG = """
-c.Broker.gpu_rates = {"*": 60}
-c.Broker.opening_grant = 100
-c.Broker.credits_help = "Write to gpu@lab.example for more."
+c.GPURates.by_model = {"*": 60}
+c.GPUCredits.opening_grant = 100
+c.GPUCredits.help_text = "Write to gpu@lab.example for more."
 c.GPUDockerSpawner.gpu_limit = lambda spawner: 8 if spawner.user.admin else 3
 """
 
@@ -151,7 +151,7 @@ def test_of_the_model_asked_for_none_is_free(hub: GPUHub) -> None:
 def test_no_credits(hub: GPUHub, ask: Any) -> None:
     user = f"poor-{ask.__name__}"
     hub.browser_of(user)
-    broker = Broker(database_url=hub.database_url)
+    broker = make_broker(database_url=hub.database_url)
     broker.ledger.open_account(user)
     broker.ledger.grant(member_account(user), -95 * MICRO, actor="admin", reason="a poor member")
     before = hub.records()

@@ -23,9 +23,9 @@ from tests.support.processes import wait_for
 from tests.support.tier import SEED, SOAK
 
 CONFIG = f"""
-c.Broker.gpu_rates = {{"*": 1, "A100": 4}}
-c.Broker.grace_seconds = 3600
-c.Broker.folder_source = "/nowhere/{{id}}"
+c.GPURates.by_model = {{"*": 1, "A100": 4}}
+c.GPUCredits.grace_seconds = 3600
+c.GPUFolders.source = "/nowhere/{{id}}"
 for name, scopes in {{
     "bot": ["access:services!service=gpu", "{GRANT}!group=ml101"],
     "reporter": ["access:services!service=gpu", "{READ_USAGE}"],

@@ -36,11 +36,11 @@ def start(hubs: None, tmp_path: Path) -> Iterator[Start]:
 
     def start(credits: float, policy: object = "stop", grace: int = GRACE) -> PayingHub:
         config = f"""
-c.Broker.opening_grant = {credits}
-c.Broker.grace_seconds = {grace}
-c.Broker.when_dry = {{"*": {policy!r}}}
-c.Accounting.warn_minutes = [5, 1]
-c.Accounting.credits_hook = {[sys.executable, "-c", KEEP, str(tmp_path / "told")]!r}
+c.GPUCredits.opening_grant = {credits}
+c.GPUCredits.grace_seconds = {grace}
+c.GPUCredits.when_exhausted = {{"*": {policy!r}}}
+c.GPUCredits.warn_minutes = [5, 1]
+c.GPUCredits.hook = {[sys.executable, "-c", KEEP, str(tmp_path / "told")]!r}
 """
         hubs.append(PayingHub(tmp_path / "hub", config, external_proxy=True))
         hubs[0].start()

@@ -29,21 +29,21 @@ WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 360, "height": 740}
 
 CONFIG = """
-c.Broker.gpu_rates = {"*": 1800}
-c.Broker.opening_grant = 100_000
+c.GPURates.by_model = {"*": 1800}
+c.GPUCredits.opening_grant = 100_000
 c.JupyterHub.slow_spawn_timeout = 1
 c.GPUSpawnerMixin.catalog = "catalog.yaml"
 c.Spawner.group_overrides = {
     "guests": {"groups": ["guests"], "spawner_override": {"most_hours": 2}},
 }
-c.Accounting.session_warn_minutes = [30, 10]
-c.Accounting.session_hook = ["tee", "-a", "hook.json"]
+c.GPUSessions.warn_minutes = [30, 10]
+c.GPUSessions.hook = ["tee", "-a", "hook.json"]
 c.JupyterHub.load_groups = {"guests": {"users": []}}
 """
 """Half a credit a second."""
 
 ONE_GPU = """
-c.Broker.device_source = "simulated:1xT4"
+c.GPUDevices.source = "simulated:1xT4"
 
 import os
 from pathlib import Path

@@ -22,10 +22,10 @@ from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
 CONFIG = """
-c.Broker.gpu_rates = {"*": 1}
-c.Broker.opening_grant = 1000
-c.Broker.sick_quiet_minutes = 0.05
-c.Accounting.sample_seconds = 0.5
+c.GPURates.by_model = {"*": 1}
+c.GPUCredits.opening_grant = 1000
+c.GPUHealth.quiet_minutes = 0.05
+c.GPUMonitoring.sample_seconds = 0.5
 """
 T4 = {"gpus": 1, "gpu_model": "T4"}
 

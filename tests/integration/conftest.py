@@ -10,6 +10,7 @@ import pytest
 
 from gpuspawner.db.engine import Store
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.command import FLEET, Command
 
 
@@ -21,7 +22,7 @@ def cli(tmp_path: Path, database_url: str) -> Command:
 @pytest.fixture
 def broker(database_url: str) -> Iterator[Broker]:
     """The hub's broker, whose clock the test sets."""
-    broker = Broker(
+    broker = make_broker(
         database_url=database_url,
         device_source=FLEET,
         gpu_rates={"*": 1, "A100": "3.6"},

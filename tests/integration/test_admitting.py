@@ -91,4 +91,4 @@ def test_whose_account_is_empty_gets_no_gpu_unless_another_one_pays(people: Brok
 @pytest.mark.parametrize("word", ["sync", "audit"])
 def test_on_one_machine_there_is_no_slurm_to_tell(people: Broker, cli: Command, word: str) -> None:
     said = cli("slurm", word, code=2).stderr
-    assert "There is no cluster: write c.Broker.cluster" in said
+    assert "There is no cluster: write c.GPUSlurm.cluster_file" in said

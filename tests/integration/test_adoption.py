@@ -80,7 +80,7 @@ async def test_an_adoption_that_failed_is_tried_again_at_the_next_poll(
     spawner.load_state({"pid": process.pid, "lease_id": lease.id})
     spawner.server = Server(ip="127.0.0.1", port=port, base_url="/user/ada/")
 
-    with locked(broker.database_url):
+    with locked(broker.settings.database.url):
         assert await spawner.poll() is None
         await until(lambda: "is not adopted yet" in caplog.text, "the adoption to fail")
     assert broker.lease(lease.id).state is LeaseState.GRANTED

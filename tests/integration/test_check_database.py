@@ -17,13 +17,14 @@ from gpuspawner.db.engine import Store
 from gpuspawner.engines.preflight import Status
 from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.processes import REPO
 
 
 @pytest.fixture
 def broker(database_url: str) -> Iterator[Broker]:
     """A hub's broker with a lease and some postings."""
-    broker = Broker(database_url=database_url, device_source="simulated:2xT4")
+    broker = make_broker(database_url=database_url, device_source="simulated:2xT4")
     broker.ledger.open_account("ada")
     lease = broker.acquire(ServerRef("ada"), Request(devices=1), engine="local")
     broker.confirm(lease.id)
@@ -49,7 +50,7 @@ def rows(broker: Broker) -> dict[str, Any]:
 
 def test_a_database_in_order_is_green_and_unchanged(broker: Broker) -> None:
     before = rows(broker)
-    finding, readable = check_database(broker.database_url)
+    finding, readable = check_database(broker.settings.database.url)
     assert (finding.status, readable) == (Status.OK, True), finding
     assert "writable, refuses double leases and changes to the ledger" in finding.text
     assert rows(broker) == before
@@ -66,7 +67,7 @@ def test_a_database_in_order_is_green_and_unchanged(broker: Broker) -> None:
 )
 def test_a_missing_constraint_is_red_by_name(broker: Broker, index: str, allowed: str) -> None:
     change(broker, f"DROP INDEX {index}")
-    finding, _ = check_database(broker.database_url)
+    finding, _ = check_database(broker.settings.database.url)
     assert finding.status is Status.FAIL
     assert f"does not forbid {allowed}: constraints are missing" in finding.text
 
@@ -76,13 +77,13 @@ def test_a_ledger_that_can_be_changed_is_red(broker: Broker) -> None:
         change(broker, *(f"DROP TRIGGER postings_never_{verb}" for verb in ("update", "delete")))
     else:
         change(broker, "DROP TRIGGER postings_append_only ON postings")
-    finding, _ = check_database(broker.database_url)
+    finding, _ = check_database(broker.settings.database.url)
     assert "does not forbid a changed posting, a deleted posting:" in finding.text
 
 
 def test_a_database_of_a_newer_program_is_red(broker: Broker) -> None:
     change(broker, "UPDATE gpuspawner_version SET version_num = '9999'")
-    finding, readable = check_database(broker.database_url)
+    finding, readable = check_database(broker.settings.database.url)
     assert (finding.status, readable) == (Status.FAIL, False)
     assert "is of version 9999, which this gpuspawner does not know" in finding.text
 
@@ -145,7 +146,7 @@ def test_a_directory_that_cannot_be_written_is_red(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_red(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/hub.sqlite"
-    Broker(database_url=url, device_source="simulated:1xT4").ledger.open_account("ada")
+    make_broker(database_url=url, device_source="simulated:1xT4").ledger.open_account("ada")
     Store.open(url).close()
     (tmp_path / "hub.sqlite").chmod(0o444)
     said = checked_with_permissions(url)

@@ -15,6 +15,7 @@ from gpuspawner.leases.models import Request
 from gpuspawner.monitoring.models import DeviceUse
 from gpuspawner.queue.service import Terms
 from gpuspawner.services import Broker, utcnow
+from tests.support.brokers import make_broker
 from tests.support.command import ADA, FLEET, GRACE, Command, grant
 
 # Devices.
@@ -216,7 +217,7 @@ def test_mistakes_are_sentences_and_change_nothing(
     sentence: str,
 ) -> None:
     cli = Command(tmp_path, f"sqlite:///{tmp_path}/hub.sqlite")
-    broker = Broker(database_url=cli.database_url, device_source=FLEET)
+    broker = make_broker(database_url=cli.database_url, device_source=FLEET)
     broker.ledger.open_account("ada")
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == code

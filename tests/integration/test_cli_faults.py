@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from gpuspawner.cli.app import main
 from gpuspawner.db.engine import Store
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.command import FLEET, Command
 
 # Configuration, databases and errors.
@@ -44,7 +45,7 @@ def test_the_database_can_be_named_in_three_ways(
         ("c.Broker.x = 1\nraise KeyError('SECRET_KEY')\n", "line 2, does not load: KeyError"),
         ("c.Broker.x = = 1\n", "does not load: SyntaxError"),
         ("import sys\nsys.exit('set the environment first')\n", "set the environment first"),
-        ("c.Broker.refresh_seconds = 'soon'\n", "refresh_seconds"),
+        ("c.GPUDevices.refresh_seconds = 'soon'\n", "refresh_seconds"),
     ],
 )
 def test_a_configuration_that_does_not_load(tmp_path: Path, text: str, sentence: str) -> None:
@@ -86,7 +87,7 @@ def test_a_database_that_is_gone(tmp_path: Path) -> None:
 
 def test_a_database_that_refuses_this_user(postgres: Any, tmp_path: Path) -> None:
     url = postgres.fresh_database()
-    Broker(database_url=url, device_source=FLEET).ledger.open_account("ada")
+    make_broker(database_url=url, device_source=FLEET).ledger.open_account("ada")
     Store.open(url).close()
     engine = sa.create_engine(url)
     with engine.begin() as connection:

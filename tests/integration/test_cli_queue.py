@@ -15,6 +15,7 @@ from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.queue.models import Ticket
 from gpuspawner.queue.service import Terms
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.command import ADA, FLEET, Command, grant
 
 
@@ -215,7 +216,7 @@ def test_mistakes_are_sentences_and_change_nothing(
     sentence: str,
 ) -> None:
     cli = Command(tmp_path, f"sqlite:///{tmp_path}/hub.sqlite")
-    broker = Broker(database_url=cli.database_url, device_source="simulated:1xT4")
+    broker = make_broker(database_url=cli.database_url, device_source="simulated:1xT4")
     asking = Terms(wait=True)
     broker.acquire(ADA, Request(devices=1), engine="local")
     broker.ask(ServerRef("bob"), Request(devices=1), engine="local", terms=asking)

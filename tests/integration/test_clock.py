@@ -507,8 +507,8 @@ async def test_admins_are_told_while_a_step_is_doubted(start: Start, machine: Ma
 
 SERVICE = """
 import json, sys
-from gpuspawner.services import Broker
-broker = Broker(database_url=sys.argv[1], device_source="simulated:4xA100-80GB")
+from tests.support.brokers import make_broker
+broker = make_broker(database_url=sys.argv[1], device_source="simulated:4xA100-80GB")
 verdict = broker.keep_clock()
 broker.ledger.charge_all()
 [lease] = broker.open_leases()

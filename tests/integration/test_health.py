@@ -173,7 +173,7 @@ def test_a_device_that_comes_and_goes_waits_for_an_admin(broker: Broker) -> None
 
 
 def test_mistakes_are_said_at_the_start(database_url: str) -> None:
-    with pytest.raises(ConfigError, match=r"c.Broker.when_sick: 'hot' is to 'fry'"):
+    with pytest.raises(ConfigError, match=r"c.GPUHealth.actions: 'hot' is to 'fry'"):
         open_broker(database_url, when_sick={"hot": "fry"})
 
 

@@ -167,7 +167,7 @@ def test_a_clock_that_is_set_back_stops_nobody_sooner(broker: Broker) -> None:
 
 
 def test_who_was_advised_has_a_countdown_when_others_come_to_wait(broker: Broker) -> None:
-    broker.when_idle = {"*": {"mode": "advise", "mode_waiting": "enforce"}}
+    broker.settings.idle.policy = {"*": {"mode": "advise", "mode_waiting": "enforce"}}
     lease = running(broker, "ada")
     minutes(broker, lease, 60)
     assert judged(broker) == ["warn"]
@@ -221,7 +221,7 @@ def test_snoozing(broker: Broker) -> None:
 
 
 def test_a_policy_that_is_off_stops_nobody(broker: Broker) -> None:
-    broker.when_idle = {"*": {"mode": "enforce"}, "environment:pytorch": {"mode": "off"}}
+    broker.settings.idle.policy = {"*": {"mode": "enforce"}, "environment:pytorch": {"mode": "off"}}
     lease = running(broker, "ada")
     minutes(broker, lease, 300)
     assert judged(broker) == []
@@ -246,9 +246,9 @@ def test_the_end_of_a_lease_is_the_end_of_its_row(broker: Broker) -> None:
 
 
 def test_a_mistake_in_the_policy_is_said_at_the_start(database_url: str) -> None:
-    with pytest.raises(ConfigError, match="when_idle: 'ml101' is no server's"):
+    with pytest.raises(ConfigError, match=r"GPUIdle\.policy: 'ml101' is no server's"):
         open_broker(database_url, when_idle={"ml101": {"mode": "enforce"}})
-    with pytest.raises(ConfigError, match="when_idle"):
+    with pytest.raises(ConfigError, match=r"GPUIdle\.policy"):
         open_broker(database_url, when_idle={"*": "enforce"})
 
 
@@ -258,7 +258,7 @@ def test_a_mistake_in_the_policy_is_said_at_the_start(database_url: str) -> None
 @pytest.fixture
 def asked(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broker]:
     """The broker that the arbiter has, and its clock is the true one."""
-    monkeypatch.setenv("GPUSPAWNER_DATABASE_URL", broker.database_url)
+    monkeypatch.setenv("GPUSPAWNER_DATABASE_URL", broker.settings.database.url)
     idle_culler._broker.cache_clear()
     clock(broker).now = utcnow() - HOUR_AGO
     yield broker
@@ -286,7 +286,7 @@ def test_the_culler_spares_whose_gpus_work(asked: Broker) -> None:
 
 
 def test_the_culler_stops_whose_gpus_rest_too(asked: Broker) -> None:
-    asked.when_idle = {}
+    asked.settings.idle.policy = {}
     lease = running(asked, "ada", server="night")
     minutes(asked, lease, 60)
     judged(asked)

@@ -115,7 +115,7 @@ def test_the_line(broker: Broker) -> None:
 def test_totals_that_go_on_are_those_that_are_added_up_anew(broker: Broker) -> None:
     """Over ten days of leases: totals of the store, and what no total has yet."""
     clock = Clock.of(broker)
-    broker.opening_grant = 10_000
+    broker.settings.credits.opening_grant = 10_000
     site = HubCollector(broker)
     long = running(broker, "dora")
     for day in range(10):

@@ -168,7 +168,7 @@ async def test_a_balance_that_runs_low_and_dry_is_told_once(
     broker: Broker, hub: ScriptedHub, clock: Clock
 ) -> None:
     """Each round is another service: what was told is in the store, and in no memory."""
-    broker.credits_help = "Ask Kim."
+    broker.settings.credits.help_text = "Ask Kim."
     lease = running(broker, "ada")
     hub.has(lease.server)
     await minutes(broker, hub, clock, 40)

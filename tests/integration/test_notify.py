@@ -22,7 +22,8 @@ from tornado.testing import bind_unused_port
 from gpuspawner.core.errors import ConfigError, StoreUnavailable
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.notifications.repository import ChannelChoice, failing
-from gpuspawner.service.notifier import Notifier
+from gpuspawner.service import notifier
+from gpuspawner.service.notifier import GPUNotifications, Notifier
 from gpuspawner.services import Broker
 from tests.support.mail import MailServer, certificate
 from tests.support.processes import REPO, free_port
@@ -218,7 +219,10 @@ async def test_a_test_is_tried_once(broker: Broker, mail: MailServer) -> None:
         assert broker.notifications.unsent(notifier.most_tries) == []
 
 
-async def test_a_channel_that_hangs_holds_up_no_other(broker: Broker, mail: MailServer) -> None:
+async def test_a_channel_that_hangs_holds_up_no_other(
+    broker: Broker, mail: MailServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier, "SEND_SECONDS", 2.0)
     with hanging() as port:
         dead = f"mailto://127.0.0.1:{port}?from=gpu@lab.example&cto=60&to={{address}}"
         for n in range(30):
@@ -226,7 +230,7 @@ async def test_a_channel_that_hangs_holds_up_no_other(broker: Broker, mail: Mail
             tell(broker, f"user{n}")
         choose(broker, "ada")
         choose(broker, "ada", "dead")
-        settings: dict[str, Any] = {"send_seconds": 2, "retry_seconds": [0.05] * 400}
+        settings: dict[str, Any] = {"retry_seconds": [0.05] * 400}
         async with notifying(broker, channels={"mail": mail.url, "dead": dead}, **settings):
             both = tell(broker, "ada")
             await until(lambda: mail.received, "the mail by the other channel")
@@ -272,7 +276,7 @@ async def test_a_store_that_does_not_write_sends_nothing_twice(
     monkeypatch.setattr(broker.notifications, "mark", fail)
     choose(broker, "ada")
     notice = tell(broker)
-    notifier = Notifier(broker=broker, channels={"mail": mail.url})
+    notifier = Notifier(GPUNotifications(channels={"mail": mail.url}), broker, broker.log)
     await notifier.round()
     await until(lambda: failures, "the first attempt to note it")
     for _ in range(4):
@@ -316,11 +320,11 @@ async def test_a_url_that_apprise_does_not_know(broker: Broker) -> None:
 
 
 def test_a_mistake_in_the_settings_is_a_sentence(broker: Broker) -> None:
-    with pytest.raises(ConfigError, match=r"c\.Notifier\.channels\['mail'\] is no URL"):
-        Notifier(broker=broker, channels={"mail": "smtp.lab.example"})
+    with pytest.raises(ConfigError, match=r"c\.GPUNotifications\.channels\['mail'\] is no URL"):
+        Notifier(GPUNotifications(channels={"mail": "smtp.lab.example"}), broker, broker.log)
     environment = {
-        "GPUSPAWNER_CONFIG": '{"Notifier": {"channels": {"mail": "smtp.lab.example"}}}',
-        "GPUSPAWNER_DATABASE_URL": broker.database_url,
+        "GPUSPAWNER_CONFIG": '{"GPUNotifications": {"channels": {"mail": "smtp.lab.example"}}}',
+        "GPUSPAWNER_DATABASE_URL": broker.settings.database.url,
         "JUPYTERHUB_API_URL": "http://127.0.0.1:1/hub/api",
         "JUPYTERHUB_API_TOKEN": "none",
     }
@@ -333,7 +337,7 @@ def test_a_mistake_in_the_settings_is_a_sentence(broker: Broker) -> None:
         timeout=60,
     )
     assert service.returncode == 1
-    assert "c.Notifier.channels['mail'] is no URL; write it like" in service.stderr
+    assert "c.GPUNotifications.channels['mail'] is no URL; write it like" in service.stderr
     assert "Traceback" not in service.stderr
 
 

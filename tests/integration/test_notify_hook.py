@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gpuspawner.service import notifier
 from gpuspawner.services import Broker
 from tests.support.processes import command_of, free_port
 from tests.support.rounds import Clock, open_broker
@@ -62,9 +63,14 @@ async def test_the_hook_gets_each_notice_once(
     ],
 )
 async def test_a_hook_that_fails_is_logged_and_forgotten(
-    broker: Broker, caplog: pytest.LogCaptureFixture, command: list[str], sentence: str
+    broker: Broker,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    sentence: str,
 ) -> None:
-    async with notifying(broker, hook=command, hook_seconds=0.3 if "sleep" in command[-1] else 20):
+    monkeypatch.setattr(notifier, "HOOK_SECONDS", 0.3 if "sleep" in command[-1] else 20)
+    async with notifying(broker, hook=command):
         await sent(broker, tell(broker))
     (line,) = [r.getMessage() for r in caplog.records if "Hook for" in r.getMessage()]
     assert sentence in line

@@ -318,12 +318,12 @@ def test_closing_lets_go_and_the_next_look_opens_again(machine: Machine) -> None
 
 HUB = """
 import asyncio, json, sys
-from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from gpuspawner.devices import nvml
 from gpuspawner.core.errors import GPUSpawnerError
 from gpuspawner.leases.models import Request, ServerRef
 
-broker = Broker(database_url=sys.argv[1], device_source="nvml", refresh_seconds=0)
+broker = make_broker(database_url=sys.argv[1], device_source="nvml", refresh_seconds=0)
 pages = []
 
 async def do(word, rest):

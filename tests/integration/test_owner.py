@@ -22,6 +22,7 @@ from gpuspawner.hub_pages.handlers import CatalogPages
 from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.queue.service import Terms
 from gpuspawner.services import Broker, hub_broker
+from tests.support.brokers import make_broker
 from tests.support.processes import REPO, wait_for
 from tests.support.rounds import ScriptedHub, make_tick
 
@@ -36,7 +37,7 @@ def database_url(each_database_url: str) -> str:
 
 @pytest.fixture
 def broker(database_url: str) -> Iterator[Broker]:
-    broker = Broker(database_url=database_url, device_source="simulated:1xT4")
+    broker = make_broker(database_url=database_url, device_source="simulated:1xT4")
     yield broker
     broker.store.close()
 
@@ -76,7 +77,7 @@ def test_pages_and_spawners_share_a_broker_that_knows_the_hub(
 ) -> None:
     """A page may be the first to ask: a catalog that is public, say."""
     file = tmp_path / "gpuspawner_hub_id"
-    config = Config({"Broker": {"database_url": database_url, "hub_id_file": str(file)}})
+    config = Config({"GPUDatabase": {"url": database_url, "hub_id_file": str(file)}})
     settings: dict[str, Any] = {"config": config, "log": logging.getLogger(__name__)}
     settings["users"] = SimpleNamespace(settings=settings)
     broker = CatalogPages.of(settings).broker

@@ -21,9 +21,9 @@ MEMBERS, DAYS = 12, 40
 SERVICE = """
 import sys
 from datetime import datetime
-from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 now = datetime.fromisoformat(sys.argv[2])
-broker = Broker(database_url=sys.argv[1], device_source="simulated:1xT4", clock=lambda: now)
+broker = make_broker(database_url=sys.argv[1], device_source="simulated:1xT4", clock=lambda: now)
 print("ready", flush=True)
 while due := broker.refills.due_refills():
     for refill in due:

@@ -155,7 +155,7 @@ def clock(broker: Broker) -> Clock:
 
 def test_a_restart_gains_no_time_for_who_rests(broker: Broker) -> None:
     """Whoever is root in a container can make it look as if its GPUs were lost."""
-    broker.when_idle = {"*": {"mode": "enforce", "first_minutes": 1}}
+    broker.settings.idle.policy = {"*": {"mode": "enforce", "first_minutes": 1}}
     lease = running(broker, "ada")
 
     def rest(some: Lease, minutes: int) -> list[str]:

@@ -36,7 +36,7 @@ signal.signal(signal.SIGUSR1, hang_for_good)
 def test_a_duty_that_fails_is_restarted_and_seen_in_the_metrics(
     processes: None, tmp_path: Path
 ) -> None:
-    sampled = {"Accounting": {"sample_seconds": 1}}
+    sampled = {"GPUMonitoring": {"sample_seconds": 1}}
     with ServiceProcess(tmp_path, sampled, before=FAILS_ONCE) as service:
         wait_for(lambda: service.rounds("sick_gpus") > 0, "sampling after its failure")
         assert service.metric("gpuspawner_duty_failures_total", duty="use_of_gpus") == 1

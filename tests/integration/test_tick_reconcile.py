@@ -17,6 +17,7 @@ from gpuspawner.engines.local import LEASE_VARIABLE, LocalEngine, process_ref
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Sighting
 from gpuspawner.ledger.rules import owed
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.leases import lease_of
 from tests.support.rounds import (
     RATE,
@@ -305,7 +306,7 @@ async def test_what_does_not_answer_changes_nothing_and_is_said_once(
 
 
 async def test_the_store_gone_and_back(postgres: Any, clock: Clock, hub: ScriptedHub) -> None:
-    broker = Broker(
+    broker = make_broker(
         database_url=postgres.fresh_database(),
         device_source="simulated:1xA100-80GB",
         gpu_rates={"*": 4},

@@ -99,8 +99,9 @@ PROBE = """
     from gpuspawner.leases.models import Request, ServerRef
     from gpuspawner.spawners import form
     from gpuspawner.web import pages
+    from traitlets.config import Config
 
-    broker = Broker(device_source="simulated:2xT4")
+    broker = Broker(Config({"GPUDevices": {"source": "simulated:2xT4"}}))
     lease = broker.acquire(ServerRef("alice"), Request(devices=1), engine="local")
     names = [
         point.name

@@ -25,7 +25,6 @@ from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.queue import repository as queue_repository
 from gpuspawner.queue.models import Ticket, Turn
 from gpuspawner.queue.service import Terms
-from gpuspawner.services import Broker
 from gpuspawner.slurm import accounts as slurm_accounts
 from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.cluster import read_cluster
@@ -33,6 +32,7 @@ from gpuspawner.slurm.engine import LABEL_JOB, SlurmEngine
 from gpuspawner.slurm.programs import Holder, Slurm
 from gpuspawner.slurm.scheduler import EVERY, SAVED, SETTLING, SOON, SlurmDelegate
 from tests.support import images
+from tests.support.brokers import make_broker
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import described
@@ -324,7 +324,7 @@ def test_two_hubs_on_one_cluster_leave_each_others_jobs(
 ) -> None:
     """What one hub's store knows nothing of is the other's; what nobody waits for any more goes."""
     brokers = [
-        Broker(
+        make_broker(
             database_url=f"sqlite:///{tmp_path}/{name}.sqlite",
             cluster=str(tmp_path / "cluster.yaml"),
         )
@@ -368,7 +368,7 @@ def test_a_whole_course_comes_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slurm is told of all of them together, and of none less for one whom it cannot have."""
-    broker = Broker(
+    broker = make_broker(
         database_url=f"sqlite:///{tmp_path}/course.sqlite", cluster=str(tmp_path / "cluster.yaml")
     )
     monkeypatch.setattr(slurm_accounts, "is_system_user", lambda user: user == "course7")

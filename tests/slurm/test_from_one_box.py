@@ -70,7 +70,7 @@ def write_hub(folder: Path, described: Cluster, setting: str) -> None:
     (folder / "cluster.yaml").write_text(cluster_yaml(described))
     (folder / "hub.py").write_text(
         'c.JupyterHub.spawner_class = "gpuspawner.spawners.slurm.GPUSlurmSpawner"\n'
-        f'c.Broker.cluster = "{folder}/cluster.yaml"\n'
+        f'c.GPUSlurm.cluster_file = "{folder}/cluster.yaml"\n'
         f"{setting}\n"
     )
 

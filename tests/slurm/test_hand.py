@@ -42,7 +42,7 @@ def hub(
     hubs: None, shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmHub]:
     folder = tmp_path_factory.mktemp("hand") / "hub"
-    hub = SlurmHub(folder, shared_cluster, "c.Broker.grace_seconds = 2")
+    hub = SlurmHub(folder, shared_cluster, "c.GPUCredits.grace_seconds = 2")
     with (folder / "catalog.yaml").open("a", encoding="utf-8") as catalog:
         catalog.write(ENVIRONMENTS)
     with hub:

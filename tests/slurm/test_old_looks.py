@@ -104,7 +104,9 @@ def test_a_session_can_be_extended_right_after_its_start(
     broker: Broker, cluster: SlurmCluster
 ) -> None:
     """The accounting service extends it; its last look at Slurm was before the job was there."""
-    service = SlurmDelegate(read_cluster(broker.cluster), Slurm(conf=str(cluster.conf), seconds=60))
+    service = SlurmDelegate(
+        read_cluster(broker.settings.slurm.cluster_file), Slurm(conf=str(cluster.conf), seconds=60)
+    )
     before = service.turns()
     ticket = asked(broker, "ann", seconds=3600)
     assert ticket.id not in before

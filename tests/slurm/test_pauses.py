@@ -150,7 +150,7 @@ def test_a_controller_that_hangs_holds_up_nobody(
 
 def _hangs(broker: Broker, cluster: SlurmCluster) -> None:
     delegate = SlurmDelegate(
-        read_cluster(broker.cluster), Slurm(conf=str(cluster.conf), seconds=300)
+        read_cluster(broker.settings.slurm.cluster_file), Slurm(conf=str(cluster.conf), seconds=300)
     )
     broker.delegate = broker.machines.delegate = broker.watch.source = delegate
     leaves = asked(broker, "ann", "leaves")

@@ -322,9 +322,9 @@ def test_check(rest: SlurmRest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     first, second = rest.cluster.nodes
     config = Config()
     config.JupyterHub.spawner_class = "gpuspawner.spawners.slurm.GPUSlurmSpawner"
-    config.Broker.cluster = str(tmp_path / "cluster.yaml")
-    config.Broker.slurm_rest = rest.url
-    config.Broker.slurm_rest_token = str(rest.token_file)
+    config.GPUSlurm.cluster_file = str(tmp_path / "cluster.yaml")
+    config.GPUSlurm.rest_url = rest.url
+    config.GPUSlurm.rest_token_file = str(rest.token_file)
     rest.cluster.run("scontrol", "update", f"nodename={second.name}", "state=drain", "reason=fan")
     findings = check_slurm(open_hub(config), None, read_cluster(tmp_path / "cluster.yaml"), False)
     found = {each.name: each for each in findings}
@@ -355,8 +355,8 @@ def test_a_hub_without_slurm(hubs: None, rest: SlurmRest, tmp_path: Path) -> Non
 import os
 os.environ["PATH"] = {without_slurm(tmp_path / "bin")!r}
 os.environ.pop("SLURM_CONF", None)
-c.Broker.slurm_rest = {rest.url!r}
-c.Broker.slurm_rest_token = {str(rest.token_file)!r}
+c.GPUSlurm.rest_url = {rest.url!r}
+c.GPUSlurm.rest_token_file = {str(rest.token_file)!r}
 """
     cluster = rest.cluster
     with SlurmHub(tmp_path / "hub", cluster, config) as hub:

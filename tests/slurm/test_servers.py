@@ -36,8 +36,8 @@ def hub(
     hubs: None, shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmHub]:
     settings = """
-c.Accounting.cluster_seconds = 5
-c.Broker.group_weights = {"research": 3}
+c.GPUSlurm.sync_seconds = 5
+c.GPUQueue.group_weights = {"research": 3}
 c.JupyterHub.load_groups = {"research": {"users": ["zoe"]}}
 """
     hub = SlurmHub(tmp_path_factory.mktemp("slurm") / "hub", shared_cluster, settings)

@@ -28,11 +28,11 @@ POLICY = {
 }
 
 CONFIG = """
-c.Broker.claim_minutes = 0.05
-c.Accounting.sample_seconds = 0
-c.Accounting.session_warn_minutes = [0.05]
-c.Accounting.session_hook = ["tee", "-a", "hook.json"]
-c.Notifier.hook = ["tee", "-a", "notices.json"]
+c.GPUQueue.claim_minutes = 0.05
+c.GPUMonitoring.sample_seconds = 0
+c.GPUSessions.warn_minutes = [0.05]
+c.GPUSessions.hook = ["tee", "-a", "hook.json"]
+c.GPUNotifications.hook = ["tee", "-a", "notices.json"]
 """
 
 ENVIRONMENTS = f"""  - slug: brief

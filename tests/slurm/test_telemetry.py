@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, Page
 
 from gpuspawner.services import Broker, utcnow
 from tests.support import axe
+from tests.support.brokers import make_broker
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN
 from tests.support.node_sampler import NodeSampler
@@ -23,7 +24,7 @@ from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import SlurmHub
 from tests.support.slurm_node import Node, NodeDevice
 
-CONFIG = "c.Broker.sick_quiet_minutes = 0.02"
+CONFIG = "c.GPUHealth.quiet_minutes = 0.02"
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
 
@@ -156,7 +157,7 @@ def test_a_silent_machine_is_named_and_takes_no_other_along(
     }
     hub.shut_down()
     since = utcnow() - timedelta(hours=1)
-    broker = Broker(database_url=hub.database_url)
+    broker = make_broker(database_url=hub.database_url)
     uses = {device.uuid: use for node in cluster.nodes for device, use in used(node)}
     try:
         wait_for(lambda: remembered(broker, since).keys() == uses.keys(), "all that was told")

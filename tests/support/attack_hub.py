@@ -21,6 +21,7 @@ from gpuspawner.db import schema as db_schema
 from gpuspawner.services import Broker
 from gpuspawner.web.app import make_app
 from tests.support import images
+from tests.support.brokers import make_broker
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.hub import NAVIGATION
@@ -61,11 +62,11 @@ c.GPUDockerSpawner.workspace = "attacks-{{username}}"
 c.GPUDockerSpawner.shm_size = "64M"
 c.GPUDockerSpawner.pids_limit = {pids}
 c.DockerSpawner.mem_limit = {memory!r}
-c.Broker.folder_source = "attacks-folder-{{id}}"
-c.Broker.gpu_rates = {{"*": 1}}
-c.Accounting.charge_seconds = 36000
+c.GPUFolders.source = "attacks-folder-{{id}}"
+c.GPURates.by_model = {{"*": 1}}
+c.GPUCredits.charge_seconds = 36000
 c.Accounting.reconcile_seconds = 36000
-c.Notifier.channels = {{"team": {{"label": "Chat", "url": "{{env:CHAT_URL}}"}}}}
+c.GPUNotifications.channels = {{"team": {{"label": "Chat", "url": "{{env:CHAT_URL}}"}}}}
 c.JupyterHub.load_groups = {{"staff": {{"users": ["{victim}"]}}, "ml101": {{"users": ["bob"]}}}}
 for name, scopes in {{
     "bot": ["custom:gpuspawner:grant!group=ml101"],
@@ -159,7 +160,7 @@ class AttackHub(GPUHub):
         self.wait_server(THIEF)
         self.wait_server(VICTIM)
         assert self.spawn(VICTIM, {"environment": "small", "gpus": 1}, "second").ok
-        broker = Broker(database_url=self.database_url)
+        broker = make_broker(database_url=self.database_url)
         try:
             [lease] = broker.leases_of(f"member:{VICTIM}")
             self.lease = lease.id

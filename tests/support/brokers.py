@@ -8,6 +8,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import sqlalchemy as sa
+from traitlets.config import Config
 
 from gpuspawner.core.units import MICRO
 from gpuspawner.db import hash_chain
@@ -18,7 +19,10 @@ from gpuspawner.leases import repository as leases_repository
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
 from gpuspawner.ledger.checks import Books, PostingRow, check_all
 from gpuspawner.ledger.models import Account, TransferKind
+from gpuspawner.ledger.settings import GPUCredits
+from gpuspawner.queue.settings import GPUQueue
 from gpuspawner.services import Broker
+from gpuspawner.settings import GPUDevices
 
 T0 = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
 """When simulated clocks begin."""
@@ -52,12 +56,52 @@ def make_tables(url: str) -> None:
     store.close()
 
 
+SETTINGS = {
+    "database_url": "GPUDatabase.url",
+    "device_source": "GPUDevices.source",
+    "gpu_rates": "GPURates.by_model",
+    "special_rates": "GPURates.special",
+    "rate_zone": "GPURates.zone",
+    "when_dry": "GPUCredits.when_exhausted",
+    "credits_help": "GPUCredits.help_text",
+    "membership_grace_minutes": "GPUMembers.grace_minutes",
+    "when_idle": "GPUIdle.policy",
+    "when_sick": "GPUHealth.actions",
+    "sick_quiet_minutes": "GPUHealth.quiet_minutes",
+    "sick_most": "GPUHealth.max_relapses",
+    "sick_refund": "GPUHealth.refund",
+    "sick_refund_minutes": "GPUHealth.refund_minutes",
+    "folder_source": "GPUFolders.source",
+    "folder_quota": "GPUFolders.quota",
+    "most_folders": "GPUFolders.max_per_member",
+    "cluster": "GPUSlurm.cluster_file",
+} | {
+    name: f"{each.__name__}.{name}"
+    for each in (GPUDevices, GPUCredits, GPUQueue)
+    for name in each.class_trait_names(config=True)
+    if name not in ("source", "policy")
+}
+"""What a test says of settings in a keyword, and where the configuration has it."""
+
+
+def config_of(**settings: Any) -> Config:
+    """A configuration with these settings; see :data:`SETTINGS`."""
+    config = Config()
+    for name, value in settings.items():
+        section, _, trait = SETTINGS[name].partition(".")
+        config[section][trait] = value
+    return config
+
+
+def make_broker(clock: Callable[[], datetime] | None = None, **settings: Any) -> Broker:
+    """A broker with these settings. Close its store."""
+    return Broker(config_of(**settings), clock=clock)
+
+
 def open_broker(url: str, clock: Callable[[], datetime] | None = None, **settings: Any) -> Broker:
-    """A broker of four simulated A100s; ``settings`` are its traits. Close its store."""
+    """A broker of four simulated A100s. Close its store."""
     settings.setdefault("device_source", "simulated:4xA100-80GB")
-    if clock is not None:
-        settings["clock"] = clock
-    return Broker(database_url=url, **settings)
+    return make_broker(clock, database_url=url, **settings)
 
 
 def fleet(broker: Broker) -> SimulatedDevices:

@@ -28,9 +28,9 @@ class Command:
         self.environment |= {"HOME": str(folder), "LC_ALL": "C.UTF-8", "USER": "root"}
         (folder / "jupyterhub_config.py").write_text(
             "c = get_config()\n"
-            f"c.Broker.database_url = {database_url!r}\n"
-            f"c.Broker.device_source = {FLEET!r}\n"
-            "c.Broker.gpu_rates = {'*': 1, 'A100': '3.6'}\n"
+            f"c.GPUDatabase.url = {database_url!r}\n"
+            f"c.GPUDevices.source = {FLEET!r}\n"
+            "c.GPURates.by_model = {'*': 1, 'A100': '3.6'}\n"
             "c.JupyterHub.services.append({'name': 'x'})\n"
         )
 

@@ -43,8 +43,8 @@ environments:
 CONFIG = """
 c.JupyterHub.spawner_class = "gpuspawner.spawners.docker.GPUDockerSpawner"
 c.JupyterHub.allow_named_servers = True
-c.Broker.database_url = {database_url!r}
-c.Broker.device_source = "simulated:{fleet}"
+c.GPUDatabase.url = {database_url!r}
+c.GPUDevices.source = "simulated:{fleet}"
 c.GPUDockerSpawner.gpu_injection = "device_requests"
 c.GPUDockerSpawner.catalog = {catalog!r}
 c.DockerSpawner.remove = True

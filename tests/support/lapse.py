@@ -21,7 +21,7 @@ from gpuspawner.service import device_monitor
 from gpuspawner.service.device_monitor import WatchesContainers
 from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.worker import Tick
-from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.paying_hub import PayingHub
 from tests.support.slurm_hub import SlurmHub
 
@@ -50,7 +50,7 @@ class Lapse:
         **settings: Any,
     ) -> None:
         self.clock = Fast(times)
-        self.broker = Broker(clock=self.clock, database_url=hub.database_url, **settings)
+        self.broker = make_broker(clock=self.clock, database_url=hub.database_url, **settings)
         self._tick = Tick(
             broker=self.broker,
             hub=HubClient(f"{hub.url}/hub/api", hub.token),

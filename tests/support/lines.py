@@ -17,8 +17,8 @@ from tests.support.paying_hub import PayingHub
 from tests.support.processes import PATIENCE, wait_for
 
 CONFIG = """
-c.Broker.gpu_rates = {"*": 1}
-c.Broker.hold_minutes = 1
+c.GPURates.by_model = {"*": 1}
+c.GPUCredits.hold_minutes = 1
 c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 1}
 """
 """Servers that cost little, and spawns that are answered 202 soon."""

@@ -13,6 +13,7 @@ from traitlets.config import Config
 
 from gpuspawner.auth import MemberMixin, MemberOAuthenticator
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 
 GROUPS: dict[str, Any] = {"manage_groups": True, "allowed_groups": {"ml-course"}}
 ADA: dict[str, Any] = {"name": "ada"}
@@ -55,7 +56,7 @@ class Claims(MemberOAuthenticator):
 
 def open_broker(folder: Path, migrated_file: Path) -> Broker:
     """A broker on a database file of its own, ``store.sqlite``. Close its store."""
-    return Broker(
+    return make_broker(
         database_url=f"sqlite:///{shutil.copy(migrated_file, folder / 'store.sqlite')}",
         device_source="simulated:1xT4",
         opening_grant=OPENING_GRANT,

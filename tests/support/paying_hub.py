@@ -13,7 +13,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuspawner.leases.models import Lease, ServerRef
-from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.hub import ADMIN, NAVIGATION, HubProcess
 from tests.support.processes import REPO, alive, environment_of, free_port, wait_for
 
@@ -24,13 +24,13 @@ c.JupyterHub.spawner_class = "gpu-local"
 c.JupyterHub.allow_named_servers = True
 c.JupyterHub.cleanup_servers = False
 c.Spawner.cmd = {cmd!r}
-c.Broker.database_url = {database_url!r}
-c.Broker.device_source = {fleet!r}
-c.Broker.gpu_rates = {{"*": 3600}}
-c.Broker.hold_minutes = 0.01
-c.Broker.grace_seconds = 2
-c.Broker.refresh_seconds = 0.1
-c.Accounting.charge_seconds = 0.5
+c.GPUDatabase.url = {database_url!r}
+c.GPUDevices.source = {fleet!r}
+c.GPURates.by_model = {{"*": 3600}}
+c.GPUCredits.hold_minutes = 0.01
+c.GPUCredits.grace_seconds = 2
+c.GPUDevices.refresh_seconds = 0.1
+c.GPUCredits.charge_seconds = 0.5
 c.Accounting.reconcile_seconds = 0.5
 {config}
 import gpuspawner
@@ -45,7 +45,7 @@ is started anew at the next look of the Hub, which is every 30 seconds otherwise
 
 
 class PayingHub(HubProcess):
-    """``with PayingHub(folder, "c.Broker.opening_grant = 3") as hub``.
+    """``with PayingHub(folder, "c.GPUCredits.opening_grant = 3") as hub``.
 
     ``services`` are further arguments of ``add_services``, from a comma on.
     """
@@ -70,7 +70,7 @@ class PayingHub(HubProcess):
         )
         super().__init__(folder, text, **kwargs)
         self.has_service = True
-        self.broker = Broker(
+        self.broker = make_broker(
             database_url=self.database_url, device_source=FLEET, refresh_seconds=0.1
         )
         self._browsers: dict[str, requests.Session] = {}

@@ -20,6 +20,7 @@ from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.member_duties import CreditDuty
 from gpuspawner.service.worker import Tick
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 
 START = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 RATE = 4 * MICRO
@@ -131,7 +132,7 @@ class ScriptedHub:
 
 def open_broker(database_url: str, clock: Clock, **settings: Any) -> Broker:
     """A broker with two A100 at 4 credits an hour and a T4 at 1; accounts open with 1 credit."""
-    return Broker(
+    return make_broker(
         database_url=database_url,
         device_source="simulated:2xA100-80GB,1xT4",
         gpu_rates={"*": 1, "A100": 4},

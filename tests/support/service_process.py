@@ -101,16 +101,13 @@ class ServiceProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self._hub = ThreadingHTTPServer(("127.0.0.1", 0), StandInHub)
         self._before = before
-        given = settings or {}
-        self._settings = {
-            "Broker": {"device_source": "simulated:1xT4", **given.get("Broker", {})},
-            "Accounting": {
-                "charge_seconds": 0.2,
-                "sample_seconds": 0,
-                "look_inside_seconds": 0,
-                **given.get("Accounting", {}),
-            },
+        self._settings: dict[str, dict[str, Any]] = {
+            "GPUDevices": {"source": "simulated:1xT4"},
+            "GPUCredits": {"charge_seconds": 0.2},
+            "GPUMonitoring": {"sample_seconds": 0, "containers_seconds": 0},
         }
+        for section, values in (settings or {}).items():
+            self._settings.setdefault(section, {}).update(values)
 
     def __enter__(self) -> ServiceProcess:
         parts.require("process")

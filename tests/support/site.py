@@ -45,8 +45,8 @@ class Site:
             CONFIG: {
                 # This provider has a member's name in another claim than most.
                 'username_claim = "preferred_username"': 'username_claim = "sub"',
-                "c.Broker.gpu_rates =": 'c.Broker.device_source = "simulated:2xA100-80GB"\n'
-                "c.Broker.gpu_rates =",
+                "c.GPURates.by_model =": 'c.GPUDevices.source = "simulated:2xA100-80GB"\n'
+                "c.GPURates.by_model =",
             },
             CATALOG: {"gpuspawner/pytorch:": "gpuspawner/base:"},
         }

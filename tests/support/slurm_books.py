@@ -16,10 +16,10 @@ import yaml
 from gpuspawner.leases.models import Lease, Request, ServerRef
 from gpuspawner.queue.models import Ticket
 from gpuspawner.queue.service import Terms
-from gpuspawner.services import Broker
 from gpuspawner.slurm import account_sync
 from gpuspawner.slurm.job_billing import Debited
 from tests.support import slurm_files
+from tests.support.brokers import make_broker
 from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO, free_port, system_path, wait_for
 from tests.support.slurm_cluster import SlurmCluster
@@ -29,10 +29,10 @@ from tests.support.slurm_hub import described
 
 CONFIG = """
 c = get_config()
-c.Broker.database_url = {url!r}
-c.Broker.cluster = {file!r}
-c.Broker.group_weights = {{"research": 3}}
-c.Broker.group_priority = {{"research": "course"}}
+c.GPUDatabase.url = {url!r}
+c.GPUSlurm.cluster_file = {file!r}
+c.GPUQueue.group_weights = {{"research": 3}}
+c.GPUQueue.group_priority = {{"research": "course"}}
 """
 QUICK = "#!/bin/sh\nexec sleep 2\n"
 
@@ -46,7 +46,7 @@ class Books:
         file.write_text(yaml.safe_dump(described(cluster, shards)))
         url = f"sqlite:///{folder}/books.sqlite"
         (folder / "jupyterhub_config.py").write_text(CONFIG.format(url=url, file=str(file)))
-        self.broker = Broker(
+        self.broker = make_broker(
             database_url=url,
             cluster=str(file),
             gpu_rates={"*": 3600},  # a credit a second

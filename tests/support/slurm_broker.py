@@ -18,6 +18,7 @@ from gpuspawner.queue.models import Ticket
 from gpuspawner.queue.service import Terms
 from gpuspawner.services import Broker
 from tests.support import processes
+from tests.support.brokers import make_broker
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_daemons import program
@@ -29,7 +30,7 @@ def opened(folder: Path, cluster: SlurmCluster, **config: Any) -> Broker:
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(described(cluster)), encoding="utf-8")
     url = f"sqlite:///{folder}/gpuspawner.sqlite"
-    return Broker(database_url=url, cluster=str(file), **config)
+    return make_broker(database_url=url, cluster=str(file), **config)
 
 
 def asked(

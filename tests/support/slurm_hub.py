@@ -11,7 +11,7 @@ import yaml
 
 from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.leases.models import Lease, LeaseState, ServerRef
-from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.gpu_hub import CATALOG
 from tests.support.hub import HubProcess
 from tests.support.processes import free_port, wait_for
@@ -23,13 +23,13 @@ c.JupyterHub.spawner_class = "gpuspawner.spawners.slurm.GPUSlurmSpawner"
 c.JupyterHub.allow_named_servers = True
 c.JupyterHub.cleanup_servers = False
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 0.5}}
-c.Broker.database_url = {database_url!r}
-c.Broker.cluster = {cluster!r}
-c.Broker.gpu_rates = {{"*": 3600}}
-c.Broker.opening_grant = 100_000
-c.Broker.hold_minutes = 0.01
-c.Broker.refresh_seconds = 0.5
-c.Accounting.charge_seconds = 1
+c.GPUDatabase.url = {database_url!r}
+c.GPUSlurm.cluster_file = {cluster!r}
+c.GPURates.by_model = {{"*": 3600}}
+c.GPUCredits.opening_grant = 100_000
+c.GPUCredits.hold_minutes = 0.01
+c.GPUDevices.refresh_seconds = 0.5
+c.GPUCredits.charge_seconds = 1
 c.Accounting.reconcile_seconds = 2
 c.GPUSlurmSpawner.gpu_injection = "device_requests"
 c.GPUSlurmSpawner.catalog = {catalog!r}
@@ -72,7 +72,7 @@ class SlurmHub(HubProcess):
         engine = cluster.nodes[0].engine
         environment = {"DOCKER_HOST": engine.url}
         super().__init__(folder, text, hub_ip=cluster.address, environment=environment, **kwargs)
-        self.broker = Broker(database_url=self.database_url, cluster=str(file))
+        self.broker = make_broker(database_url=self.database_url, cluster=str(file))
         self._users: set[str] = set()
 
     def stop(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from gpuspawner.notifications.channels import KINDS
 from gpuspawner.notifications.models import Notice, NoticeKind
 from gpuspawner.notifications.repository import ChannelChoice
-from gpuspawner.service.notifier import Notifier
+from gpuspawner.service.notifier import GPUNotifications, Notifier
 from gpuspawner.services import Broker
 
 
@@ -53,7 +53,7 @@ def choose(
 async def notifying(broker: Broker, **settings: Any) -> AsyncIterator[Notifier]:
     """A notifier whose rounds follow one another quickly."""
     settings.setdefault("retry_seconds", [0.05] * 3)
-    notifier = Notifier(broker=broker, **settings)
+    notifier = Notifier(GPUNotifications(**settings), broker, broker.log)
 
     async def rounds() -> None:
         while True:

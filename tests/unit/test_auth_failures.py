@@ -79,17 +79,17 @@ def test_signing_in_again_gives_no_second_opening_grant(broker: Broker) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"database_url": "postgresql://nobody@127.0.0.1:1/none"},
-        {"database_url": "sqlite:////nowhere/at/all/store.sqlite"},
-        {"database_url": "no url"},
+        {"url": "postgresql://nobody@127.0.0.1:1/none"},
+        {"url": "sqlite:////nowhere/at/all/store.sqlite"},
+        {"url": "no url"},
     ],
     ids=["PostgreSQL down", "folder missing", "URL wrong"],
 )
 def test_a_store_that_is_gone_keeps_nobody_out(
     settings: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = Config({"Plain": {"allow_all": True}, "Broker": settings})
-    config.Broker.device_source = "simulated:1xT4"
+    config = Config({"Plain": {"allow_all": True}, "GPUDatabase": settings})
+    config.GPUDevices.source = "simulated:1xT4"
     authenticator = Plain(config=config)
     monkeypatch.setattr(authenticator.log, "propagate", True)
 

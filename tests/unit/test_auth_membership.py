@@ -16,6 +16,7 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.members import repository as members_repository
 from gpuspawner.members.repository import RosterEntry
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.members import ADA, Claims, Plain, accounts, make, open_broker, sign_in
 
 pytestmark = pytest.mark.usefixtures("patient_sign_in")
@@ -151,7 +152,7 @@ def test_all_rules_and_the_roster_end_with_the_roster(broker: Broker) -> None:
 
 
 def test_a_roster_that_cannot_be_read_is_no_verdict() -> None:
-    broker = Broker(
+    broker = make_broker(
         database_url="postgresql://nobody@127.0.0.1:1/none", device_source="simulated:1xT4"
     )
     seen = sign_in(make(Plain, {"roster": True}, broker=broker), ADA)

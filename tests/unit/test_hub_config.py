@@ -23,7 +23,7 @@ from traitlets.config import Config, HasTraits, PyFileConfigLoader
 
 from gpuspawner.auth import MemberOAuthenticator, MemberSharedPasswordAuthenticator
 from gpuspawner.catalog.loader import Catalog, load
-from gpuspawner.services import Broker
+from gpuspawner.settings import CLASSES as SETTINGS
 from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.spawners.docker import GPUDockerSpawner
 from gpuspawner.spawners.local import GPULocalSpawner
@@ -42,7 +42,7 @@ UNITS = (
 CLASSES: dict[str, type[HasTraits]] = {
     each.__name__: each
     for each in (
-        Broker,
+        *SETTINGS,
         ConfigurableHTTPProxy,
         DockerSpawner,
         GPUDockerSpawner,
@@ -104,7 +104,7 @@ def test_production_follows_its_environment(read: Read) -> None:
     assert plain.JupyterHub.hub_connect_url == plain.JupyterHub.hub_bind_url
     assert plain.ConfigurableHTTPProxy.auth_token == "token"
     assert services(plain)[0]["url"] == "http://127.0.0.1:10190"
-    assert plain.Broker.database_url == "sqlite:///gpuspawner.sqlite"
+    assert plain.GPUDatabase.url == "sqlite:///gpuspawner.sqlite"
 
     postgres = "postgresql://gpuspawner@db/gpuspawner"
     compose = read(
@@ -162,7 +162,7 @@ def test_every_image_of_the_catalog_has_its_dockerfile() -> None:
 def test_several_machines_say_only_what_there_is(read: Read) -> None:
     c = read("slurm/nodes.py", CLUSTER_FILE="/srv/cluster.yaml")
     check_settings(c)
-    assert c.Broker.cluster == "/srv/cluster.yaml"
+    assert c.GPUSlurm.cluster_file == "/srv/cluster.yaml"
     assert "{username}" in c.GPUDockerSpawner.workspace
     assert not c.DockerSpawner.use_internal_ip
 

@@ -122,7 +122,7 @@ def test_special_rates_are_read() -> None:
 def test_a_special_rate_that_is_none_is_refused_by_its_number(entry: Any, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         special_rates([{"rate": 1}, entry], "Asia/Tokyo")
-    assert caught.value.message.startswith("Entry 2 of c.Broker.special_rates is not valid: ")
+    assert caught.value.message.startswith("Entry 2 of c.GPURates.special is not valid: ")
     assert sentence in caught.value.message
 
 

@@ -91,9 +91,9 @@ def test_files_with_tokens(tmp_path: Path) -> None:
             Rest("https://head", path)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         Rest("https://head", str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match=r"write c.Broker.slurm_rest_token"):
+    with pytest.raises(ConfigError, match=r"write c.GPUSlurm.rest_token_file"):
         Rest("https://head", "")
-    with pytest.raises(ConfigError, match="slurm_rest_ca: there is no file"):
+    with pytest.raises(ConfigError, match="rest_ca_file: there is no file"):
         Rest("https://head", written(tmp_path, text), str(tmp_path / "none.pem"))
 
 

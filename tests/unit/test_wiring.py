@@ -51,7 +51,7 @@ def role_of(c: Config, name: str) -> dict[str, Any]:
 def told(c: Config) -> dict[str, Any]:
     """The settings that reach the service, but for where the hub's id is: it always does."""
     found = dict(json.loads(service_of(c)["environment"]["GPUSPAWNER_CONFIG"]))
-    assert found["Broker"].pop("hub_id_file") == c.Broker.hub_id_file
+    assert found.pop("GPUDatabase") == {"hub_id_file": c.GPUDatabase.hub_id_file}
     return found
 
 
@@ -186,7 +186,7 @@ def test_the_idle_culler_comes_when_asked() -> None:
     assert role["scopes"] == list(CULLER_SCOPES)
     assert role["services"] == ["idle-culler"]
     c = Config()
-    c.Accounting.sample_seconds = 0
+    c.GPUMonitoring.sample_seconds = 0
     add_services(c, cull_idle_after=3600)
     assert service_of(c, "idle-culler")["command"] == classic
 

@@ -11,8 +11,9 @@ import pytest
 from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
 
-from gpuspawner.config import add_services
+from gpuspawner.config import RENAMED, SECTIONS, add_services
 from gpuspawner.core.errors import ConfigError
+from gpuspawner.service.app import Accounting
 
 
 def value_of(c: Config, setting: str) -> Any:
@@ -29,21 +30,21 @@ def service_of(c: Config, name: str = "gpu") -> dict[str, Any]:
 def told(c: Config) -> dict[str, Any]:
     """The settings that reach the service, but for where the hub's id is: it always does."""
     found = dict(json.loads(service_of(c)["environment"]["GPUSPAWNER_CONFIG"]))
-    assert found["Broker"].pop("hub_id_file") == c.Broker.hub_id_file
+    assert found.pop("GPUDatabase") == {"hub_id_file": c.GPUDatabase.hub_id_file}
     return found
 
 
 def test_the_database_url_reaches_the_service_by_environment_alone() -> None:
     c = Config()
-    c.Broker.database_url = "postgresql://gpu:s3cret@db.example/gpu"
-    c.Broker.grace_seconds = 7
+    c.GPUDatabase.url = "postgresql://gpu:s3cret@db.example/gpu"
+    c.GPUCredits.grace_seconds = 7
     add_services(c)
 
     service = service_of(c)
-    assert service["environment"]["GPUSPAWNER_DATABASE_URL"] == c.Broker.database_url
+    assert service["environment"]["GPUSPAWNER_DATABASE_URL"] == c.GPUDatabase.url
     assert "s3cret" not in " ".join(service["command"])
-    assert told(c)["Broker"] == {"grace_seconds": 7}
-    assert c.Broker.database_url == "postgresql://gpu:s3cret@db.example/gpu"
+    assert told(c) == {"GPUCredits": {"grace_seconds": 7}}
+    assert c.GPUDatabase.url == "postgresql://gpu:s3cret@db.example/gpu"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_a_relative_file_is_the_hubs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     c = Config()
-    c.Broker.database_url = given
+    c.GPUDatabase.url = given
     add_services(c)
     found = service_of(c)["environment"]["GPUSPAWNER_DATABASE_URL"]
     assert found == meant.format(here=tmp_path)
@@ -104,7 +105,7 @@ def test_the_service_hears_whose_images_it_pulls_ahead(
     c = Config(settings)
     add_services(c)
     expected = told_of and told_of.format(here=tmp_path)
-    assert told(c)["Accounting"].get("catalog") == expected
+    assert told(c).get("Accounting", {}).get("catalog") == expected
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_the_service_hears_whose_images_it_pulls_ahead(
             {"DockerSpawner": {"image": "lab:1"}, "GPUDockerSpawner": {"gpu_injection": "cdi"}},
             ("lab:1", "cdi"),
         ),
-        ({"Accounting": {"probe_image": "x"}, "DockerSpawner": {"image": "lab:1"}}, ("x", None)),
+        ({"GPUHealth": {"probe_image": "x"}, "DockerSpawner": {"image": "lab:1"}}, ("x", None)),
         ({"JupyterHub": {"spawner_class": "gpu-local"}}, (None, "process")),
         ({}, (None, None)),
     ],
@@ -124,38 +125,36 @@ def test_the_service_hears_how_servers_get_gpus(
 ) -> None:
     c = Config(settings)
     add_services(c)
-    found = told(c)["Accounting"]
+    found = told(c).get("GPUHealth", {})
     assert (found.get("probe_image"), found.get("probe_injection")) == expected
 
 
 def test_settings_of_every_plain_kind_reach_the_service() -> None:
     c = Config()
-    c.Broker.gpu_rates.update({"A100": 4})
-    c.Broker.opening_grant = "12.5"
-    c.Broker.device_source = Path("nvml")
-    c.Accounting.charge_seconds = 5
+    c.GPURates.by_model.update({"A100": 4})
+    c.GPUCredits.opening_grant = "12.5"
+    c.GPUDevices.source = Path("nvml")
+    c.GPUCredits.charge_seconds = 5
     c.Accounting.engines = {"docker"}
-    c.Notifier.channels = {"mail": "mailto://mail.example?to={address}"}
+    c.GPUNotifications.channels = {"mail": "mailto://mail.example?to={address}"}
     add_services(c)
 
     assert told(c) == {
-        "Broker": {
-            "gpu_rates": {"*": 1, "A100": 4},
-            "opening_grant": "12.5",
-            "device_source": "nvml",
-        },
-        "Accounting": {"charge_seconds": 5, "engines": ["docker"]},
-        "Notifier": {"channels": {"mail": "mailto://mail.example?to={address}"}},
+        "GPURates": {"by_model": {"*": 1, "A100": 4}},
+        "GPUCredits": {"opening_grant": "12.5", "charge_seconds": 5},
+        "GPUDevices": {"source": "nvml"},
+        "Accounting": {"engines": ["docker"]},
+        "GPUNotifications": {"channels": {"mail": "mailto://mail.example?to={address}"}},
     }
-    c.Broker.gpu_rates.update({"T4": 2})
-    assert c.Broker.gpu_rates.get_value({"*": 1}) == {"*": 1, "A100": 4, "T4": 2}
+    c.GPURates.by_model.update({"T4": 2})
+    assert c.GPURates.by_model.get_value({"*": 1}) == {"*": 1, "A100": 4, "T4": 2}
 
 
 def test_the_service_gets_the_variables_that_channels_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CHAT_TOKEN", "MAIL_PASSWORD", "OTHER_SECRET"):
         monkeypatch.setenv(name, f"the {name}")
     c = Config()
-    c.Notifier.channels = {
+    c.GPUNotifications.channels = {
         "chat": {"url": "mmosts://chat.example/{env:CHAT_TOKEN}?channels={address}"},
         "mail": "mailtos://me:{env:MAIL_PASSWORD}@mail.example?to={address}",
         "gone": "json://chat.example/{env:NOT_THERE}",
@@ -170,13 +169,13 @@ def test_the_service_gets_the_variables_that_channels_name(monkeypatch: pytest.M
 
 def test_a_setting_that_cannot_be_handed_on_is_named() -> None:
     c = Config()
-    c.Broker.credits_help = lambda: "ask me"
-    with pytest.raises(ConfigError, match=r"c\.Broker\.credits_help"):
+    c.GPUCredits.help_text = lambda: "ask me"
+    with pytest.raises(ConfigError, match=r"c\.GPUCredits\.help_text"):
         add_services(c)
 
     c = Config()
-    c.Accounting.warn_minutes.append(5)
-    with pytest.raises(ConfigError, match=r"c\.Accounting\.warn_minutes = "):
+    c.GPUSessions.warn_minutes.append(5)
+    with pytest.raises(ConfigError, match=r"c\.GPUSessions\.warn_minutes = "):
         add_services(c)
 
 
@@ -204,12 +203,28 @@ def test_the_hubs_id_is_beside_its_cookie_secret() -> None:
     c.JupyterHub.cookie_secret_file = "/srv/hub/secret"
     add_services(c)
     told(c)
-    assert c.Broker.hub_id_file == "/srv/hub/gpuspawner_hub_id"
+    assert c.GPUDatabase.hub_id_file == "/srv/hub/gpuspawner_hub_id"
 
 
 def test_the_hubs_id_stays_where_the_admin_puts_it() -> None:
     c = Config()
-    c.Broker.hub_id_file = "/etc/hub_id"
+    c.GPUDatabase.hub_id_file = "/etc/hub_id"
     add_services(c)
     told(c)
-    assert c.Broker.hub_id_file == "/etc/hub_id"
+    assert c.GPUDatabase.hub_id_file == "/etc/hub_id"
+
+
+def test_the_service_is_told_of_every_section_that_it_reads() -> None:
+    assert {*SECTIONS} == {each.__name__ for each in Accounting.classes} | {Accounting.__name__}
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_setting_that_has_another_name_now_is_named(old: str) -> None:
+    """traitlets says nothing of a section that no class reads."""
+    section, _, name = old.partition(".")
+    known = {each.__name__: each for each in Accounting.classes}
+    if new := RENAMED[old]:
+        now, _, trait = new.partition(".")
+        assert trait in known[now].class_trait_names(config=True)
+    with pytest.raises(ConfigError, match=rf"c\.{old} is {f'c.{new}' if new else 'no setting'}"):
+        add_services(Config({section: {name: 1}}))

@@ -139,7 +139,7 @@ def test_the_opening_grant_is_the_admins(make: Make, amount: Any, balance: float
 
 def test_an_opening_grant_that_is_no_number_is_named(make: Make) -> None:
     broker = make(opening_grant="plenty")
-    with pytest.raises(ConfigError, match=r"Broker\.opening_grant: 'plenty'"):
+    with pytest.raises(ConfigError, match=r"c\.GPUCredits\.opening_grant: 'plenty'"):
         broker.ledger.open_account("anna")
     assert broker.ledger.accounts() == []
 

@@ -173,8 +173,8 @@ def test_the_clock_set_back_and_forward_a_day(broker: Broker, clock: Clock) -> N
     ("settings", "sentence"),
     [
         ({"gpu_rates": {"A100": "1,5"}}, "The rate of 'A100' is not valid"),
-        ({"special_rates": [{"rate": "1,5"}]}, "Entry 1 of c.Broker.special_rates"),
-        ({"rate_zone": "Mars"}, "Broker.rate_zone: 'Mars' is no time zone"),
+        ({"special_rates": [{"rate": "1,5"}]}, "Entry 1 of c.GPURates.special"),
+        ({"rate_zone": "Mars"}, "GPURates.zone: 'Mars' is no time zone"),
     ],
 )
 def test_a_configuration_that_is_none_stops_the_start(

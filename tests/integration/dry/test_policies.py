@@ -280,15 +280,15 @@ async def test_a_failed_start_in_the_overdraft_gives_all_back(broker: Broker, cl
 
 
 def test_the_first_group_that_is_named_counts(broker: Broker) -> None:
-    both = broker.policy_for("member:ada", {"course", "lab"})
+    both = broker.settings.credits.policy_for("member:ada", {"course", "lab"})
     assert (both.when_dry, both.overdraft) == ("overdraft", 500_000)
-    assert broker.policy_for("member:ada", {"other"}).when_dry == "stop"
-    assert broker.policy_for("group:course", {"lab"}).when_dry == "session"
-    assert broker.policy_for("group:other", {"lab"}).when_dry == "stop"
+    assert broker.settings.credits.policy_for("member:ada", {"other"}).when_dry == "stop"
+    assert broker.settings.credits.policy_for("group:course", {"lab"}).when_dry == "session"
+    assert broker.settings.credits.policy_for("group:other", {"lab"}).when_dry == "stop"
 
 
 def test_who_waits_in_line_keeps_the_policy(broker: Broker, clock: Clock) -> None:
-    broker.opening_grant = 100
+    broker.settings.credits.opening_grant = 100
     holders = [server(broker, "bob", name=str(number)) for number in range(2)]
     terms = Terms(groups=frozenset({"lab"}), wait=True)
     ticket = broker.ask(
@@ -303,7 +303,7 @@ def test_who_waits_in_line_keeps_the_policy(broker: Broker, clock: Clock) -> Non
 def test_who_leaves_the_group_while_waiting_leaves_its_overdraft(
     broker: Broker, clock: Clock
 ) -> None:
-    broker.opening_grant = 100
+    broker.settings.credits.opening_grant = 100
     holders = [server(broker, "bob", name=str(number)) for number in range(2)]
     terms = Terms(groups=frozenset({"lab"}), wait=True)
     request = Request(devices=1, model="A100")
@@ -328,7 +328,7 @@ def test_who_leaves_the_group_while_waiting_leaves_its_overdraft(
 def test_a_policy_that_is_none_stops_the_start(
     database_url: str, clock: Clock, policy: object
 ) -> None:
-    with pytest.raises(ConfigError, match=r"Broker\.when_dry\['lab'\]"):
+    with pytest.raises(ConfigError, match=r"GPUCredits\.when_exhausted\['lab'\]"):
         open_broker(database_url, clock, when_dry={"lab": policy})
 
 

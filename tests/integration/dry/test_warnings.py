@@ -171,5 +171,5 @@ async def test_a_hook_that_fails_is_said_and_holds_up_nothing(
         clock.advance(seconds)
         await credits.round()
     assert broker.lease(lease.id).outcome == "credits"
-    while not any("c.Accounting.credits_hook: The hook" in line for line in told(caplog.records)):
+    while not any("c.GPUCredits.hook: The hook" in line for line in told(caplog.records)):
         await asyncio.sleep(0.01)

@@ -168,7 +168,7 @@ def test_who_left_the_hub_has_nothing_and_what_they_owned_is_handed_on(broker: B
 
 def test_without_a_place_for_them_there_are_no_folders(database_url: str) -> None:
     broker = open_broker(database_url)
-    with pytest.raises(FolderRefused, match=r"c\.Broker\.folder_source"):
+    with pytest.raises(FolderRefused, match=r"c\.GPUFolders\.source"):
         broker.shared_folders.make_folder("Data", actor="anna")
     assert broker.shared_folders.folder_mounts("anna") == []
     broker.store.close()

@@ -61,7 +61,7 @@ def test_who_owns_a_file_can_move_it_out_but_not_in_a_user_namespace(told: dict[
 
 def test_a_hub_that_is_not_root_is_told_what_to_set(told: dict[str, Any]) -> None:
     assert told["not root"].startswith("A quota for /run/xfs cannot be kept: ")
-    assert 'c.Broker.xfs_quota = ["sudo", "-n", "xfs_quota"]' in told["not root"]
+    assert 'c.GPUFolders.xfs_quota = ["sudo", "-n", "xfs_quota"]' in told["not root"]
 
 
 def test_a_hub_with_the_capabilities_of_readme_needs_no_root(told: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ def clock() -> Clock:
 def broker(database_url: str, clock: Clock) -> Iterator[Broker]:
     """Two A100 at 4 credits an hour and a T4 at 1; everybody has 1,000 credits."""
     broker = open_broker(database_url, clock)
-    broker.opening_grant = 1000
+    broker.settings.credits.opening_grant = 1000
     yield broker
     assert problems(broker.store) == []
     broker.store.close()
@@ -36,7 +36,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Bro
             opened.pop().store.close()
         url = f"sqlite:///{tmp_path_factory.mktemp('store')}/gpuspawner.sqlite"
         opened.append(open_broker(url, Clock()))
-        opened[0].opening_grant = 1000
+        opened[0].settings.credits.opening_grant = 1000
         return opened[0]
 
     yield make

@@ -15,6 +15,7 @@ from gpuspawner.leases.models import Lease, Request, ServerRef
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.service import Terms
 from gpuspawner.services import Broker
+from tests.support.brokers import make_broker
 from tests.support.rounds import START, Clock
 from tests.support.sessions import HOUR, session, told, wait, warn
 from tests.support.tier import examples
@@ -81,7 +82,9 @@ def test_another_process_sees_the_extension_and_the_line(
     """The service extends, the hub decides: each has a line of its own."""
     hub, service = (
         broker,
-        Broker(database_url=database_url, device_source="simulated:2xA100-80GB,1xT4", clock=clock),
+        make_broker(
+            database_url=database_url, device_source="simulated:2xA100-80GB,1xT4", clock=clock
+        ),
     )
     mine = session(hub, "ada")
     session(hub, "bob", seconds=2 * HOUR)
@@ -128,7 +131,7 @@ def test_what_cannot_be_extended_says_why(broker: Broker, clock: Clock, actor: s
 
 
 def test_hours_held_are_limited(broker: Broker, clock: Clock) -> None:
-    broker.member_limits = {"gpu_hours": 1.5}
+    broker.settings.queue.member_limits = {"gpu_hours": 1.5}
     mine = session(broker, "ada")
     clock.advance(1800)
     assert broker.extend(mine.id, actor="ada").extended == 1800
@@ -138,7 +141,7 @@ def test_hours_held_are_limited(broker: Broker, clock: Clock) -> None:
     clock.advance(600)
     assert broker.extend(mine.id, actor="ada").extended == 2400, "3,600 + 600 seconds"
     assert broker.extend(second.id, actor="ada").extended == 600, "3,600 + 1,200 seconds"
-    broker.member_limits = {"gpu_hours": 1.25}
+    broker.settings.queue.member_limits = {"gpu_hours": 1.25}
     clock.advance(60)
     with pytest.raises(CannotExtend, match=r"1\.25 GPU-hours may be held at once, and with it"):
         broker.extend(mine.id, actor="ada")

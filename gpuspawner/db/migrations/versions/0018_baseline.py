@@ -610,8 +610,8 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["transfer_id"], ["transfers.id"]),
         sa.PrimaryKeyConstraint("id"),
     )
-    op.create_index("postings_apart", "postings", ["account", "id"], **_where("apart"))
     op.create_index("postings_by_account", "postings", ["account", "id"])
     op.create_index("postings_by_transfer", "postings", ["transfer_id"])
+    op.create_index("postings_apart", "postings", ["account", "id"], **_where("apart"))
     for statement in _triggers(op.get_bind().dialect.name):
         op.execute(statement)

@@ -1,0 +1,133 @@
+"""The settings of the services, each capability's in a class of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from traitlets import Float, Unicode, default
+from traitlets.config import Config, LoggingConfigurable
+
+from .db.engine import default_url
+from .ledger.prices import GPURates
+from .ledger.settings import GPUCredits
+from .members.service import GPUMembers
+from .monitoring.health_service import GPUHealth
+from .monitoring.service import GPUIdle
+from .queue.delegation import GPUSlurm
+from .queue.settings import GPUQueue
+from .storage.service import GPUFolders
+
+
+class GPUDatabase(LoggingConfigurable):
+    """Where leases and credits are kept, and by which id this hub knows its own."""
+
+    url = Unicode(
+        config=True,
+        help="""
+        Where leases and credits are kept: an SQLite file or a PostgreSQL database.
+
+        The default is the environment variable GPUSPAWNER_DATABASE_URL, else a file
+        ``gpuspawner.sqlite`` in the hub's working directory. Example::
+
+            c.GPUDatabase.url = "sqlite:////srv/jupyterhub/gpuspawner.sqlite"
+            c.GPUDatabase.url = "postgresql://gpuspawner@/gpuspawner"
+        """,
+    )
+
+    @default("url")
+    def _default_url(self) -> str:
+        return default_url()
+
+    hub_id_file = Unicode(
+        config=True,
+        help="""
+        The file with the id of this hub, by which its leases are known as its own. It is made at
+        the first start, and belongs into the backup of the hub's working directory.
+
+        The default is ``gpuspawner_hub_id`` beside the hub's cookie secret. Example::
+
+            c.GPUDatabase.hub_id_file = "/srv/jupyterhub/gpuspawner_hub_id"
+        """,
+    )
+
+
+class GPUDevices(LoggingConfigurable):
+    """Where the devices come from."""
+
+    source = Unicode(
+        "auto",
+        config=True,
+        help="""
+        Where the devices come from: ``auto`` (NVML), or a simulated fleet for trying out.
+
+        Example::
+
+            c.GPUDevices.source = "simulated:4xA100-80GB,2xT4"
+        """,
+    )
+
+    refresh_seconds = Float(
+        2.0,
+        config=True,
+        help="""
+        Seconds for which one look at the devices serves everybody who asks.
+
+        Example::
+
+            c.GPUDevices.refresh_seconds = 5
+        """,
+    )
+
+
+CLASSES = (
+    GPUDatabase,
+    GPUDevices,
+    GPUCredits,
+    GPURates,
+    GPUQueue,
+    GPUMembers,
+    GPUIdle,
+    GPUHealth,
+    GPUFolders,
+    GPUSlurm,
+)
+"""What :class:`BrokerSettings` holds one of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerSettings:
+    """What a configuration file says, by capability."""
+
+    database: GPUDatabase
+    devices: GPUDevices
+    credits: GPUCredits
+    rates: GPURates
+    queue: GPUQueue
+    members: GPUMembers
+    idle: GPUIdle
+    health: GPUHealth
+    folders: GPUFolders
+    slurm: GPUSlurm
+
+    @classmethod
+    def read(cls, config: Config) -> BrokerSettings:
+        """Read every section. Raises TraitError for a value of the wrong type."""
+        return cls(
+            database=GPUDatabase(config=config),
+            devices=GPUDevices(config=config),
+            credits=GPUCredits(config=config),
+            rates=GPURates(config=config),
+            queue=GPUQueue(config=config),
+            members=GPUMembers(config=config),
+            idle=GPUIdle(config=config),
+            health=GPUHealth(config=config),
+            folders=GPUFolders(config=config),
+            slurm=GPUSlurm(config=config),
+        )
+
+    def require_valid(self) -> None:
+        """Raise ConfigError for a value that has the right type and cannot be."""
+        self.rates.read()
+        self.credits.policies  # noqa: B018 - read once, here
+        self.idle.read_policies()
+        self.health.read_policy()
