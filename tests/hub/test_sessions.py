@@ -53,7 +53,7 @@ from gpuspawner.spawners import no_shows as claims
 start_ticket, watch = Broker.start_ticket, claims.watch
 
 def start_with_time_to_claim(self, *args, **kwargs):
-    self.claim_minutes = float(Path("claim-minutes").read_text())
+    self.settings.queue.claim_minutes = float(Path("claim-minutes").read_text())
     return start_ticket(self, *args, **kwargs)
 
 async def watch_and_say_so(spawner):

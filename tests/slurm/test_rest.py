@@ -262,7 +262,7 @@ def test_the_ways_to_it(rest: SlurmRest, tmp_path: Path) -> None:
 def test_tokens(rest: SlurmRest) -> None:
     """One that has ended, is forged, or is no operator's; a new one needs no restart."""
     controller = rest.controller()
-    settings = {"slurm_rest": rest.url, "slurm_rest_token": str(rest.token_file)}
+    settings = {"rest_url": rest.url, "rest_token_file": str(rest.token_file)}
     try:
         assert controller.ping()[0].startswith("22.05")
         found, states = check_rest(settings)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from gpuspawner.engines.local import LocalEngine
+from gpuspawner.monitoring.service import GPUMonitoring
 from gpuspawner.service import device_monitor
 from gpuspawner.service.device_monitor import WatchesContainers
 from gpuspawner.service.hub_client import HubClient
@@ -77,7 +78,8 @@ class Lapse:
 
     def begin(self) -> None:
         """Sample and judge; a sample each second and a half of the clock."""
-        service = WatchesContainers(sample_seconds=0.05)
+        service = WatchesContainers()
+        service.monitoring = GPUMonitoring(sample_seconds=0.05)
 
         async def start() -> None:
             self._duty = asyncio.ensure_future(service.remember_use(self._tick))
