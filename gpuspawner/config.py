@@ -109,7 +109,7 @@ RENAMED = {
     "Broker.xfs_quota": "GPUFolders.xfs_quota",
     "Broker.cluster": "GPUSlurm.cluster_file",
     "Broker.jobs_of_members": "GPUSlurm.jobs_of_members",
-    "Broker.slurm_rest_token": "GPUSlurm.rest_token_file",
+    "Broker.slurm_rest_token": "GPUSlurm.rest_token_file",  # nosec B105 - the name of a setting
     "Broker.slurm_rest_ca": "GPUSlurm.rest_ca_file",
     "Broker.slurm_rest": "GPUSlurm.rest_url",
     "Accounting.cluster_seconds": "GPUSlurm.sync_seconds",

@@ -32,7 +32,8 @@ def revision(connection: sa.Connection) -> str | None:
     """Return the version of the schema in the database, or None for an empty one."""
     if not sa.inspect(connection).has_table(VERSION_TABLE):
         return None
-    return connection.execute(sa.text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+    version = sa.table(VERSION_TABLE, sa.column("version_num", sa.Text))
+    return connection.execute(sa.select(version.c.version_num)).scalar()
 
 
 @cache
